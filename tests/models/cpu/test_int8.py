@@ -138,10 +138,12 @@ def test_a_model_on_ranks_is_near_the_stored_one(ranks: Callable[..., list[Any]]
 def test_refused_where_it_cannot_be_computed(tmp_path: Path) -> None:
     """On a GPU, in fp32, without the processor's instructions: by the deployment where it says so, else by the rank."""
     config = tmp_path / "d.yaml"
-    for more, key in (("engine: {device: cuda}", "model.weights"), ("", "model.weights")):
-        dtype = "float32" if not more else "auto"
-        config.write_text(f"model: {{path: /m, weights: int8, dtype: {dtype}}}\n{more}\n", encoding="utf-8")
-        with pytest.raises(ConfigError, match=f"{key}: int8 is computed"):
+    for dtype, engine, said in (
+        ("auto", "engine: {device: cuda}", "int8 needs engine.device: cpu"),
+        ("float32", "", "int8 needs dtype bfloat16"),
+    ):
+        config.write_text(f"model: {{path: /m, weights: int8, dtype: {dtype}}}\n{engine}\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=f"model.weights: {said}"):
             read(config)
     with pytest.raises(WeightsError, match="computes in float32: use stored"):
         make_ops(CPU, torch.float32, "int8")

@@ -176,7 +176,7 @@ class Recorder:
 
 
 def graphs_of(log: list[str]) -> DecodeGraphs:
-    """Recorded steps that say when the last reference to one is gone."""
+    """A recorded step and a recorded draw that say when the last reference to one is gone."""
 
     class Graph:
         def __call__(self) -> None: ...
@@ -186,7 +186,7 @@ def graphs_of(log: list[str]) -> DecodeGraphs:
 
     graphs = DecodeGraphs.__new__(DecodeGraphs)
     recorder: Any = Recorder(log)
-    graphs._recorder, graphs._replays = recorder, {1: Graph()}
+    graphs._recorder, graphs._replays, graphs._draws = recorder, {1: Graph()}, {1: Graph()}
     return graphs
 
 
@@ -196,7 +196,7 @@ def test_graphs_go_before_the_groups_that_they_captured() -> None:
     with group(log) as communicator:
         communicator.before_close(graphs.drop)
     communicator.close()
-    assert log == ["device", "graph", "channel", "torch's groups"]
+    assert log == ["device", "graph", "graph", "channel", "torch's groups"]
 
 
 def test_graphs_that_are_gone_already_hold_nothing_up() -> None:
@@ -206,7 +206,7 @@ def test_graphs_that_are_gone_already_hold_nothing_up() -> None:
         graphs = graphs_of(log)
         communicator.before_close(graphs.drop)
         del graphs
-    assert log == ["graph", "channel", "torch's groups"]
+    assert log == ["graph", "graph", "channel", "torch's groups"]
 
 
 @pytest.mark.parametrize(("backend", "ends"), [("nccl", []), ("gloo", ["torch's groups"])])
