@@ -1,6 +1,6 @@
 """Distributes requests over the replicas: interactive ones first, each to the least loaded replica.
 Requests of a failed replica are submitted again with the next epoch and resume after the last reported token;
-suspects.py decides which request is to blame.
+flight.py decides which request is to blame.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ..job import EngineJob, JobState, RankHeartbeat
 from ..openai.errors import ApiError, unmade
 from ..request import ModelLimits, TokensEvent
-from .flight import DispatchObserver, Flight
-from .suspects import Suspicion
+from .flight import DispatchObserver, Flight, Suspicion
 
 log = logging.getLogger(__name__)
 

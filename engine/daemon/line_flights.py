@@ -15,8 +15,7 @@ from ..openai.responses import LARGE_VALUES, Answer
 from ..openai.to_engine import RequestOrigin, to_requests
 from ..text.tokenizer import TextModel
 from .dispatch import Dispatcher
-from .flight import Flight
-from .suspects import Suspicion
+from .flight import Flight, Suspicion
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from door import LIMITS, ORIGIN, completion
 from laddertron.engine.daemon.dispatch import Dispatcher
-from laddertron.engine.daemon.flight import Flight
-from laddertron.engine.daemon.suspects import APART_DEATHS, NEAR, Suspicion
+from laddertron.engine.daemon.flight import APART_DEATHS, NEAR, Flight, Suspicion
 from laddertron.engine.job import JobState
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.openai.to_engine import to_requests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from laddertron.engine.daemon.suspects import NEAR, Suspicion
+from laddertron.engine.daemon.flight import NEAR, Suspicion
 
 
 def after(*deaths: tuple[int, bool]) -> Suspicion:
