@@ -17,9 +17,7 @@ from ..openai.errors import ApiError
 from .batch_feed import BatchFeed, Gate, rules_of
 from .core import Core
 from .store import records
-from .store.inputs import InputFault, check_input
-from .store.outputs import Outputs, size_of
-from .store.retention import Cleaner
+from .store.files import Cleaner, InputFault, Outputs, check_input, size_of
 from .store.rows import BatchRow, FileRow, Status, new_id
 from .store.schema import Rows
 from .store.store import StoreUnavailable

@@ -17,7 +17,7 @@ from ...openai.errors import ApiError
 from ...openai.validators import StrictModel, checked, json_schema, takes
 from ..store import records
 from ..store.disk import NewFile, free_bytes
-from ..store.inputs import new_digest
+from ..store.files import new_digest
 from ..store.rows import FileRow, new_id
 from ..store.store import StoreUnavailable
 from .errors import not_found, unstored

@@ -46,7 +46,7 @@ NO_TOKENS = Tokens()
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """`batch_id`: whose output or error file it is. `digest`: of an upload's bytes (inputs.py)."""
+    """`batch_id`: whose output or error file it is. `digest`: of an upload's bytes (files.py)."""
 
     id: str
     owner: str
