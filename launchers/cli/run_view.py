@@ -1,14 +1,23 @@
-"""The progress (bar or lines) and the final table of a run."""
+"""The progress (bar or lines) and the final table of a run; the bar of a load or a copy of weights."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
@@ -161,3 +170,12 @@ def _communication(hidden: float | None, exposed: float | None) -> str:
     ratio = overlap_ratio(hidden, exposed)
     share = "" if ratio is None else f" ({ratio:.0%})"
     return f"{hidden:.2f} s hidden{share}, {exposed:.2f} s exposed"
+
+
+@contextmanager
+def byte_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes, GB/s and time left, to call with (done, total) in bytes; on no terminal it shows nothing."""
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

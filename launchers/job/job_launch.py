@@ -20,8 +20,7 @@ from ... import __version__
 from ...engine.job import RankHeartbeat
 from ..compose.mpi import LaunchCommand
 from ..control import messages, processes
-from ..control.channel_thread import ControlThread
-from ..control.control import ENV_ADDRESS, ENV_SECRET, new_secret
+from ..control.control import ENV_ADDRESS, ENV_SECRET, ControlThread, new_secret
 from .detect import Evidence, JobFailure
 from .keeper import under_keeper
 from .options import JobOptions

@@ -19,9 +19,8 @@ from ...openai.body import Body
 from ...openai.body_worker import Prepared, prepare
 from ...openai.choice import Delta
 from ...openai.errors import ApiError
-from ...openai.responses import LARGE_VALUES, Answer
+from ...openai.responses import DONE, LARGE_VALUES, Answer, EventWriter, event
 from ...openai.schema import CHAT, COMPLETIONS, Endpoint, json_schema
-from ...openai.sse import DONE, EventWriter, event
 from ...openai.to_engine import RequestOrigin, to_requests
 from ...openai.validators import takes
 from ..flight import Flight

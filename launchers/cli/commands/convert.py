@@ -35,7 +35,7 @@ def command(source: Path, target: Path, dialect: str) -> None:
     from rich.console import Console
 
     from ....models.weights.convert import convert
-    from ..weights_view import byte_bar
+    from ..run_view import byte_bar
 
     with byte_bar(Console(stderr=True), dialect) as progress:
         config = convert(source, target, dialect, progress)

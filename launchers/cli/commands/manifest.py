@@ -30,7 +30,7 @@ def command(model: Path, check: bool) -> None:
     from rich.console import Console
 
     from ....models.weights.manifest import Verifier, make_manifest, read_manifest, stored_in, write_manifest
-    from ..weights_view import byte_bar
+    from ..run_view import byte_bar
 
     console, start = Console(stderr=True), time.monotonic()
     if check:

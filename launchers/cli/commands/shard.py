@@ -53,7 +53,7 @@ def command(
     from ....models.weights.mapping import open_checkpoint
     from ....models.weights.rank_files import shards_folder
     from ....models.weights.shard_writer import write_shards
-    from ..weights_view import byte_bar
+    from ..run_view import byte_bar
 
     start, home = time.monotonic(), output or model
     config = from_folder(model)

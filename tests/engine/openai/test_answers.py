@@ -14,9 +14,8 @@ from door import LIMITS, ORIGIN, chat, completion
 from laddertron.engine.openai.batch_input import answer_line, error_line
 from laddertron.engine.openai.body import Body
 from laddertron.engine.openai.errors import ApiError
-from laddertron.engine.openai.responses import Answer
+from laddertron.engine.openai.responses import Answer, EventWriter
 from laddertron.engine.openai.schema import CHAT
-from laddertron.engine.openai.sse import EventWriter
 from laddertron.engine.openai.to_engine import to_requests
 from laddertron.engine.request import Request, TokenLogprob, TokensEvent
 from laddertron.engine.text.tokenizer import TextModel

@@ -18,9 +18,8 @@ import pytest
 from laddertron.engine.sampling import grammar
 from laddertron.engine.text.chat_template import ChatTemplate, TemplateError
 from laddertron.engine.text.detokenizer import OutputText, Pieces
-from laddertron.engine.text.pool import PoolLimits, PromptError, TextPool
+from laddertron.engine.text.pool import PoolLimits, PromptError, TextPool, WorkerProcess
 from laddertron.engine.text.tokenizer import ChatOptions, TextError, TextModel
-from laddertron.engine.text.worker_process import WorkerProcess
 from tiny_text import byte_fallback, byte_level, metaspace, write_folder
 from tokenizers import Tokenizer
 from waiting import HANG_S

@@ -8,8 +8,7 @@ import time
 import pytest
 from laddertron import __version__
 from laddertron.launchers.control import control, control_client
-from laddertron.launchers.control.channel_thread import ControlThread
-from laddertron.launchers.control.control import new_secret
+from laddertron.launchers.control.control import ControlThread, new_secret
 from laddertron.launchers.control.control_client import ControlClient
 from laddertron.launchers.control.messages import Beat, Hello, RankMessage, Welcome
 from waiting import FOR_EVER_S, HANG_S, until
