@@ -18,7 +18,7 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "cross_node"), str(BENCHMARKS.
 import cross_node  # noqa: E402
 import cross_wirings  # noqa: E402
 import variants  # noqa: E402
-from cross_decode import steady  # noqa: E402
+from cross_ranks import steady  # noqa: E402
 from cross_wirings import Prices, lanes_of_the_law, of_the_law, predicted_step, prices  # noqa: E402
 from laddertron.tools.plan.step_simulator import law  # noqa: E402
 from laddertron.topology.comm.ledger import Record  # noqa: E402

@@ -76,10 +76,10 @@ def lines_of(process: Any, what: str) -> Iterator[dict[str, Any]]:
 
 
 def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> list[dict[str, Any]]:
-    """Runs cross_<task>.py over that many nodes; what its rank 0 said."""
+    """Runs cross_ranks.py over that many nodes; what its rank 0 said."""
     crowded = nodes * per_node > len(os.sched_getaffinity(0))
     with Cluster(nodes, cores=None if crowded else one_core_each(nodes), mtu=MTU, nice=nice) as cluster:
-        ranks = [sys.executable, "-W", "ignore", str(HERE / f"cross_{spec['task']}.py"), json.dumps(spec)]
+        ranks = [sys.executable, "-W", "ignore", str(HERE / "cross_ranks.py"), json.dumps(spec)]
         path = [str(TESTS), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
         env = {
             **TUNED,
