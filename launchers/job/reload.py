@@ -169,9 +169,7 @@ class Reloader:
 
     def _write(self, outcome: dict[str, Any]) -> None:
         path = Path(self._began.daemon.data_dir) / OUTCOME
-        part = path.with_suffix(".part")
         try:
-            part.write_text(json.dumps(outcome) + "\n")
-            part.replace(path)
+            write_file(path, json.dumps(outcome) + "\n")
         except OSError as error:
             log.warning("reload: %s cannot be written: %s", path, error)

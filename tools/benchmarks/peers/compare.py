@@ -2,11 +2,10 @@
 
     python tools/benchmarks/peers/compare.py --peers transformers,openvino --tp 1,2 --repeats 5
     python tools/benchmarks/peers/compare.py --model qwen3-moe --peers vllm,transformers --tp 1 --repeats 3
-    LADDERTRON_CPU_TIER=avx2 python tools/benchmarks/peers/compare.py --peers transformers --tp 1 --dtypes
-    bfloat16,float32
+    LADDERTRON_CPU_TIER=avx2 python tools/benchmarks/peers/compare.py --peers transformers --tp 1
 
 Figures are medians with the least and the most. A CPU tier that is forced holds laddertron's and torch's kernels alike.
-Each peer gets an environment of its own under --environments (made at the first call, from its official wheels) and
+Each peer gets an environment of its own in build/peers (made at the first call, from its official wheels) and
 the same random model. A peer that cannot be installed or does not run is named with its reason, and the rest goes on.
 """
 
@@ -19,9 +18,8 @@ import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
-from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 from laddertron.engine.config.schema import Deployment, ModelSection, ParallelConfig
 from laddertron.engine.config.schema import EngineConfig as EngineKeys
@@ -29,7 +27,6 @@ from laddertron.launchers.measure.rank_job import BenchJob
 from laddertron.tools.bench.bench import Case, interleaved, step_bytes
 from laddertron.topology.hardware import cpu_tier
 
-Dtype = Literal["bfloat16", "float16", "float32"]
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
@@ -53,19 +50,16 @@ class PeerError(RuntimeError):
 class Peer:
     """tools/benchmarks/peers/worker.py in the peer's environment."""
 
-    def __init__(self, name: str, folder: Path, threads: int, environments: Path, dtype: Dtype) -> None:
-        self.name, self.folder, self.threads, self.versions = f"{name}, {dtype}", folder, threads, ""
-        self.environments, self.dtype, self.worker = environments, dtype, name
+    def __init__(self, name: str, folder: Path, threads: int) -> None:
+        self.name, self.folder, self.threads, self.versions = name, folder, threads, ""
 
     def __enter__(self) -> Self:
-        if self.dtype != "bfloat16" and self.worker != "transformers":
-            raise PeerError(f"{self.name}: of the peers, transformers alone is run in other types than bfloat16")
-        python = environment(self.environments / self.worker, NEEDS[self.worker])
+        python = environment(BUILD / self.name, NEEDS[self.name])
         environ = {**os.environ, "OMP_NUM_THREADS": str(self.threads), "HF_HUB_OFFLINE": "1"}
         cpu_tier.limit_libraries(environ)
         self._log = (BUILD / f"{self.name}.log").open("w+")
         self._process = subprocess.Popen(
-            [str(python), str(HERE / "worker.py"), self.worker, str(self.folder), str(self.threads), self.dtype],
+            [str(python), str(HERE / "worker.py"), self.name, str(self.folder), str(self.threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -108,12 +102,11 @@ class Ours(BenchJob):
 
     versions = ""
 
-    def __init__(self, tp: int, folder: Path, threads: int, dtype: Dtype) -> None:
+    def __init__(self, tp: int, folder: Path, threads: int) -> None:
         keys = EngineKeys(device="cpu", max_num_seqs=64, kv_cache_memory=512 << 20, enable_prefix_caching=False,
                           threads=max(1, threads // tp))  # fmt: skip
-        model, parallel = ModelSection(str(folder), dtype=dtype), ParallelConfig(tensor_parallel_size=tp)
-        super().__init__(Deployment(model, parallel, engine=keys), f"laddertron, tp {tp}, {dtype}")
-        self.dtype = dtype
+        model, parallel = ModelSection(str(folder), dtype="bfloat16"), ParallelConfig(tensor_parallel_size=tp)
+        super().__init__(Deployment(model, parallel, engine=keys), f"laddertron, tp {tp}")
 
     def run(self, case: Case) -> tuple[float, float]:
         found = self.ask("case", batch=case.batch, prompt=case.prompt, generate=case.generate)
@@ -149,12 +142,10 @@ def main() -> int:
     parser.add_argument("--model", choices=SIZES, default="llama")
     parser.add_argument("--peers", default="transformers,vllm,openvino,deepspeed")
     parser.add_argument("--tp", default="1,2", help="of laddertron")
-    parser.add_argument("--dtypes", default="bfloat16", help=f"of {', '.join(get_args(Dtype))}; commas between them")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--generate", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--environments", type=Path, default=BUILD)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     folder = BUILD / args.model
@@ -162,12 +153,11 @@ def main() -> int:
         subprocess.run([sys.executable, str(HERE / "model.py"), str(folder)], check=True)
     cases = [Case(int(batch), args.prompt, args.generate) for batch in args.batch.split(",")]
     with ExitStack() as stack:
-        sizes, dtypes = map(int, args.tp.split(",")), args.dtypes.split(",")
-        ours = [stack.enter_context(Ours(tp, folder, args.threads, dtype)) for tp, dtype in product(sizes, dtypes)]
+        ours = [stack.enter_context(Ours(int(tp), folder, args.threads)) for tp in args.tp.split(",")]
         racers: list[Ours | Peer] = [*ours]
-        for name, dtype in product(filter(None, args.peers.split(",")), dtypes):
+        for name in filter(None, args.peers.split(",")):
             try:
-                racers.append(stack.enter_context(Peer(name, folder, args.threads, args.environments, dtype)))
+                racers.append(stack.enter_context(Peer(name, folder, args.threads)))
             except PeerError as error:
                 print(f"left out: {error}", flush=True)
         compare(racers, ours[0], cases, args.repeats)
@@ -196,8 +186,8 @@ def compare(racers: list[Ours | Peer], first: Ours, cases: list[Case], repeats: 
         prefill, decode = zip(*runs, strict=True)
         middle, limit = statistics.median(decode), case.batch * floor / step_bytes(first.about, case)
         ratio = best.setdefault(case.batch, middle) / middle
-        share = f"{middle / limit:.0%}" if racer.dtype == first.dtype else "-"
-        rows.append((racer.name, case.batch, spread(prefill, ",.0f"), spread(decode, ",.0f"), share, f"{ratio:.2f}"))
+        rates = (spread(rates, ",.0f") for rates in (prefill, decode))
+        rows.append((racer.name, case.batch, *rates, f"{middle / limit:.0%}", f"{ratio:.2f}"))
     print("\n".join(table(" | batch | prefill/s | decode/s | of floor | ours / this", rows)))
 
 

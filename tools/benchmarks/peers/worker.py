@@ -1,6 +1,6 @@
 """One peer in an environment of its own: loads the model once, then times a case for each order on its standard input.
 
-    python worker.py transformers|deepspeed|openvino|vllm FOLDER THREADS DTYPE
+    python worker.py transformers|deepspeed|openvino|vllm FOLDER THREADS
 
 Orders and answers are JSON lines: {"batch", "prompt", "generate"} -> {"prefill_s", "decode_s"}; decode_s is of the
 generate - 1 steps after the prompt's. Every library runs its own greedy loop over its own cache. Imports nothing of
@@ -19,11 +19,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
-def load_transformers(folder: str, dtype: str = "bfloat16") -> Any:
+def load_transformers(folder: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
 
 def load_deepspeed(folder: str) -> Any:
@@ -115,12 +115,12 @@ def run(model: Any, ids: Any, generate: int) -> dict[str, float]:
 
 
 def main() -> None:
-    peer, folder, threads, dtype = sys.argv[1:]
+    peer, folder, threads = sys.argv[1:]
     import torch
 
     torch.set_num_threads(int(threads))
     torch.set_grad_enabled(False)
-    model = load_transformers(folder, dtype) if peer == "transformers" else LOADERS[peer](folder)
+    model = LOADERS[peer](folder)
     said = []
     for package in (*PACKAGES[peer], "torch"):
         try:
