@@ -153,7 +153,7 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList([self._layer_weights(i, layers) for i in range(config.num_layers)])
         if stored is not None:
             for name in stored.products:
-                stored.replace_parameters(self.get_submodule(name))
+                stored.replace_parameters(self.get_submodule(name), name)
         if shard.samples:
             self.norm = self._final_norm()
         self.head: nn.Module | None = None

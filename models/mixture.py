@@ -71,6 +71,10 @@ class MixtureWeights(nn.Module):
         gate_up, down = (
             part.weight.detach().view(len(held), -1, part.weight.shape[1]) for part in (self.gate_up, self.down)
         )
+        scales = [
+            None if scale is None else scale.detach().view(len(held), -1, scale.shape[1])
+            for scale in (getattr(part, "weight_scale", None) for part in (self.gate_up, self.down))
+        ]
         router, shared = self.router.weight.detach(), self._shared(ops)
         packed = pack_experts(ops, gate_up, down) if isinstance(ops, CpuOps) else None
         bias = None if self.bias is None else self.bias.weight.detach()
@@ -80,7 +84,7 @@ class MixtureWeights(nn.Module):
             ops.normed(norm),
             ops.exact.product(router, None),
             ops.choice(e.router, e.chosen, bias, local.to(router.device)),
-            packed or ops.experts(gate_up, down, e.routed),
+            packed or ops.experts(gate_up, down, e.routed, scales),
             shared,
             e.count if self._adds_identities else None,
         )

@@ -183,8 +183,11 @@ class TorchOps:
         """As TorchChoice."""
         return TorchChoice(router, k, bias, local)
 
-    def experts(self, gate_up: Tensor, down: Tensor, routed: int) -> ExpertProduct:
-        """The product over this rank's experts, gate_up [E, 2F, D] and down [E, D, F], of `routed` on all ranks."""
+    def experts(
+        self, gate_up: Tensor, down: Tensor, routed: int, scales: Sequence[Tensor | None] = (None, None)
+    ) -> ExpertProduct:
+        """The product over this rank's experts, gate_up [E, 2F, D] and down [E, D, F], of `routed` on all ranks.
+        scales: of those in fp8, which make_stored_products leaves to Triton alone."""
         return TorchExperts(gate_up, down)
 
     def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:

@@ -11,11 +11,13 @@ from ..topology.comm.groups import Deterministic
 from ..topology.hardware.cuda_stack import triton_missing
 from .config.json_fields import Refusal
 from .cpu.ops import CpuOps, Kernels
-from .cuda.fp8 import Fp8, multiplies_fp8
+from .cuda.fp8 import Fp8, converts_fp8, multiplies_fp8
 from .ops import TorchOps
 from .pages import HugePages
 from .stages import RankShard
 from .weights.mapping import Source
+from .weights.quantised import EXPERT_DEPTH, is_expert, may_stay
+from .weights.slices import expert_columns
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,8 @@ def make_stored_products(
     source: Source, shard: RankShard, device: torch.device, deterministic: Deterministic = False
 ) -> Fp8 | None:
     """The product over quantised weights; None where they are widened while loading, as on CPUs: there a widened copy
-    is quicker than widening at each use by far, and memory is what there is most of. Raises WeightsError."""
+    is quicker than widening at each use by far, and memory is what there is most of. Experts stay quantised where
+    models/cuda/experts.py reads them. Raises WeightsError."""
     if source.quantisation is None or device.type != "cuda":
         return None
     if deterministic == "everywhere":
@@ -69,12 +72,21 @@ def make_stored_products(
             "parallel.deterministic=everywhere: fp8 products on a GPU scale a token by the largest value that its rank "
             "sees, which another tensor_parallel_size changes: use true, or weights in bfloat16"
         )
-    q, first = source.quantisation, 0 if shard.stage is None else shard.stage.first_layer
+    q = source.quantisation
     native = q.activations and multiplies_fp8(device)
-    triton, products = _triton_ops(), source.quantised_products(shard.config, first)
+    triton, products, wide = _triton_ops(), source.quantised_products(shard), ""
     if deterministic:
         triton = _needed(triton, deterministic)
-    return Fp8(products, native, q.activation_bound, triton, bool(deterministic))
+    experts = frozenset(filter(is_expert, products))
+    if experts and (triton is None or not converts_fp8(device)):
+        wide = "they stay fp8 with Triton on a GPU of compute capability 8.9 or more"
+        products -= experts
+    elif shard.config.experts is not None and any(not may_stay(n, source.block) for n in expert_columns(shard)):
+        wide = (
+            f"a rank's {expert_columns(shard)} columns of each and blocks of {source.block} share no multiple of "
+            f"{EXPERT_DEPTH}; use parallel.expert_layout=spread or another tensor_parallel_size"
+        )
+    return Fp8(products, native, q.activation_bound, triton, bool(deterministic), source.block, wide)
 
 
 def _needed(triton: Any, deterministic: Deterministic) -> Any:

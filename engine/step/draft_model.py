@@ -63,7 +63,7 @@ class DraftWeights:
         self._shard = RankShard(self.config, 1, 0)
         self._source = open_source(folder, self._shard, self.config)
         self.digest = self._source.digest
-        self.bytes = self._source.rank_bytes(self._shard, dtype.itemsize, False)
+        self.bytes = self._source.rank_bytes(self._shard, dtype.itemsize)
 
     def block_bytes(self, block_size: int) -> int:
         return block_bytes(self._shard, block_size, self.dtype)

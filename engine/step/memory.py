@@ -15,7 +15,8 @@ from ...models.config.quantisation import BYTES
 from ...models.config.shapes import WHOLE, Sharing
 from ...models.cuda.workspace import expert_bytes, latent_workspace_bytes, workspace_bytes
 from ...models.stages import RankShard
-from ...models.weights.slices import PRODUCTS
+from ...models.weights.quantised import kept_bytes, may_stay
+from ...models.weights.slices import EXPERTS, PRODUCTS, expert_columns
 from .cuda_graph_sizes import GRAPH_BYTES, graph_sizes
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -35,15 +36,37 @@ class StoredTypes:
     values: str = "bfloat16"
     kv: str = "bfloat16"
     wide: tuple[tuple[str, ...], ...] = ()
-    """The products of each layer that an fp8 checkpoint keeps in `values`; empty: none."""
+    """The products of each layer that an fp8 checkpoint, or loading it, keeps in `values`; empty: none."""
+    block: tuple[int, int] | None = None
+    """What of fp8 experts has one scale; None: a row."""
 
     def kept(self) -> tuple[tuple[str, ...], ...]:
         """`wide` where the weights are fp8."""
         return self.wide if self.weights == "fp8" else ()
 
+    @property
+    def keeps_dense(self) -> bool:
+        """Whether products other than experts' are fp8."""
+        return self.weights == "fp8" and not all(set(PRODUCTS) <= {*layer} for layer in self.wide or ((),))
+
+    def expert_bytes(self, shard: RankShard) -> int:
+        """Of a layer's experts on a rank, without shared ones, with their scales; as models/weights/mapping.py keeps
+        them. A product that one layer has wide counts as wide in all."""
+        if shard.config.experts is None:
+            return 0
+        (d, ffn), count, total = expert_columns(shard), len(shard.expert_ids), 0.0
+        for product, shape in zip(EXPERTS, ((count * 2 * ffn, d), (count * d, ffn)), strict=True):
+            if self.weights != "fp8":
+                total += math.prod(shape) * BYTES[self.weights]
+            elif may_stay(shape[1], self.block) and not any(product in layer for layer in self.wide):
+                total += kept_bytes(product, shape, self.block)
+            else:
+                total += math.prod(shape) * BYTES[self.values]
+        return int(total)
+
     def summary(self) -> dict[str, object]:
         """For JSON: `wide` as the number of layers for each product."""
-        counts = {product: sum(product in layer for layer in self.kept()) for product in PRODUCTS}
+        counts = {product: sum(product in layer for layer in self.kept()) for product in (*PRODUCTS, *EXPERTS)}
         return {**asdict(self), "wide": {product: count for product, count in counts.items() if count}}
 
 
@@ -211,7 +234,7 @@ def memory(
         c.latent is not None and not keys.gpu and not keys.deterministic
     ):  # a second copy of the keys', the other way round
         expanded += shard.num_heads * c.latent.plain * c.latent.rank
-    wide = _fullest_part([sum(elements[p] for p in layer) for layer in stored.kept()], stored.kept(), layers)
+    wide = _fullest_part([sum(elements.get(p, 0) for p in layer) for layer in stored.kept()], stored.kept(), layers)
     wide_layers = {product: sum(product in layer for layer in wide) for product in PRODUCTS}
     has = () if c.experts is None else c.experts.layers
     beside = c.experts is not None and c.experts.beside  # in every other layer, so in half of a stage's
@@ -219,7 +242,7 @@ def memory(
     dense = layers if beside else layers - mixed
     of = {"qkv": layers, "o": layers, "gate_up": dense, "down": dense}
     held = {p: n * (of[p] * linear + min(of[p], wide_layers[p]) * (other - linear)) for p, n in elements.items()}
-    experts, router, expert_scales = _expert_elements(shard)
+    shared, router, int8_scales = _expert_elements(shard)
     biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
     biases += c.latent.rank + c.latent.query_rank if c.latent is not None else 0
     scales = shard.num_lanes if c.lanes is not None and c.lanes.norm_each else 1
@@ -233,14 +256,15 @@ def memory(
     head *= c.lanes.count if c.lanes is not None and c.lanes.head == "lane" else 1
     scaled = {"qkv": outputs, "o": d, "gate_up": 2 * shard.ffn_size, "down": d} if linear == 1.0 else {}
     scales = sum(4 * n * max(0, of[product] - wide_layers[product]) for product, n in scaled.items())
-    scales += 4 * mixed * expert_scales if linear == 1.0 else 0
+    scales += 4 * mixed * int8_scales if stored.weights == "int8" else 0
+    shared_bytes = shared * (other if stored.weights == "fp8" else linear)
     working = working_memory(config, size, other, keys, sharing)
     rotary = (keys.max_model_len + 1) * dim * 4 * 2
     parts = {
         "weights: embedding": int(embedding * d * other),
         "weights: attention": int(held["qkv"] + held["o"] + layers * expanded * other),
         "weights: MLP": int(held["gate_up"] + held["down"]),
-        "weights: experts": int(mixed * experts * linear),
+        "weights: experts": int(mixed * (stored.expert_bytes(shard) + shared_bytes)),
         "weights: router": int(mixed * router * other),
         "weights: norms, biases, scales": int((norms + layers * biases) * other + scales),
         "weights: head": int(head * d * other),
@@ -265,14 +289,14 @@ def memory(
 
 
 def _expert_elements(shard: RankShard) -> tuple[int, int, int]:
-    """What a rank holds of a layer of experts: elements of these and the shared ones, of the router, and scales of fp8
-    outputs."""
+    """What a rank holds of a layer of experts: elements of the shared ones, of the router, and scales of int8 outputs
+    of all."""
     e, d = shard.config.experts, shard.config.hidden_size
     if e is None:
         return 0, 0, 0
     inner, shared = len(shard.expert_ids) * len(shard.expert_ffn), len(shard.shared_ffn)
     outputs = 2 * (inner + shared) + d * (len(shard.expert_ids) + (shared > 0))
-    return 3 * d * (inner + shared), e.routed * (d + e.router.biased), outputs
+    return 3 * d * shared, e.routed * (d + e.router.biased), outputs
 
 
 def _fullest_part(sizes: Sequence[int], wide: Sequence[tuple[str, ...]], layers: int) -> Sequence[tuple[str, ...]]:

@@ -108,7 +108,8 @@ def make_share(
     if held is not None and device.type == "cpu" and deployment.daemon.standby:
         pages = held_weights(source, keys, parallel, communicator, held)
     ops = make_ops(device, dtype, keys.weights, parallel.deterministic, pages)
-    needed = source.rank_bytes(shard, dtype.itemsize, stored is not None, ops.matrix_bytes)
+    kept = frozenset[str]() if stored is None else stored.products
+    needed = source.rank_bytes(shard, dtype.itemsize, kept, ops.matrix_bytes)
     if pages is not None:
         needed = max(0, needed - pages.nbytes)
     draft = None if engine.draft_model is None else DraftWeights(Path(engine.draft_model), config, dtype, length)

@@ -169,8 +169,8 @@ class Guess:
     how: Literal["stock", "ladder", "hybrid"]
 
 
-_FP8 = ("deepseek-v3", "kimi-k2")
-"""Published in fp8."""
+PUBLISHED_FP8 = ("deepseek-v3", "kimi-k2")
+"""Published in fp8 alone."""
 _SEPARATORS = re.compile(r"[^a-z0-9.]+")
 
 
@@ -183,7 +183,7 @@ def by_folder(folder: str) -> Guess | None:
     name = max((n for n in table if f"-{n}-" in words), key=len, default=None)
     if name is None:
         return None
-    config, fp8 = table[name], "-fp8-" in words or (name in _FP8 and "-bf16-" not in words)
+    config, fp8 = table[name], "-fp8-" in words or (name in PUBLISHED_FP8 and "-bf16-" not in words)
     if "-hybrid-" in words:
         return Guess(name, replace(config, wiring=half_ladder(config)), fp8, "hybrid")
     if "-ladder-" in words:

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config.experts import Router
+from ..weights.quantised import EXPERT_DEPTH
 from .kernels import _silu_and_mul
 from .workspace import expert_rows
 
@@ -28,7 +29,7 @@ jit: Any = triton.jit
 
 TILES = (16, 64)
 """Rows that a program multiplies at once: for few rows an expert, and for many."""
-_COLUMNS, _DEPTH, _SCANNED = 64, 64, 1024
+_COLUMNS, _DEPTH, _SCANNED = 64, EXPERT_DEPTH, 1024
 
 
 @jit
@@ -125,12 +126,24 @@ def _places(starts, expert, tile, ROWS: tl.constexpr):
 
 
 @jit
+def _widened(
+    codes, scale, row, there, start, kind: tl.constexpr, COLUMNS: tl.constexpr, SCALES: tl.constexpr
+):  # fmt: skip
+    """Columns of a weight [.., COLUMNS] from `start` on, of each row: in fp8 times one of its SCALES, with the bits of
+    widening while loading."""
+    if SCALES > 0:
+        factor = tl.load(scale + row * SCALES + start // (COLUMNS // SCALES), there, other=0.0)
+        codes = (codes.to(tl.float32) * factor[None, :]).to(kind)
+    return codes
+
+
+@jit
 def up(
-    inner, x, weight, starts, owners, order, WIDTH: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    inner, x, weight, scale, starts, owners, order, WIDTH: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr,
+    SCALES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Program (t, f): silu(gate) * up of tile t's rows of x [N, WIDTH], columns f, to their places in inner [pairs,
-    INNER]; weight [E, 2 * INNER, WIDTH]."""
+    INNER]; weight [E, 2 * INNER, WIDTH], scale [E, 2 * INNER, SCALES] of one in fp8."""
     expert = tl.load(owners + tl.program_id(0))
     if expert >= 0:
         place, here = _places(starts, expert, tl.program_id(0), ROWS)
@@ -138,34 +151,39 @@ def up(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         there = column < INNER
         kind: tl.constexpr = x.dtype.element_ty
-        gates = weight + (expert.to(tl.int64) * 2 * INNER + column[None, :]) * WIDTH
+        first = expert.to(tl.int64) * 2 * INNER + column
+        gates = weight + first[None, :] * WIDTH
         gate, raised = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, WIDTH, DEPTH):
             at = start + tl.arange(0, DEPTH)
             inside = at < WIDTH
             a = tl.load(x + row[:, None] * WIDTH + at[None, :], here[:, None] & inside[None, :], other=0.0)
             held = there[None, :] & inside[:, None]
-            gate = tl.dot(a, tl.load(gates + at[:, None], held, other=0.0), gate, input_precision="ieee")
-            ups = gates + INNER * WIDTH
-            raised = tl.dot(a, tl.load(ups + at[:, None], held, other=0.0), raised, input_precision="ieee")
+            b = tl.load(gates + at[:, None], held, other=0.0)
+            b = _widened(b, scale, first, there, start, kind, WIDTH, SCALES)
+            gate = tl.dot(a, b, gate, input_precision="ieee")
+            b = tl.load(gates + INNER * WIDTH + at[:, None], held, other=0.0)
+            b = _widened(b, scale, first + INNER, there, start, kind, WIDTH, SCALES)
+            raised = tl.dot(a, b, raised, input_precision="ieee")
         to = inner + place.to(tl.int64)[:, None] * INNER + column[None, :]
         tl.store(to, _silu_and_mul(gate.to(kind), raised.to(kind)), here[:, None] & there[None, :])
 
 
 @jit
 def down(
-    out, inner, weight, starts, owners, order, WIDTH: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    out, inner, weight, scale, starts, owners, order, WIDTH: tl.constexpr, INNER: tl.constexpr, SCALES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Program (t, d): tile t's rows of inner [pairs, INNER] times weight [E, WIDTH, INNER], columns d, to their pairs
-    in out [pairs, WIDTH]."""
+    in out [pairs, WIDTH]; scale [E, WIDTH, SCALES] of one in fp8."""
     expert = tl.load(owners + tl.program_id(0))
     if expert >= 0:
         place, here = _places(starts, expert, tl.program_id(0), ROWS)
         pair = tl.load(order + place, here, other=0).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         there = column < WIDTH
-        base = weight + (expert.to(tl.int64) * WIDTH + column[None, :]) * INNER
+        first = expert.to(tl.int64) * WIDTH + column
+        base = weight + first[None, :] * INNER
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, INNER, DEPTH):
             at = start + tl.arange(0, DEPTH)
@@ -173,6 +191,7 @@ def down(
             rows = inner + place.to(tl.int64)[:, None] * INNER + at[None, :]
             a = tl.load(rows, here[:, None] & inside[None, :], other=0.0)
             b = tl.load(base + at[:, None], there[None, :] & inside[:, None], other=0.0)
+            b = _widened(b, scale, first, there, start, a.dtype, INNER, SCALES)
             total = tl.dot(a, b, total, input_precision="ieee")
         to = out + pair[:, None] * WIDTH + column[None, :]
         tl.store(to, total.to(out.dtype.element_ty), here[:, None] & there[None, :])
@@ -220,10 +239,18 @@ class GroupedExperts:
     """experts.ExpertProduct. tiles: of which a step takes one by how many rows an expert has; of one alone, a row's
     bits do not depend on the others."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, routed: int, tiles: Sequence[int] = TILES) -> None:
-        """gate_up [E, 2F, D], down [E, D, F]; routed: how many experts rows are spread over, those of all ranks."""
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        routed: int,
+        tiles: Sequence[int] = TILES,
+        scales: Sequence[Tensor | None] = (None, None),
+    ) -> None:
+        """gate_up [E, 2F, D], down [E, D, F]; routed: how many experts rows are spread over, those of all ranks.
+        scales: of each that is in fp8, a row's [E, rows, n], each of as many columns."""
         self._gate_up, self._down, self._routed, self._tiles = gate_up, down, routed, tiles
-        self._compiled = False
+        self._scales, self._compiled = scales, False
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         _, width, inner = self._down.shape
@@ -247,11 +274,13 @@ class GroupedExperts:
         group[(count,)](starts, owners, order, chosen, pairs, tiles, EXPERTS=count, ROWS=tile, BLOCK=_SCANNED)
         sizes = {"ROWS": tile, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
         raised, each = x.new_empty((pairs, inner)), x.new_empty((pairs, width))
+        (first, firsts), (second, seconds) = ((x, 0) if s is None else (s, s.shape[2]) for s in self._scales)
         up[(tiles, triton.cdiv(inner, _COLUMNS))](
-            raised, x, self._gate_up, starts, owners, order, WIDTH=width, INNER=inner, SLOTS=k, **sizes
-        )
+            raised, x, self._gate_up, first, starts, owners, order, WIDTH=width, INNER=inner, SLOTS=k, SCALES=firsts,
+            **sizes,
+        )  # fmt: skip
         down[(tiles, triton.cdiv(width, _COLUMNS))](
-            each, raised, self._down, starts, owners, order, WIDTH=width, INNER=inner, **sizes
+            each, raised, self._down, second, starts, owners, order, WIDTH=width, INNER=inner, SCALES=seconds, **sizes
         )
         out = torch.empty_like(x)
         add_up[(len(x), triton.cdiv(width, _SCANNED))](out, each, chosen, weight, WIDTH=width, SLOTS=k, BLOCK=_SCANNED)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..ops import Norm, Product, RunningSum, TorchOps, rms_norm, silu_and_mul
+from ..weights.quantised import is_expert, scale_shape
 from ..weights.tensor_reader import FP8
 
 LARGEST = torch.finfo(FP8).max
@@ -34,28 +35,34 @@ class Fp8:
     """models/cuda/ops.py, where there is Triton: norm or gate and quantisation in one kernel."""
     by_row: bool = False
     """`parallel.deterministic`: products by `fused.row_product`."""
+    block: tuple[int, int] | None = None
+    """The checkpoint's, of experts alone."""
+    wide: str = ""
+    """What fp8 experts were widened for while loading."""
 
     @property
     def widens(self) -> bool:
         """Whether a product takes room for a copy of its weight."""
-        return not self.native
+        return not self.native and not all(map(is_expert, self.products))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """That fp8 weights save memory here and no reading."""
-        if self.native:
-            return ()
+        """That fp8 weights save no memory here, or no reading."""
+        wide = (f"fp8 experts are widened while loading, to twice their bytes: {self.wide}",) if self.wide else ()
+        if not self.widens:
+            return wide
         return (
+            *wide,
             "fp8 weights are widened at each use, every product's by way of a copy: only a GPU of compute capability "
             "9.0 or more multiplies them as they are, from a checkpoint whose activations are quantised",
         )
 
-    def replace_parameters(self, layer: nn.Module) -> None:
-        """`weight` in fp8, of the shape it had, and `weight_scale` [rows] in fp32."""
-        rows, columns = layer.get_parameter("weight").shape
-        device = layer.get_parameter("weight").device
-        layer.weight = nn.Parameter(torch.empty((rows, columns), dtype=FP8, device=device), requires_grad=False)
-        layer.weight_scale = nn.Parameter(torch.empty(rows, dtype=torch.float32, device=device), requires_grad=False)
+    def replace_parameters(self, layer: nn.Module, product: str = "") -> None:
+        """`weight` in fp8, of the shape it had, and `weight_scale` in fp32."""
+        wide = layer.get_parameter("weight")
+        scales = scale_shape(product, tuple(wide.shape), self.block)
+        layer.weight = nn.Parameter(torch.empty_like(wide, dtype=FP8), requires_grad=False)
+        layer.weight_scale = nn.Parameter(torch.empty(scales, device=wide.device), requires_grad=False)
 
     def product_of(
         self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool, hands_on: bool = False
@@ -145,6 +152,11 @@ def _widened(weight: Tensor, scale: Tensor, bias: Tensor | None, linear: Callabl
     is rounded as a product in fp32 would be, and a GPU keeps no such product in memory."""
     columns = scale.view(-1, 1)
     return lambda x: linear(x, weight.to(x.dtype).mul_(columns), bias)
+
+
+def converts_fp8(device: torch.device) -> bool:
+    """Whether Triton's kernels read fp8 here: NVIDIA from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def multiplies_fp8(device: torch.device) -> bool:

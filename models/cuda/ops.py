@@ -71,8 +71,10 @@ class TritonOps(TorchOps):
         serves = TritonChoice.serves(router, len(local))
         return TritonChoice(router, k, bias, local) if serves else super().choice(router, k, bias, local)
 
-    def experts(self, gate_up: Tensor, down: Tensor, routed: int) -> ExpertProduct:
-        return GroupedExperts(gate_up, down, routed)
+    def experts(
+        self, gate_up: Tensor, down: Tensor, routed: int, scales: Sequence[Tensor | None] = (None, None)
+    ) -> ExpertProduct:
+        return GroupedExperts(gate_up, down, routed, scales=scales)
 
 
 class RowOps(TritonOps):
@@ -84,8 +86,10 @@ class RowOps(TritonOps):
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         return lambda x: row_linear(x, weight, bias)
 
-    def experts(self, gate_up: Tensor, down: Tensor, routed: int) -> ExpertProduct:
-        return GroupedExperts(gate_up, down, routed, TILES[-1:])
+    def experts(
+        self, gate_up: Tensor, down: Tensor, routed: int, scales: Sequence[Tensor | None] = (None, None)
+    ) -> ExpertProduct:
+        return GroupedExperts(gate_up, down, routed, TILES[-1:], scales)
 
     def product(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None

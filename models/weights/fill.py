@@ -20,7 +20,7 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
         return
     stored = tensors[fill.tensor]
     if is_scale(fill.parameter):
-        target.copy_(scale_rows(reader.whole(stored), fill.source_row, fill.count))
+        _fill_scale(reader, tensors, fill, target)
         return
     rows, columns = stored.shape[0], fill.columns or (stored.shape[1] if len(stored.shape) == 2 else 1)
     if fill.source_row + fill.count > rows or (target.ndim == 2 and target.shape[1] != columns):
@@ -30,7 +30,7 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
         )
     scale = None
     if is_quantised(stored) and target.dtype != DTYPES[stored.dtype]:
-        scale = _scale(reader, tensors[scale_of(fill.tensor)], fill, columns)
+        scale = _scale(reader, tensors[scale_of(fill.tensor)], fill, range(fill.source_col, fill.source_col + columns))
     if not fill.pairs:
         reader.read(stored, fill.source_row, fill.source_col, target, scale)
         return
@@ -40,10 +40,18 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
     target.copy_(heads.transpose(1, 2).reshape(target.shape))
 
 
-def _scale(reader: Reader, stored: StoredTensor, fill: Fill, columns: int) -> Tensor:
-    """One number, one a row of the fill, or one an element."""
+def _fill_scale(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill, target: Tensor) -> None:
+    """target [n] or, of experts, [n, as many as a row has]."""
+    assert fill.tensor is not None
+    columns = fill.columns or tensors[fill.tensor.removesuffix(scale_of(""))].shape[1]
+    step = columns // target.shape[1] if target.ndim == 2 else columns
+    scale = _scale(reader, tensors[fill.tensor], fill, range(fill.source_col, fill.source_col + columns, step))
+    target.copy_(scale.view(-1, target.shape[1]) if scale.ndim == 2 else scale.view(-1, *[1] * (target.ndim - 1)))
+
+
+def _scale(reader: Reader, stored: StoredTensor, fill: Fill, columns: range) -> Tensor:
+    """One number, one a row of the fill, or one for each of the row's `columns`."""
     values, row = reader.whole(stored), fill.source_row
     if stored.block is None or values.numel() == 1:
         return scale_rows(values, row, fill.count)
-    wanted = range(row, row + fill.count), range(fill.source_col, fill.source_col + columns)
-    return scale_blocks(values, stored.block, *wanted)
+    return scale_blocks(values, stored.block, range(row, row + fill.count), columns)

@@ -4,7 +4,7 @@ models/weights/load.py reads a rank's parameters from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -15,9 +15,29 @@ from ..config.quantisation import Quantisation, read_quantisation
 from ..stages import RankShard
 from .checkpoint import HARMLESS, ITEMSIZES, CheckpointError, StoredTensor, read_folder, shown
 from .manifest import weights_digest
-from .quantised import CALIBRATION, PLAIN, READABLE, check_scale, is_quantised, scale_of
+from .quantised import (
+    CALIBRATION,
+    PLAIN,
+    READABLE,
+    check_scale,
+    is_quantised,
+    is_scale,
+    kept_bytes,
+    may_stay,
+    scale_of,
+)
 from .rank_files import open_shards
-from .slices import PRODUCTS, Fill, expected_shapes, fused_experts, head_of, plan_fills, sources_of
+from .slices import (
+    EXPERTS,
+    PRODUCTS,
+    Fill,
+    expected_shapes,
+    expert_columns,
+    fused_experts,
+    head_of,
+    plan_fills,
+    sources_of,
+)
 
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -38,37 +58,46 @@ class Source:
     seed: int | None = None
     """The seed of weights that are drawn (DummyReader), None where they are read."""
 
-    def quantised_products(self, config: ModelConfig, first_layer: int = 0) -> frozenset[str]:
-        """Products whose weights are stored quantised in full, and may stay so: "layers.3.gate_up", …; of a stage whose
-        layers begin with the checkpoint's `first_layer`."""
-        if self.quantisation is None or self.quantisation.block is not None:
+    @property
+    def block(self) -> tuple[int, int] | None:
+        return None if self.quantisation is None else self.quantisation.block
+
+    def quantised_products(self, shard: RankShard) -> frozenset[str]:
+        """Products whose weights are stored quantised in full, and may stay so: "layers.3.gate_up", …,
+        "layers.3.experts.down". Scales by block are multiplied into experts alone."""
+        if self.quantisation is None:
             return frozenset()
+        columns = dict(zip(EXPERTS, expert_columns(shard), strict=True))
+        products = [product for product in EXPERTS if may_stay(columns[product], self.block)]
         return frozenset(
             f"layers.{layer}.{product}"
-            for layer in range(config.num_layers)
-            for product in PRODUCTS
-            if (names := self._names(config, layer, first_layer, product))
+            for layer in range(shard.config.num_layers)
+            for product in (*products, *(PRODUCTS if self.block is None else ()))
+            if (names := self._names(shard, layer, product))
             and all(name in self.tensors and is_quantised(self.tensors[name]) for name in names)
         )
 
-    def _names(self, config: ModelConfig, layer: int, first_layer: int, product: str) -> tuple[str, ...]:
+    def _names(self, shard: RankShard, layer: int, product: str) -> tuple[str, ...]:
         if self.sharded_over:
             return (f"layers.{layer}.{product}.weight",)
-        return sources_of(config, first_layer + layer, product)
+        return sources_of(shard, layer, product)
 
-    def rank_bytes(self, shard: RankShard, itemsize: int, keeps: bool, products: int | None = None) -> int:
-        """A rank's approximate bytes, at `itemsize` per element; keeps: quantised tensors stay as stored."""
-        fills = [Fill(name, 0, (stored.shape or (1,))[0], name) for name, stored in self.tensors.items()]
+    def rank_bytes(
+        self, shard: RankShard, itemsize: int, kept: Set[str] = frozenset(), products: int | None = None
+    ) -> int:
+        """A rank's approximate bytes, at `itemsize` per element; kept: products that stay quantised."""
+        fills = [Fill(n, 0, (s.shape or (1,))[0], n) for n, s in self.tensors.items() if not is_scale(n)]
         total = 0
         for fill in fills if self.sharded_over else plan_fills(shard):
             if fill.tensor is None:
                 continue
-            stored = self.tensors[fill.tensor]
-            if keeps and is_quantised(stored):
-                held = ITEMSIZES[stored.dtype]
-            else:
-                held = products if products and len(stored.shape) == 2 and "layers." in stored.name else itemsize
-            total += fill.count * (fill.columns or prod(stored.shape[1:])) * held
+            stored, product = self.tensors[fill.tensor], fill.parameter.removesuffix(".weight")
+            columns = fill.columns or prod(stored.shape[1:])
+            if product in kept:
+                total += kept_bytes(product, (fill.count, columns), self.block)
+                continue
+            held = products if products and len(stored.shape) == 2 and "layers." in stored.name else itemsize
+            total += fill.count * columns * held
         return total
 
 
@@ -81,7 +110,13 @@ def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = Non
     own = open_shards(folder, shard)
     if own is None:
         return open_checkpoint(folder, config or shard.config)
-    return Source(folder, own.tensors, own.digest, _quantisation(folder), shard.size, own.replicate_embedding)
+    tensors = {}
+    for name, stored in own.tensors.items():
+        block = None
+        if is_scale(name) and len(stored.shape) == 2:  # of experts, as they were kept
+            block = 1, own.tensors[name.removesuffix(scale_of(""))].shape[1] // stored.shape[1]
+        tensors[name] = replace(stored, block=block)
+    return Source(folder, tensors, own.digest, _quantisation(folder), shard.size, own.replicate_embedding)
 
 
 def open_checkpoint(folder: Path, config: ModelConfig) -> Source:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Set
 from dataclasses import replace
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from .checkpoint import CheckpointError, StoredTensor
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 PLAIN = ("F32", "BF16", "F16")
 READABLE = f"{', '.join(PLAIN)}, and F8_E4M3 matrices where config.json has a quantization_config"
+EXPERT_DEPTH = 64
+"""Columns that a GPU's kernels of experts multiply at once."""
 CALIBRATION = re.compile(r".*(\.input_scale|\.input_scale_ub|\.output_scale|\.[qkv]_scale|_proj\.weight_scale_ub)")
 """Ignored tensors of fp8 checkpoints: activations are scaled per token here, and keys and values by the cache."""
 
@@ -52,13 +55,41 @@ def check_scale(stored: StoredTensor, scale: StoredTensor | None, block: tuple[i
     return scale.name
 
 
+def is_expert(product: str) -> bool:
+    """Whether a product ("layers.3.experts.down") is of a mixture's experts."""
+    return "experts." in product
+
+
+def scale_width(columns: int, block: tuple[int, int] | None) -> int:
+    """How many columns of a rank's share of an expert's matrix have one scale: no block of the checkpoint crosses their
+    border on any rank."""
+    return columns if block is None else gcd(columns, block[1])
+
+
+def may_stay(columns: int, block: tuple[int, int] | None) -> bool:
+    """Whether experts' products over so many columns may stay quantised: a kernel's step must have one scale a row."""
+    return block is None or scale_width(columns, block) % EXPERT_DEPTH == 0
+
+
+def scale_shape(product: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, ...]:
+    """Of a kept product's scales in fp32: one a row; of experts one a row and `scale_width`."""
+    return (shape[0], shape[1] // scale_width(shape[1], block)) if is_expert(product) else (shape[0],)
+
+
+def kept_bytes(product: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> int:
+    """Of a kept product's weights with their scales."""
+    return prod(shape) + 4 * prod(scale_shape(product, shape, block))
+
+
 def scale_fills(fills: Iterable[Fill], kept: Set[str]) -> list[Fill]:
-    """What fills the scales of products that stay quantised ("layers.3.gate_up"): one fp32 number a row."""
-    return [
-        replace(fill, parameter=scale_of(fill.parameter), tensor=scale_of(fill.tensor), source_col=0, columns=None)
-        for fill in fills
-        if fill.tensor is not None and fill.parameter.removesuffix(".weight") in kept
-    ]
+    """What fills the scales of products that stay quantised ("layers.3.gate_up")."""
+    found = []
+    for fill in fills:
+        product = fill.parameter.removesuffix(".weight")
+        if fill.tensor is not None and product in kept:
+            scales = replace(fill, parameter=scale_of(fill.parameter), tensor=scale_of(fill.tensor))
+            found.append(scales if is_expert(product) else replace(scales, source_col=0, columns=None))
+    return found
 
 
 def scale_rows(scale: Tensor, row: int, count: int) -> Tensor:
@@ -69,8 +100,5 @@ def scale_rows(scale: Tensor, row: int, count: int) -> Tensor:
 
 def scale_blocks(scale: Tensor, block: tuple[int, int], rows: range, columns: range) -> Tensor:
     """fp32 [rows, columns]: of those elements of a tensor whose blocks have one each."""
-    spread = scale.float()[rows.start // block[0] : -(-rows.stop // block[0])]
-    spread = spread[:, columns.start // block[1] : -(-columns.stop // block[1])]
-    spread = spread.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    top, left = rows.start % block[0], columns.start % block[1]
-    return spread[top : top + len(rows), left : left + len(columns)]
+    top, left = ([at // size for at in places] for places, size in zip((rows, columns), block, strict=True))
+    return scale.float()[top][:, left]

@@ -19,7 +19,7 @@ from .file_writer import write_tensors
 from .fill import fill_target
 from .load import module_of
 from .mapping import Source
-from .quantised import is_quantised, is_scale, scale_fills
+from .quantised import is_quantised, is_scale, scale_fills, scale_of, scale_shape
 from .rank_files import METADATA, ShardOrigin, config_digest, file_name, folder_of, layers_of, stamps
 from .slices import Fill, plan_fills
 from .tensor_reader import DTYPES, Reader
@@ -93,7 +93,7 @@ _Plan = dict[str, tuple[list[Fill], tuple[int, ...], torch.dtype]]
 
 def _parameters(source: Source, shard: RankShard, replicate_embedding: bool) -> _Plan:
     """Each parameter's fills, shape and type, layer by layer."""
-    kept = source.quantised_products(shard.config, 0 if shard.stage is None else shard.stage.first_layer)
+    kept = source.quantised_products(shard)
     plan: dict[str, list[Fill]] = {}
     fills = plan_fills(shard, replicate_embedding)
     for fill in fills + scale_fills(fills, kept):
@@ -118,9 +118,10 @@ def _shape(source: Source, fills: list[Fill]) -> tuple[int, ...]:
     if real is None or real.tensor is None:
         raise ValueError(f"parameter {fills[0].parameter} is padding alone")
     stored = source.tensors[real.tensor]
-    if len(stored.shape) != 2 or is_scale(real.parameter):
-        return (rows,)
-    return (rows, real.columns or stored.shape[1])
+    if is_scale(real.parameter):
+        columns = real.columns or source.tensors[real.tensor.removesuffix(scale_of(""))].shape[1]
+        return scale_shape(real.parameter, (rows, columns), source.block)
+    return (rows,) if len(stored.shape) != 2 else (rows, real.columns or stored.shape[1])
 
 
 def _dtype(source: Source, default: torch.dtype, name: str, fills: list[Fill], kept: Set[str]) -> torch.dtype:

@@ -245,7 +245,8 @@ _ENDS: dict[Layout, tuple[str, str, str]] = {
     "dolomite": ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight"),
 }
 """The embedding, the final norm and the head."""
-PRODUCTS = ("qkv", "o", "gate_up", "down")
+PRODUCTS, EXPERTS = ("qkv", "o", "gate_up", "down"), ("experts.gate_up", "experts.down")
+"""What may stay quantised of a layer."""
 
 
 def _tensors(config: ModelConfig, layer: int, experts: Iterable[int]) -> Iterator[tuple[Row, str, str]]:
@@ -357,10 +358,17 @@ def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], t
             yield fused, names, shape
 
 
-def sources_of(config: ModelConfig, layer: int, product: str) -> tuple[str, ...]:
+def sources_of(shard: RankShard, layer: int, product: str) -> tuple[str, ...]:
     """The checkpoint tensors whose rows make up one product's weight."""
-    found = ((row.parameter, suffix, name) for row, suffix, name in _tensors(config, layer, ()))
-    return tuple(dict.fromkeys(_named(config, name, layer) for *what, name in found if what == [product, "weight"]))
+    config, stored = shard.config, _stored_layer(shard, layer)
+    experts = range(config.experts.count) if config.experts is not None and product in EXPERTS else ()
+    found = ((row.parameter, suffix, name) for row, suffix, name in _tensors(config, layer, experts))
+    return tuple(dict.fromkeys(_named(config, name, stored) for *what, name in found if what == [product, "weight"]))
+
+
+def expert_columns(shard: RankShard) -> tuple[int, int]:
+    """The columns that the products of EXPERTS have on a rank."""
+    return shard.config.hidden_size, len(shard.expert_ffn)
 
 
 def head_of(config: ModelConfig) -> str:

@@ -60,6 +60,10 @@ _DEEPSEEK_V3 = (
     ("n_shared_experts", 1), ("num_experts_per_tok", 8), ("first_k_dense_replace", 3), ("n_group", 8),
     ("topk_group", 4), ("vocab_size", 129280), ("rms_norm_eps", 1e-6), ("rope_theta", 10000.0),
 )  # fmt: skip
+_DEEPSEEK_V3_FP8 = (
+    *_DEEPSEEK_V3, ("num_hidden_layers", 6), ("first_k_dense_replace", 1),
+    ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+)  # fmt: skip
 _LONGCAT = (
     *_LATENT,
     ("model_type", "longcat_flash"), ("hidden_size", 6144), ("num_layers", 2), ("num_attention_heads", 64),
@@ -90,6 +94,7 @@ CASES = (
     Case("Qwen3-235B, tp 8", "qwen3-235b-a22b", 8, words=_QWEN3_235B),
     Case("Qwen3-235B spread, 2 x 8", "qwen3-235b-a22b", 16, 2, words=_QWEN3_235B, parallel=_SPREAD),
     Case("DeepSeek-V3 spread, 2 x 8", "deepseek-v3", 16, 2, words=_DEEPSEEK_V3, parallel=_SPREAD),
+    Case("DeepSeek-V3 fp8, tp 8 x pp 2", "deepseek-v3", 8, fp8=True, stages=2, layers=6, words=_DEEPSEEK_V3_FP8),
     Case("LongCat-Flash spread, 2 x 8", "longcat-flash", 16, 2, words=_LONGCAT, parallel=_SPREAD),
     Case("Laneformer 2B, tp 8", "laneformer-2b", 8, words=_LANEFORMER, length=4096, engine=(("attention", "torch"),)),
     Case("8 lanes, heads of 128, tp 2", "", 2, words=(*_LANEFORMER, ("hidden_size", 4096)), length=4096),

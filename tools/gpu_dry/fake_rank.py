@@ -24,6 +24,8 @@ from laddertron.models import attention_choice
 from laddertron.models.config.dialects import dialect_of, stock_json, to_dialect
 from laddertron.models.config.known_models import known, published_fp8
 from laddertron.models.config.model_config import from_folder, make_wiring
+from laddertron.models.config.quantisation import read_quantisation
+from laddertron.models.stages import RankShard
 from laddertron.models.weights import tensor_reader
 from laddertron.models.weights.parallel_reader import Readers
 from laddertron.models.weights.slices import PRODUCTS, expected_shapes, sources_of
@@ -61,17 +63,25 @@ def write_checkpoint(folder: Path, case: Case) -> Path:
     (folder / "config.json").write_text(json.dumps(config_json(case)))
     config = from_folder(folder)
     kinds: dict[str, str] = {}
-    if case.fp8:
+    quantisation = read_quantisation(folder)
+    block = None if quantisation is None else quantisation.block
+    if block is not None:
+        kinds = {name: "F8_E4M3" for name in expected_shapes(config) if name.endswith("_proj.weight")}
+    elif case.fp8:
         wide = published_fp8(case.model)
         kept = (*wide[: case.layers - 1], wide[-1])  # the first layer and the last one keep more
         for layer in range(case.layers):
             for product in set(PRODUCTS) - set(kept[layer]):
-                kinds |= dict.fromkeys(sources_of(config, layer, product), "F8_E4M3")
+                kinds |= dict.fromkeys(sources_of(RankShard(config, 1, 0), layer, product), "F8_E4M3")
     tensors, at = {}, 0
     for name, shape in expected_shapes(config).items():
         kind = kinds.get(name, "BF16")
         stored = [(name, kind, shape)]
-        stored += [(f"{name}_scale", "F32", (shape[0], 1))] if kind == "F8_E4M3" else []
+        if kind == "F8_E4M3":
+            scales = (
+                (shape[0], 1) if block is None else tuple(-(-n // each) for n, each in zip(shape, block, strict=True))
+            )
+            stored.append((f"{name}_scale", "F32", scales))
         for each, dtype, dims in stored:
             end = at + int(np.prod(dims)) * _SIZES[dtype]
             tensors[each] = {"dtype": dtype, "shape": dims, "data_offsets": [at, end]}

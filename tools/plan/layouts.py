@@ -13,7 +13,7 @@ from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring, make_wiring
 from ...models.config.quantisation import BYTES
 from ...models.config.shapes import WHOLE, Sharing, splits
-from ...models.stages import Stage, choose_layers, head_in_layers, make_stages
+from ...models.stages import RankShard, Stage, choose_layers, head_in_layers, make_stages
 from ...topology.cost.cost import Shape, predict
 from ...topology.cost.prices import reference
 from .roofline import ComputeRates, Links, Load, SimulatedGroup
@@ -229,9 +229,13 @@ def group_of(
 ) -> SimulatedGroup:
     """A group that computes a stage, with its numbers in memory as `stored` says."""
     wide = stored.kept()[stage.first_layer : stage.first_layer + stage.config.num_layers]
+    shard, each = RankShard(stage.config, tp, 0, None, *sharing), None
+    if stored.weights == "fp8" and stage.config.experts is not None:
+        elements = 3 * stage.config.hidden_size * len(shard.expert_ids) * len(shard.expert_ffn)
+        each = stored.expert_bytes(shard) / elements
     return SimulatedGroup(
         stage.config, tp, rates, links, BYTES[stored.weights], BYTES[stored.kv], BYTES[stored.values],
-        replicate_embedding, wide=wide, sharing=sharing, node_links=node_links,
+        replicate_embedding, wide=wide, expert_bytes=each, sharing=sharing, node_links=node_links,
     )  # fmt: skip
 
 

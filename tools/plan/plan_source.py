@@ -17,17 +17,17 @@ from ...engine.config.schema import CPU_KV_CACHE_MEMORY
 from ...engine.schedule.speculation import MOST
 from ...engine.step.memory import MemoryKeys, StoredTypes, memory
 from ...launchers.cli.fabric_source import backend_of, lay_out, read_fabric, suits
-from ...models.config.known_models import by_folder, half_ladder, known, published_fp8
+from ...models.config.known_models import PUBLISHED_FP8, by_folder, half_ladder, known, published_fp8
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.parts import make_wiring
 from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
 from ...models.config.shapes import ShapeError, check_draft, check_shapes, replicates_embedding, share, splits
 from ...models.config.wiring import choose_wiring
 from ...models.cuda.workspace import HEAD_DIMS, LATENT_RANKS
-from ...models.stages import StageError, choose_layers
+from ...models.stages import RankShard, StageError, choose_layers
 from ...models.weights.checkpoint import CheckpointError
 from ...models.weights.mapping import open_checkpoint
-from ...models.weights.slices import PRODUCTS
+from ...models.weights.slices import EXPERTS, PRODUCTS
 from ...topology.cost.cost import Backend, Costs, Shape, shape_of
 from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.presets import preset
@@ -35,8 +35,8 @@ from ...topology.placement.placement import place
 from .estimate import Question
 from .layouts import Work
 
-FP8 = Quantisation("fp8")
-"""The assumed form of fp8 weights that are not on this machine."""
+FP8, FP8_EXPERTS = Quantisation("fp8"), Quantisation("fp8", block=(128, 128))
+"""The assumed forms of fp8 weights that are not on this machine: of dense models, of mixtures of experts."""
 
 
 _KEYS = {
@@ -114,8 +114,9 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     gpu = any(n.devices for n in fabric.nodes) and d.engine.device != "cpu"
     values = config.dtype if d.model.dtype == "auto" else d.model.dtype
     kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
-    form = _form(d.model.weights, values, quantised is not None or asked.fp8, gpu)
-    stored = StoredTypes(form, values, kv, wide if gpu else ())
+    published = quantised is not None and d.dummy_seed is None  # a dummy of these is drawn wide
+    form, assumed = _form(d.model.weights, values, published or asked.fp8, gpu), quantised or _assumed(config)
+    stored = StoredTypes(form, values, kv, _kept_here(wide, config, fabric) if gpu else (), assumed.block)
     keys = MemoryKeys(
         max_num_seqs=d.engine.max_num_seqs,
         max_num_batched_tokens=d.engine.max_num_batched_tokens,
@@ -128,7 +129,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         flashinfer=d.engine.attention != "torch" and values != "float32" and _attends(config),
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
         deterministic=bool(d.parallel.deterministic),
-        widens_fp8=stored.weights == "fp8" and not (_multiplies_fp8(fabric) and (quantised or FP8).activations),
+        widens_fp8=stored.keeps_dense and not (_multiplies_fp8(fabric) and assumed.activations),
         drafts=MOST if d.engine.speculation else 0,
         draft_model=_draft_model(loaded, config),
         standby=d.daemon.standby > 0,
@@ -162,16 +163,21 @@ def from_names(
     fabric = asked.fabric or preset("1x8xH100")
     notes = [] if asked.fabric else ["no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)"]
     gpu = any(n.devices for n in fabric.nodes)
-    wide = published_fp8(name) if gpu else ()
+    wide, block = published_fp8(name) if gpu else (), _assumed(config).block
     notes += _kept_wide(wide, "the published checkpoint keeps")
-    stored = StoredTypes("fp8" if asked.fp8 else config.dtype, config.dtype, config.dtype, wide)
+    if asked.fp8 and gpu and block is not None:
+        notes.append("fp8 weights: of experts alone, with a scale for each 128 x 128; all others are widened")
+    elif name.lower() in PUBLISHED_FP8 and not asked.fp8:
+        notes.append(f"{name} is published in fp8: --fp8 plans that, {config.dtype} is planned here")
+    wide = _kept_here(wide or _widened(config, block), config, fabric) if gpu else ()
+    stored = StoredTypes("fp8" if asked.fp8 else config.dtype, config.dtype, config.dtype, wide, block)
     keys = MemoryKeys(
         max_num_seqs=512 if gpu else 256,
         max_num_batched_tokens=8192 if gpu else 2048,
         max_model_len=max_model_len or min(8192 if gpu else 2048, config.max_position_embeddings),
         kv_cache_memory=None if gpu else CPU_KV_CACHE_MEMORY,
         gpu=gpu,
-        widens_fp8=asked.fp8 and not _multiplies_fp8(fabric),
+        widens_fp8=stored.keeps_dense and not _multiplies_fp8(fabric),
     )
     size = size or _natural_size(config, stored, keys, fabric)
     total = sum(len(n.devices) or len(n.numa) for n in fabric.nodes)
@@ -230,7 +236,7 @@ def _model(
             raise ConfigError(
                 [loaded.fault("model.path", f"{folder}: no such folder, and its name is none of a known architecture")]
             )
-        config, quantised = guess.config, FP8 if guess.fp8 else None
+        config, quantised = guess.config, _assumed(guess.config) if guess.fp8 else None
         form = (
             f"{', fp8 weights' if guess.fp8 else ''}{'' if guess.how == 'stock' else f', {config.wiring.name} wiring'}"
         )
@@ -248,24 +254,46 @@ def _wide(
     published checkpoint of its name has it. Appends to `notes` which of the two."""
     if quantised is not None and any(folder.glob("*.safetensors")):
         try:
-            kept = open_checkpoint(folder, config).quantised_products(config)
+            kept = open_checkpoint(folder, config).quantised_products(RankShard(config, 1, 0))
         except (CheckpointError, OSError) as fault:
             notes.append(f"the headers of {folder} cannot be read ({fault}): fp8 weights are assumed by its name")
         else:
             layers = range(config.num_layers)
-            wide = tuple(tuple(p for p in PRODUCTS if f"layers.{i}.{p}" not in kept) for i in layers)
+            wide = tuple(tuple(p for p in _products(config, i) if f"layers.{i}.{p}" not in kept) for i in layers)
             notes += _kept_wide(wide, f"{folder} keeps")
             return wide if any(wide) else ()
     guess = by_folder(folder.name)
     wide = published_fp8(guess.name) if guess else ()
     if len(wide) != config.num_layers:
-        return ()
+        return _widened(config, (quantised or _assumed(config)).block)
     notes += _kept_wide(wide, "the published checkpoint keeps")
     return wide
 
 
+def _products(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """What may be fp8 of a layer."""
+    return (*PRODUCTS, *EXPERTS) if config.has_experts(layer) else PRODUCTS
+
+
+def _assumed(config: ModelConfig) -> Quantisation:
+    return FP8 if config.experts is None else FP8_EXPERTS
+
+
+def _widened(config: ModelConfig, block: tuple[int, int] | None) -> tuple[tuple[str, ...], ...]:
+    """What loading widens of fp8 weights on a GPU: all but experts if scales are by block, latent attention's."""
+    latent = PRODUCTS[:1] if config.latent is not None else ()
+    return (PRODUCTS if block is not None else latent,) * config.num_layers if block is not None or latent else ()
+
+
+def _kept_here(wide: tuple[tuple[str, ...], ...], config: ModelConfig, fabric: Fabric) -> tuple[tuple[str, ...], ...]:
+    """`wide` with the experts, where devices have no kernel that reads fp8."""
+    if config.experts is None or _multiplies_fp8(fabric):
+        return wide
+    return tuple((*layer, *EXPERTS) for layer in wide or ((),) * config.num_layers)
+
+
 def _kept_wide(wide: tuple[tuple[str, ...], ...], who: str) -> list[str]:
-    counts = [(product, sum(product in layer for layer in wide)) for product in PRODUCTS]
+    counts = [(product, sum(product in layer for layer in wide)) for product in (*PRODUCTS, *EXPERTS)]
     words = ", ".join(f"{product} of {count}" for product, count in counts if count)
     return [f"fp8 weights: {who} {words} of {len(wide)} layers wide"] if words else []
 

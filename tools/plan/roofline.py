@@ -217,6 +217,9 @@ class SimulatedGroup:
     """The products of each layer whose weights take `value_bytes` each; empty: none."""
     split: bool = False
     """A step may be computed in two streams, and is where that is quicker."""
+    expert_bytes: float | None = None
+    """An element's of fp8 experts, which are widened to be multiplied; shared ones are in memory; None: `weight_bytes`
+    of both."""
     sharing: Sharing = WHOLE
     node_links: Links | None = None
     """Links of the ranks that `sharing` cuts the dense path over."""
@@ -294,8 +297,13 @@ class SimulatedGroup:
         if self.sharing.spread:
             read = most_on_a_rank(len(shard.expert_ids), read / e.count, self.size)
         each = rows * chosen * 3.0 * d * e.ffn_size / self.size
-        experts = max(2 * each / self.rates.flops, read * one * self.weight_bytes / self.rates.weight_bytes_per_s)
-        return experts + self._product(3 * d * len(shard.shared_ffn), rows) + self._product(e.routed * d, rows, True)
+        fp8 = self.expert_bytes is not None
+        held = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
+        flops = self._value_flops if fp8 else self.rates.flops
+        experts = max(2 * each / flops, read * one * held / self.rates.weight_bytes_per_s)
+        return (
+            experts + self._product(3 * d * len(shard.shared_ffn), rows, fp8) + self._product(e.routed * d, rows, True)
+        )
 
     def _product(self, weights: float, rows: int, wide: bool = False) -> float:
         flops, each = (self._value_flops, self.value_bytes) if wide else (self.rates.flops, self.weight_bytes)

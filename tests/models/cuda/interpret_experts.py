@@ -89,6 +89,27 @@ def products() -> list[dict[str, Any]]:
     return found
 
 
+def fp8_products() -> dict[str, bool]:
+    """All bits of the products over weights that were widened while loading: one scale a row, and one a block of
+    columns; of both matrices, and of one. In fp16: bf16 is none of the interpreter's types."""
+    width, inner, count, k, found = 192, 128, 3, 2, {}
+    x, weight = normal(6, width, dtype=torch.float16), torch.rand(6, k, generator=DICE)
+    chosen = torch.randint(-1, count, (6, k), generator=DICE, dtype=torch.int32)
+    for name, parts in {"rows": (1, 1), "blocks": (3, 2), "64 columns and a row": (3, 1), "down": (0, 2)}.items():
+        held, wide, scales = [], [], []
+        for matrix, n in zip((normal(count, 2 * inner, width), normal(count, width, inner)), parts, strict=True):
+            scale = torch.rand(*matrix.shape[:2], max(1, n), generator=DICE) / 1000
+            codes = (matrix * 100).to(torch.float8_e4m3fn)
+            wide.append((codes.float() * scale.repeat_interleave(matrix.shape[2] // max(1, n), 2)).half())
+            held.append(codes if n else wide[-1])
+            scales.append(scale if n else None)
+        for tile in TILES:
+            got = GroupedExperts(held[0], held[1], count, (tile,), scales)(x, chosen, weight)
+            want = GroupedExperts(wide[0], wide[1], count, (tile,))(x, chosen, weight)
+            found[f"{name} {tile}"] = torch.equal(got, want) and bool(want.any())
+    return found
+
+
 def in_pieces() -> bool:
     """More rows than are computed at once."""
     gate_up, down = normal(2, 16, 16), normal(2, 16, 8)
@@ -145,6 +166,7 @@ def lanes() -> dict[str, bool]:
 
 def main() -> None:
     found = {"choices": choices(), "not finite": not_finite(), "products": products(), "pieces": in_pieces()}
+    found |= {"fp8": fp8_products()}
     print(json.dumps({**found, "latents": latents(), "lanes": lanes()}))
 
 

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(
 
 def test_interpreted_kernels_mean_what_torch_means() -> None:
     """The choice of experts with equal scores and NaN; grouped products with experts that no row chose, all rows chose,
-    or another rank has; rows in pieces; latents stored in scattered blocks; lanes joined and summed."""
+    or another rank has; fp8 experts with the bits of widened ones; rows in pieces; latents stored in scattered blocks;
+    lanes joined and summed."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpret_experts.py"))]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(FOLDERS)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
@@ -33,5 +34,7 @@ def test_interpreted_kernels_mean_what_torch_means() -> None:
     for product in found["products"]:
         assert product["distance"] < 1e-6, product
         assert product["same"], product
+    assert len(found["fp8"]) == 8
+    assert all(found["fp8"].values()), found["fp8"]
     assert max(found["latents"].values()) < 1e-6, found["latents"]
     assert all(found["lanes"].values()), found["lanes"]

@@ -179,7 +179,7 @@ def test_405b_over_sixteen_ranks(tmp_path: Path) -> None:
     assert 811e9 < sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < 812e9
     assert from_folder(tmp_path).num_parameters == c.num_parameters == 405853388800
     source = open_checkpoint(tmp_path, from_folder(tmp_path))
-    needed = source.rank_bytes(RankShard(c, 16, 0), 2, False)  # norms are on every rank, a KV head on two
+    needed = source.rank_bytes(RankShard(c, 16, 0), 2)  # norms are on every rank, a KV head on two
     assert 1 < needed / (2 * c.num_parameters / 16) < 1.02
 
     wanted, found = expected_shapes(c), coverage(c, 16)

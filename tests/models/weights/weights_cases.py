@@ -172,7 +172,7 @@ def fp8_distance(rank: Rank, folder: str, prompts: list[list[int]], native: bool
     wide = forward_all(build_on(rank, deployment(folder, rank.size, model)), prompts)
 
     def kept_as_on_a_gpu(source: Any, shard: Any, device: torch.device, *_: object) -> Fp8 | None:
-        return Fp8(source.quantised_products(shard.config), native)
+        return Fp8(source.quantised_products(shard), native)
 
     with patch.object(share, "make_stored_products", kept_as_on_a_gpu):
         built = build_on(rank, deployment(folder, rank.size, model))

@@ -17,6 +17,7 @@ from laddertron.models.config.known_models import known
 from laddertron.models.config.parts import make_wiring
 from laddertron.models.config.shapes import Sharing
 from laddertron.models.residual import flow, plan
+from laddertron.models.stages import RankShard
 from laddertron.tools.plan.estimate import CapacityEstimate, make_plan
 from laddertron.tools.plan.layouts import Devices, Work, hop
 from laddertron.tools.plan.mixtures import BATCHES, NOT_BUILT, MixtureLayout, best_of, messages_of
@@ -77,13 +78,16 @@ def test_memory_of_a_rank_by_hand() -> None:
 
 
 def test_latent_attention_by_hand() -> None:
-    """DeepSeek-V3 in fp8: every rank has the products that heads share whole, its heads' share of the others, and the
-    keys' and values' in bf16; a position's cache is 576 values a layer, however many ranks there are."""
+    """DeepSeek-V3 in fp8, of which experts stay so: every rank has the products that heads share whole and its heads'
+    share of the others, in bf16; a position's cache is 576 values a layer, however many ranks there are."""
     d, layers, heads = 7168, 61, 8
-    stored = StoredTypes("fp8")
+    stored = from_names("deepseek-v3", Asked(preset("2x8xH100"), Work(), True)).stored
     parts = memory(known("deepseek-v3"), 16, stored, MemoryKeys(), 85 << 30).parts
     shared, queries, out = d * (1536 + 576), heads * 192 * 1536, heads * 128 * d
-    assert parts["weights: attention"] == layers * (shared + queries + out + 2 * heads * 256 * 512)
+    assert parts["weights: attention"] == 2 * layers * (shared + queries + out + heads * 256 * 512)
+    inner, scales = 256 * 3 * d * 128, 256 * 4 * (256 * (d // 128) + d)
+    assert parts["weights: experts"] == 58 * (inner + scales + 2 * 3 * d * 128)
+    assert parts["weights: MLP"] == 2 * 3 * 3 * d * 18432 // 16
     for ranks in (1, 16):
         assert memory(known("deepseek-v3"), ranks, stored, MemoryKeys(), 85 << 30).kv_bytes_per_token == 70_272
 
@@ -112,6 +116,25 @@ def test_deepseek_v3_needs_two_nodes_and_fp8() -> None:
     assert (messages["flat"], messages["spread"]) == (122, 58)
 
 
+def test_fp8_experts_are_wide_where_no_kernel_reads_them() -> None:
+    """On A100 all products are bf16; tp 32 leaves a rank 64 columns of 2048, which is half a block; tp 64 32, which is
+    less than a kernel's step: the second product of experts is then bf16."""
+    bf16, d = StoredTypes(), 7168
+    config = known("deepseek-v3")
+    shards = {n: RankShard(config, n, 0) for n in (16, 32, 64)}
+    on = {gpu: from_names("deepseek-v3", Asked(preset(f"2x8x{gpu}"), Work(), True)).stored for gpu in ("A100", "H100")}
+    assert on["A100"].expert_bytes(shards[16]) == bf16.expert_bytes(shards[16]) == 2 * 256 * 3 * d * 128
+    assert on["H100"].expert_bytes(shards[32]) == 256 * (3 * d * 64 + 4 * (128 * (d // 128) + d))
+    assert on["H100"].expert_bytes(shards[64]) == 256 * (2 * d * 32 + 4 * 64 * (d // 128) + 2 * d * 32)
+    assert not on["H100"].keeps_dense
+
+
+def test_the_form_that_is_published_is_named() -> None:
+    said = [from_names("deepseek-v3", Asked(preset("2x8xH100"), Work(), fp8)).notes for fp8 in (False, True)]
+    assert any("published in fp8: --fp8 plans that, bfloat16 is planned here" in note for note in said[0])
+    assert any("of experts alone" in note for note in said[1])
+
+
 def test_the_shortcuts_sums_alone_cross_nodes() -> None:
     """LongCat on 2 x 8: 28 messages between nodes in place of 140, which a step feels; no other wiring is offered."""
     plan = make_plan(from_names("longcat-flash", Asked(preset("2x8xH100"), Work(), True), size=16, replicas=1))
@@ -122,7 +145,7 @@ def test_the_shortcuts_sums_alone_cross_nodes() -> None:
     spread, flat = (found[name].step_s[0] for name in ("spread", "flat"))
     assert spread is not None
     assert flat is not None
-    assert spread < 0.8 * flat
+    assert spread < 0.85 * flat
     assert by_name["no-communication"].compute_s == pytest.approx(by_name["shortcut"].compute_s, rel=0.01)
     assert any("three sub-blocks later" in sentence for sentence in plan.recommendation)
 
