@@ -115,8 +115,8 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     values = config.dtype if d.model.dtype == "auto" else d.model.dtype
     kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
     published = quantised is not None and d.dummy_seed is None  # a dummy of these is drawn wide
-    form, assumed = _form(d.model.weights, values, published or asked.fp8, gpu), quantised or _assumed(config)
-    stored = StoredTypes(form, values, kv, _kept_here(wide, config, fabric) if gpu else (), assumed.block)
+    form, means = _form(d.model.weights, values, published or asked.fp8, gpu), quantised or _assumed(config)
+    stored = StoredTypes(form, values, kv, _kept_here(wide, config, fabric) if gpu else (), means.block)
     keys = MemoryKeys(
         max_num_seqs=d.engine.max_num_seqs,
         max_num_batched_tokens=d.engine.max_num_batched_tokens,
@@ -129,7 +129,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         flashinfer=d.engine.attention != "torch" and values != "float32" and _attends(config),
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
         deterministic=bool(d.parallel.deterministic),
-        widens_fp8=stored.keeps_dense and not (_multiplies_fp8(fabric) and assumed.activations),
+        widens_fp8=stored.keeps_dense and not (_multiplies_fp8(fabric) and means.activations),
         drafts=MOST if d.engine.speculation else 0,
         draft_model=_draft_model(loaded, config),
         standby=d.daemon.standby > 0,

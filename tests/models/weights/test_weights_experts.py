@@ -8,15 +8,24 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
+from laddertron.engine.config.load import read
+from laddertron.engine.step.memory import MemoryKeys, memory
 from laddertron.launchers.cli.__main__ import main
+from laddertron.models import ops_choice
 from laddertron.models.config.model_config import from_folder
+from laddertron.models.config.shapes import Sharing
 from laddertron.models.stages import RankShard
 from laddertron.models.weights.checkpoint import CheckpointError
-from laddertron.models.weights.mapping import open_checkpoint, open_source
+from laddertron.models.weights.load import load
+from laddertron.models.weights.mapping import Source, open_checkpoint, open_source
+from laddertron.models.weights.quantised import scale_shape
 from laddertron.models.weights.rank_files import sizes_of
 from laddertron.models.weights.slices import expected_shapes, plan_fills
+from laddertron.tools.plan.layouts import Work
+from laddertron.tools.plan.plan_source import Asked, from_deployment
+from laddertron.topology.hardware.presets import preset
 from safetensors.torch import load_file, save_file
-from weights_cases import loaded
+from weights_cases import loaded, shapes
 
 FP8 = torch.float8_e4m3fn
 
@@ -150,7 +159,101 @@ def test_scales_by_block_are_widened_exactly(tmp_path: Path, suffix: str, size: 
         source = open_source(folder, shard)
         got, want = (loaded(s, shard, torch.float32) for s in (source, open_source(plain, shard)))
         assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
-        assert source.quantised_products(RankShard(c, 1, 0)) == frozenset(), "blocks are widened, on GPUs too"
+        assert source.quantised_products(shard) == frozenset(), "no step of a kernel has one scale"
+
+
+FORMS: dict[str, tuple[dict[str, Any], tuple[int, int] | None]] = {
+    "tensor": ({"quant_method": "fp8"}, None),
+    "channel": ({"quant_method": "fbgemm_fp8"}, None),
+    "block": ({"quant_method": "fp8", "weight_block_size": [96, 128]}, (96, 128)),
+}
+
+
+def fp8_experts(folder: Path, form: str) -> Path:
+    """A checkpoint whose experts alone are fp8. Rows of blocks do not meet the matrices' ends."""
+    checkpoints.save(folder, "qwen3_moe", dtype="bfloat16", tokenizer=False, moe_intermediate_size=256)
+    words, _ = FORMS[form]
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(6)
+        out = dict(tensors)
+        for name, tensor in tensors.items():
+            if ".experts." in name:
+                rows, columns = tensor.shape
+                shape = {"tensor": (), "channel": (rows, 1)}.get(form, (-(-rows // 96), -(-columns // 128)))
+                out[name], out[f"{name}_scale"] = (tensor.float() * 100).to(FP8), torch.rand(shape) / 100
+        return out
+
+    checkpoints.edit_tensors(folder, quantise)
+    checkpoints.edit_config(folder, quantization_config=words)
+    return folder
+
+
+def kept_as_on_a_gpu(source: Source, shard: RankShard) -> dict[str, torch.Tensor]:
+    """A rank's parameters, of which experts stay fp8 where they may."""
+    kept = source.quantised_products(shard)
+    parameters = {}
+    for name, shape in shapes(shard).items():
+        product = name.removesuffix(".weight")
+        parameters[name] = torch.zeros(shape, dtype=FP8 if product in kept else torch.bfloat16)
+        if product in kept:
+            parameters[f"{name}_scale"] = torch.zeros(scale_shape(product, shape, source.block))
+    load(source, shard, parameters, kept=kept)
+    return parameters
+
+
+@pytest.mark.parametrize(
+    ("size", "spread", "per_node"), [(1, False, 0), (4, False, 0), (2, True, 0), (4, True, 2), (8, False, 4)]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_fp8_experts_are_kept_as_stored(tmp_path: Path, form: str, size: int, spread: bool, per_node: int) -> None:
+    """Codes times scales are the widened weights, from the checkpoint and from per-rank files; a quarter of the columns
+    is half a block, an eighth is less than a kernel's step: widened. The bytes that the engine counts and those that
+    `plan` does are those of the parameters."""
+    folder, block = fp8_experts(tmp_path / "m", form), FORMS[form][1]
+    c = from_folder(folder)
+    question = from_deployment(read(str(folder), []), Asked(preset("1x8xH100"), Work()))
+    planned = memory(c, size, question.stored, MemoryKeys(), 85 << 30, 1, Sharing(spread, per_node))
+    for again in (False, True):
+        if again:
+            assert main(["shard", str(folder), *sizes_of(RankShard(c, size, 0, None, spread, per_node)).split()]) == 0
+        for rank in (0, size - 1):
+            shard = RankShard(c, size, rank, None, spread, per_node)
+            source = open_source(folder, shard)
+            assert source.sharded_over == (size if again else 0)
+            products = ["experts.gate_up"] if block is not None and size == 8 else ["experts.gate_up", "experts.down"]
+            assert source.quantised_products(shard) == {f"layers.{i}.{p}" for i in range(3) for p in products}
+            got, wide = kept_as_on_a_gpu(source, shard), loaded(source, shard, torch.float32)
+            for product in source.quantised_products(shard):
+                codes, scale = got[f"{product}.weight"], got[f"{product}.weight_scale"]
+                each = scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+                assert torch.equal(codes.float() * each, wide[f"{product}.weight"])
+            held = sum(p.nbytes for p in got.values())
+            padding = 0 if again or rank == 0 else 2 * 2 * c.hidden_size * (shard.vocab.stop - c.vocab_size)
+            assert held == planned.weight_bytes
+            assert source.rank_bytes(shard, 2, source.quantised_products(shard)) == held - max(0, padding)
+
+
+def test_a_gpu_without_a_kernel_for_fp8_widens_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capability 8.0, no Triton, and a share of columns that has no scales of its own: the start log says each."""
+    folder, cuda = fp8_experts(tmp_path / "m", "block"), torch.device("cuda")
+    c = from_folder(folder)
+    triton: Any = object()
+    for capability, kernels, size, kept, said in (
+        ((9, 0), triton, 4, 6, ""),
+        ((8, 9), triton, 4, 6, ""),
+        ((8, 0), triton, 4, 0, "compute capability 8.9"),
+        ((9, 0), None, 4, 0, "with Triton"),
+        ((9, 0), triton, 8, 3, "(64, 32) columns of each and blocks of (96, 128) share no multiple of 64"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(ops_choice, "_triton_ops", lambda found=kernels: found)
+        shard = RankShard(c, size, 0)
+        stored = ops_choice.make_stored_products(open_source(folder, shard), shard, cuda)
+        assert stored is not None
+        assert len(stored.products) == kept
+        assert not stored.widens
+        assert [said in warning for warning in stored.warnings] == [True] * bool(said)
 
 
 def test_scales_of_another_block_are_refused(tmp_path: Path) -> None:
