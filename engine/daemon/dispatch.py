@@ -136,7 +136,7 @@ class Dispatcher:
         self.limits: ModelLimits | None = None
         self.draining = False
         self.over: str | None = None
-        """Why nothing will run any more, once every replica has failed."""
+        """Why nothing will run any more, once every replica has failed or `end` was called."""
         self.on_over: Callable[[str], None] = lambda reason: None
         self.changed = asyncio.Event()
         """Set whenever a replica's state has changed; the waiter clears it."""
@@ -165,7 +165,7 @@ class Dispatcher:
     def ready(self) -> bool:
         """Whether requests are taken: while a replica reloads they wait for it."""
         phases = {state.phase for state in self.states}
-        return not self.draining and self.limits is not None and not phases.isdisjoint(("ready", "reloading"))
+        return not self.ending and self.limits is not None and not phases.isdisjoint(("ready", "reloading"))
 
     @property
     def in_flight(self) -> int:
@@ -181,6 +181,20 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         return sum(map(len, self._waiting))
+
+    @property
+    def ending(self) -> bool:
+        """No request is taken or boarded any more."""
+        return self.draining or self.over is not None
+
+    def end(self, reason: str) -> None:
+        """Ends every interactive request, waiting or in an engine; lines stay as they are."""
+        self.over = reason
+        for replica in self._replicas:
+            for flight in dict.fromkeys(flight for flight in replica.flights.values() if not flight.batch):
+                replica.leave(flight, cancel=True)
+                self._fail(flight, "engine_lost", reason, 503)
+        self._end_interactive(reason)
 
     async def bundle(self) -> list[dict[str, object]]:
         return [await replica.job.bundle() for replica in self._replicas]
@@ -232,7 +246,7 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Boards what waits."""
-        if self.draining or self.limits is None:
+        if self.ending or self.limits is None:
             return
         free = self._board_isolated()
         while free and self._interactive:
@@ -260,7 +274,7 @@ class Dispatcher:
 
     def _has_room(self, owner: str) -> bool:
         return (
-            not self.draining
+            not self.ending
             and self.limits is not None
             and self._lines.count(owner) < self.limits.max_num_seqs
             and any(replica.job.state.phase == "ready" for replica in self._replicas)
@@ -275,10 +289,9 @@ class Dispatcher:
         self.changed.set()
         if all(state.phase == "ready" for state in self.states):
             self.complete.set()
-        if state.phase == "failed" and all(s.phase in ("failed", "stopped") for s in self.states) and not self.draining:
-            self.over = state.reason or "every replica has failed"
-            self._end_interactive(self.over)
-            self.on_over(self.over)
+        if state.phase == "failed" and all(s.phase in ("failed", "stopped") for s in self.states) and not self.ending:
+            self.end(reason := state.reason or "every replica has failed")
+            self.on_over(reason)
         self.pump()
 
     def passed(self, replica: _Replica, flight: Flight) -> None:
@@ -326,8 +339,8 @@ class Dispatcher:
             # The least suspected goes first: it makes progress, so that who kills alone does not use up the restarts.
             ordered = sorted(self._isolated, key=lambda one: (-one.suspicion.alone, one.batch))
             self._isolated = deque((ordered.pop(), *ordered))
-        if self.draining:
-            self._end_interactive(reason)
+        if self.ending:
+            self._end_interactive(self.over or reason)
         self.pump()
 
     def _quarantine(self, flight: Flight, reason: str) -> None:

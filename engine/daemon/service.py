@@ -118,17 +118,21 @@ class Daemon:
                 stopping = asyncio.create_task(self._stop.wait())
                 await asyncio.wait({serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
                 stopping.cancel()
+                for task in (serving, watching):
+                    if task.done() and (error := task.exception()) is not None:
+                        log.error("the daemon itself failed", exc_info=error)
+                        self._ended = self._ended or f"the daemon itself failed: {error!r}"
                 await self._wind_down(batches)
             finally:
                 watching.cancel()
                 server.should_exit = True
-                server.force_exit = bool(self._ended)
                 await asyncio.gather(serving, watching, return_exceptions=True)
         return 1 if self._ended else 0
 
     async def _wind_down(self, batches: Batches) -> None:
         if self._ended:
             log.error("ending: %s", self._ended, extra={"event": "failed"})
+            self.dispatcher.end(self._ended)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FAILING_SECONDS):
                     await batches.settled()
@@ -136,6 +140,7 @@ class Daemon:
         seconds = self._deployment.daemon.drain_timeout
         log.info("draining for up to %g s", seconds, extra={"event": "drain"})
         drained = await self.dispatcher.drain(seconds)
+        self.dispatcher.end(f"the daemon is stopping, and daemon.drain_timeout={seconds:g} s is over")
         log.info(
             "drained" if drained else "not all ended in time: batches resume from the store", extra={"event": "drain"}
         )

@@ -171,7 +171,7 @@ def _ranks() -> Iterator[Series]:
         "expert_imbalance",
         "gauge",
         ("replica",),
-        "Rows of the rank whose experts have most, divided by the ranks' mean, last 15 s.",
+        "Rows of the rank whose experts have most, divided by the mean of ranks with experts, last 15 s.",
     )
     yield Series("rank_resident_memory_bytes", "gauge", _RANK, "The rank process's memory on the host.")
     yield Series(

@@ -22,7 +22,7 @@ class _Mark:
     steps: int
     seconds: float
     delay: float
-    rows: float
+    rows: float | None  # None: the rank's stage has no experts
     collectives: Mapping[tuple[str, ...], float]
     """Seconds by operation, link and exposure."""
 
@@ -38,10 +38,9 @@ class Windows:
         marks = self._marks[replica, report.rank]
         figures = {row.series: row for row in report.rows if not row.labels}
         durations = figures.get("step_duration_seconds", MetricRow(""))
-        delay, rows = (
-            figures.get(name, MetricRow("")).value
-            for name in ("rank_run_delay_seconds_total", "rank_expert_rows_total")
-        )
+        delay = figures.get("rank_run_delay_seconds_total", MetricRow("")).value
+        computed = figures.get("rank_expert_rows_total")
+        rows = None if computed is None else computed.value
         collectives = {row.labels: row.value for row in report.rows if row.series == "collective_seconds_total"}
         if marks and marks[-1].pid != report.pid:
             marks.clear()
@@ -77,7 +76,8 @@ class Windows:
         """By replica, where ranks hold experts and rows came: the most that a rank's experts had over the mean."""
         rows: defaultdict[int, list[float]] = defaultdict(list)
         for (replica, _), (first, last) in self._spans(now).items():
-            rows[replica].append(last.rows - first.rows)
+            if last.rows is not None:
+                rows[replica].append(last.rows - (first.rows or 0.0))
         return {replica: max(grown) * len(grown) / sum(grown) for replica, grown in rows.items() if sum(grown) > 0}
 
     def overlap_ratios(self, now: float) -> dict[tuple[int, str, str], float]:

@@ -13,6 +13,7 @@ import torch
 from ...models.attention_choice import flashinfer_serves
 from ...models.config.json_fields import Refusal
 from ...models.config.shapes import Sharing
+from ...models.cuda.workspace import too_many_latent_items
 from ...models.stages import RankShard
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import sysfs
@@ -54,11 +55,15 @@ def working_bytes(
     device: torch.device, widens_fp8: bool = False,
 ) -> dict[str, int]:  # fmt: skip
     """What steps will take of a GPU, by name, with what the deployment and the device lead to; nothing on a CPU, whose
-    KV cache has a size of its own. backend: the group's collectives'. Raises GraphsError."""
+    KV cache has a size of its own. backend: the group's collectives'. Raises GraphsError or CapacityError."""
     if device.type != "cuda":
         return {}
     keys = deployment.engine
     flashinfer = flashinfer_serves(keys.attention, device, dtype, kv_dtype, shard.config, shard.num_heads)
+    if flashinfer and shard.config.latent is not None:
+        limits = keys.max_num_batched_tokens, keys.max_num_seqs, shard.num_heads
+        if (reason := too_many_latent_items(*limits)) is not None:
+            raise CapacityError(reason)
     emulated = deployment.parallel.collective == "emulated"
     refused = collectives_refuse(backend, shard.size, emulated) or experts_refuse(shard.config)
     name = "flashinfer" if flashinfer else "torch"

@@ -115,6 +115,8 @@ class MpiJob:
 
     async def close(self) -> None:
         self._closing.set()
+        if self.state.phase in ("ready", "suspect"):
+            self._set_state("draining")  # what is lost now must not be submitted here again
         await self._standby.close()
         if self._task is not None:
             await self._task

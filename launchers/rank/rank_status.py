@@ -99,8 +99,8 @@ class Status:
     """Device, CPU tier and threads, once known: this rank's, or those of every rank that it reports for."""
 
     def count_experts(self, model: LlamaModel) -> None:
-        """Counts rows by expert from now on, if the model has experts."""
-        if model.config.experts is not None:
+        """Counts rows by expert from now on, if layers of this rank's stage have experts."""
+        if (experts := model.config.experts) is not None and any(experts.layers):
             self.experts = ExpertRows(model.shard.expert_ids)
             model.on_rows = self.experts.add
 

@@ -20,6 +20,8 @@ HEAD_DIMS = (64, 128, 256)
 """Head dimensions that it has kernels for."""
 LATENT_RANKS = (128, 256, 512)
 """Widths of latents, the same."""
+LATENT_ITEMS = 16_384
+"""Work items that a plan of attention over latents has room for, fixed in the library."""
 _MIB = 1 << 20
 EXPERT_SPACE = 256 * _MIB
 """Of what experts yield for the rows of a step: of more, the rows are computed in pieces."""
@@ -80,6 +82,25 @@ def partial_bytes(heads: int, kv_heads: int, head_dim: int, sequences: int = 0) 
 def latent_partial_bytes(rank: int) -> int:
     """The same of attention over latents: two tiles of 64 rows a multiprocessor, in 16 bits, and their sums."""
     return 2 * MULTIPROCESSORS * 64 * (2 * rank + 4)
+
+
+def latent_items(tokens: int, sequences: int, heads: int) -> int:
+    """The most work items of a step of at most so many tokens and sequences, each at least one token; heads: of a
+    rank, a divisor of 128. A tile has 128 rows, a row being a query head of a token, or 64 where a sequence has 64 or
+    fewer on average; splitting long contexts adds at most one item a multiprocessor."""
+    return max(2 * sequences, tokens * heads // 128 + 1 + sequences) + MULTIPROCESSORS
+
+
+def too_many_latent_items(tokens: int, sequences: int, heads: int) -> str | None:
+    """Why steps of these limits cannot be planned, and what can; None where they can."""
+    if (items := latent_items(tokens, sequences, heads)) <= LATENT_ITEMS:
+        return None
+    most = (LATENT_ITEMS - MULTIPROCESSORS - sequences) * 128 // heads - 1
+    return (
+        f"engine.max_num_batched_tokens={tokens}, max_num_seqs={sequences}: FlashInfer plans at most {LATENT_ITEMS} "
+        f"work items of attention over latents, a step of {heads} heads a rank could need {items}: "
+        f"set max_num_batched_tokens to at most {most}, or engine.attention to torch"
+    )
 
 
 def latent_workspace_bytes(rank: int, sizes: Sequence[int], most_blocks: int) -> int:

@@ -183,6 +183,20 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         return self._run(q, paged_kv_cache, out, self._causal)
 
 
+def work_items(queries: Tensor, lengths: Tensor, heads: int, processors: int = 132) -> int:
+    """What MLA's plan lists: tiles of query rows, and the pieces of the context that each of them sees."""
+    wide = int(queries.sum()) * heads // len(queries) > 64
+    tile, programs = (128, processors // 2) if wide else (64, processors)
+    seen: list[int] = []
+    for count, length in zip(queries.tolist(), lengths.tolist(), strict=True):
+        ends = range(tile, count * heads, tile)
+        seen += [*(min(length, max(0, length - count + -(-end // heads))) for end in ends), length]
+    mean = max(1, -(-sum(seen) // programs))
+    few = ((8, 32), (16, 64), (32, 128), (64, 192))
+    piece = next((size for most, size in few if mean <= most), -(-mean // 256) * 256)
+    return sum(max(1, -(-one // piece)) for one in seen)
+
+
 class MLAPlanMetadata:
     @classmethod
     def csr(cls, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor) -> tuple[Tensor, ...]:
@@ -223,6 +237,8 @@ class BatchMLAPagedAttentionWrapper(_Wrapper):
         pages = -(-lengths // page_size)
         assert causal
         assert torch.equal(indptr.diff(), pages)
+        if (items := work_items(qo.diff(), lengths, num_heads)) > 16384:
+            raise RuntimeError(f"needs {items} work items")
         table = indptr, indices, lengths - (pages - 1) * page_size
         types, self._rank = (q_data_type, kv_data_type, -1, sm_scale), head_dim_ckv
         self._plan(qo, table, num_heads, 1, head_dim_ckv + head_dim_kpe, page_size, types)

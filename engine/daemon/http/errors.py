@@ -29,5 +29,10 @@ def not_ready(message: str) -> ApiError:
     return ApiError(message, "not_ready", status=503, retry_after=5)
 
 
+def stopping() -> ApiError:
+    message = "the daemon stopped before this request was answered: what it writes may be stored"
+    return ApiError(message, "not_ready", status=503, retry_after=5, close=True)
+
+
 def unstored(message: str) -> ApiError:
     return ApiError(f"{message}; nothing was stored", "insufficient_storage", status=507, retry_after=10)

@@ -21,7 +21,7 @@ from ...openai.errors import ApiError
 from ...openai.schema import CHAT, COMPLETIONS
 from ..usage import Usage
 from .bodies import SMALL_BYTES, Unread, UnreadAnswers
-from .errors import failed, response_of
+from .errors import failed, response_of, stopping
 from .keys import Key, KeyRing
 from .logs import Sparse
 
@@ -82,6 +82,8 @@ class Guard:
             await exchange.refuse(error)
         except (ConnectionError, ClientDisconnect):
             pass  # the client is gone
+        except asyncio.CancelledError:  # the server stops, and has waited for this one
+            await exchange.cut()
         except Exception:
             log.exception("request failed", extra={"event": "error", "request": exchange.name})
             await exchange.refuse(failed())
@@ -261,6 +263,17 @@ class _Exchange:
                 raise ConnectionError("the response was under way")
             return
         await response_of(error)(self._scope, self._receive, self.send)
+
+    async def cut(self) -> None:
+        """Ends it now: by an error, or by the end of the connection where the response has begun."""
+        if self._start is not None:
+            self._start, self.status, self._ended = None, 0, False
+        if not self.status:
+            await self.refuse(stopping())
+        elif not self._ended:
+            self.unread.end()
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
 
     async def _drop_rest(self) -> None:
         """The body of a refused request, if it is short and nearly here: its connection can be kept then."""

@@ -140,7 +140,7 @@ def page_router(services: Services, version: str) -> APIRouter:
     async def events(owner: str, keys: KeyRing | None, key: Key | None) -> AsyncIterator[bytes]:
         overview.viewers[owner] += 1
         try:
-            while not services.dispatcher.draining and (keys is None or key is None or keys.works(key)):
+            while not services.dispatcher.ending and (keys is None or key is None or keys.works(key)):
                 yield b"data: " + json.dumps(await overview.view(owner)).encode() + b"\n\n"
                 await asyncio.sleep(1.0)
         finally:

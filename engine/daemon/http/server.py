@@ -158,6 +158,11 @@ class HttpServer(uvicorn.Server):
             acceptor = Acceptor(one, self._room, self.protocol, self.config.ssl, self._options.header_timeout)
             self.servers.append(acceptor)  # type: ignore[arg-type]
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.server_state.tasks:  # cancelled: the gate answers each
+            await asyncio.wait(self.server_state.tasks, timeout=_LEAVING_SECONDS)
+
     def protocol(self, slot: Slot) -> asyncio.Protocol:
         made = _Bounded(self.config, self.server_state, {})
         made.options, made.room, made.slot = self._options, self._room, slot

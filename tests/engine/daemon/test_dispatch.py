@@ -152,6 +152,30 @@ def test_a_loner_that_waits_when_the_daemon_stops_is_told() -> None:
     asyncio.run(scene())
 
 
+def test_at_the_end_interactive_requests_have_an_error_and_lines_are_not_submitted_again() -> None:
+    """Whether they run or wait; a job that closes first, and reports what it lost, finds no other that takes it."""
+
+    async def scene() -> None:
+        other, row, waiting = flight("other"), flight("line", priority=BATCH), flight("loner", APART_DEATHS)
+        dispatcher, first, second = await two_replicas(other)
+        dispatcher.submit(row)
+        dispatcher.submit(waiting)
+        second.to("ready")
+        assert (first.aboard, second.aboard) == (["other", "line"], ["loner"])
+        dispatcher.submit(one := flight("next"))
+        dispatcher.end("the disk is gone")
+        owners: Any = [each.owner for each in (other, waiting, one)]
+        assert [owner.error for owner in owners] == ["engine_lost"] * 3
+        assert (first.aboard, second.aboard) == (["line"], [])
+        assert not dispatcher.ready
+        first.lose()
+        assert second.aboard == []
+        line_owner: Any = row.owner
+        assert line_owner.error is None
+
+    asyncio.run(scene())
+
+
 async def one_replica(*names: str) -> tuple[Job, dict[str, Flight]]:
     job, flights = Job(), {name: flight(name, priority=BATCH) for name in names}
     jobs: Any = [job]

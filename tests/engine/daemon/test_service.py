@@ -1,11 +1,12 @@
-"""The daemon put together: its end, where that comes early."""
+"""The daemon put together: its end, where that comes early or by its own fault."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
-from daemon_tools import LIMITS, deployment
+import pytest
+from daemon_tools import LIMITS, deployment, served
 from fake_job import FakeJob
 from laddertron.engine.daemon.http.server import listen
 from laddertron.engine.daemon.service import Daemon, Parts
@@ -28,3 +29,18 @@ def test_stopped_while_it_begins_it_launches_nothing(tmp_path: Path) -> None:
         return code, started
 
     assert asyncio.run(stopped()) == (0, "")
+
+
+def test_a_daemon_that_fails_itself_says_so_and_exits_with_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it looks at each second raises: it would serve on with figures and checks that stand still."""
+
+    class Broken(Observer):
+        def queues(self, *_: object) -> None:
+            raise ZeroDivisionError("no such figure")
+
+    folder = write_folder(tmp_path / "tiny")
+    with served(deployment(tmp_path), folder, lambda: [FakeJob(LIMITS)], observer=Broken()) as daemon:
+        assert daemon.join() == 1
+    assert "ending: the daemon itself failed: ZeroDivisionError('no such figure')" in caplog.text

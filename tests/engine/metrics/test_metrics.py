@@ -397,12 +397,13 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
 
 
 def test_the_imbalance_is_the_busiest_ranks_rows_over_the_mean(metrics: Observer, clock: Clock) -> None:
-    """Of rows since the window began; a replica without experts has none."""
+    """Of rows since the window began; ranks of a stage without experts do not count, a replica without has none."""
     for at, rows in ((0.0, (100.0, 100.0)), (1.0, (130.0, 110.0))):
         clock.now = 1000.0 + at
         for rank, count in enumerate(rows):
             more = [MetricRow("rank_expert_rows_total", (), count)]
             metrics.report(0, report(rank, clock.now, more=more))
+            metrics.report(0, report(2 + rank, clock.now))
             metrics.report(1, report(rank, clock.now))
     assert value(metrics, "expert_imbalance", replica="0") == pytest.approx(30 / 20)
     assert value(metrics, "expert_imbalance", replica="1") is None

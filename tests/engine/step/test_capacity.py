@@ -61,6 +61,19 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "flashinfer_serves", lambda wanted, *_: wanted != "torch")
 
 
+def test_a_step_that_flashinfer_cannot_plan_is_refused_before_loading(flashinfer: None) -> None:
+    """DeepSeek-V3 on one rank: 128 heads; on sixteen, or by torch, the same tokens are few enough."""
+    d, config = deployment(max_num_batched_tokens=16384, max_num_seqs=64), known("deepseek-v3")
+    wanted = (
+        r"tokens=16384, max_num_seqs=64: .* 128 heads a rank could need 16641: set max_num_batched_tokens to at most"
+    )
+    with pytest.raises(CapacityError, match=wanted):
+        working(d, config, 1, "nccl")
+    assert working(d, config, 16, "nccl")
+    by_torch = replace(d, engine=replace(d.engine, attention="torch"))
+    assert working(by_torch, config, 1, "nccl")
+
+
 def test_the_arithmetic_of_a_gpu() -> None:
     """80 GiB, 60 of them free beside the weights: a tenth of all stays unused, steps have their parts, KV the rest."""
     budget = kv_budget(EngineConfig(), 80 * GIB, 60 * GIB, WORKING)

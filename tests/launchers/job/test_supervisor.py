@@ -642,6 +642,22 @@ def test_drain_gives_up_in_time_and_reports_what_was_lost() -> None:
     bounded(run)
 
 
+def test_a_job_that_closes_does_not_look_ready_for_what_it_loses() -> None:
+    """Closed without a drain: an owner that submits again what was lost looks for a job that is ready."""
+
+    async def run() -> None:
+        async with story(shutdown_s=1.0) as s:
+            await s.phase("ready")
+            s.job.submit(request("long", 4000))
+            await s.listener.until(lambda: s.listener.tokens)
+            phases = []
+            s.listener.on_lost = lambda *_: phases.append(s.job.state.phase)  # type: ignore[method-assign]
+            await s.job.close()
+            assert phases == ["draining"]
+
+    bounded(run)
+
+
 def test_a_listener_that_raises_harms_nobody() -> None:
     async def run() -> None:
         async with story() as s:

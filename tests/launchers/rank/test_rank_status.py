@@ -212,6 +212,16 @@ def test_a_rank_says_what_it_computes_with_once_it_knows() -> None:
     assert rows.count(MetricRow("rank_info", ("cpu", "avx2", "4"), 1.0)) == 2
 
 
+@pytest.mark.parametrize("layers", [(False, False), (False, True)])
+def test_a_rank_counts_rows_of_experts_where_its_stage_has_some(layers: tuple[bool, ...]) -> None:
+    config = SimpleNamespace(experts=SimpleNamespace(layers=layers))
+    model: Any = SimpleNamespace(config=config, shard=SimpleNamespace(expert_ids=range(2)), on_rows=None)
+    status = Status()
+    status.count_experts(model)
+    found = [row for row in status.beat().rows if row.series == "rank_expert_rows_total"]
+    assert bool(found) == any(layers)
+
+
 def test_buckets_count_by_upper_bound() -> None:
     buckets = Buckets(STEP_TOKENS)
     for value in (1, 2, 8, 9, 16384, 20000):

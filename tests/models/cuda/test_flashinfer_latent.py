@@ -11,11 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import fake_flashinfer
+import numpy as np
 import pytest
 import torch
 from laddertron.models.attention import Capturable
 from laddertron.models.config.latent import Latent
 from laddertron.models.cuda.flashinfer_latent import FlashInferLatent, unfit
+from laddertron.models.cuda.workspace import LATENT_ITEMS, MULTIPROCESSORS, latent_items, too_many_latent_items
 from laddertron.models.latent import LatentAttention, LatentCache
 from laddertron.models.ops import Norm
 from test_flashinfer import CPU, CUDA, _parameters, make_layout
@@ -71,11 +73,34 @@ def test_where_it_cannot_serve() -> None:
         assert reason in str(unfit(*arguments))
 
 
+@pytest.mark.parametrize("heads", [1, 16, 128])
+def test_no_step_within_the_limits_needs_more_items_than_a_plan_has(heads: int, run_seed: int) -> None:
+    """Steps of decodes, of prompts and of both, with contexts of very different lengths; and one that comes near."""
+    dice = np.random.default_rng(run_seed)
+    for _ in range(40):
+        sequences = int(dice.integers(1, 64))
+        most = int(dice.choice([1, 3, 100, 3000]))
+        queries = np.where(dice.random(sequences) < 0.5, 1, dice.integers(1, most + 1, sequences))
+        lengths = queries + dice.integers(0, int(dice.choice([1, 100, 100_000])), sequences)
+        processors = int(dice.integers(2, MULTIPROCESSORS + 1))
+        items = fake_flashinfer.work_items(torch.as_tensor(queries), torch.as_tensor(lengths), heads, processors)
+        assert items <= latent_items(int(queries.sum()), sequences, heads)
+    most = 128 // heads * 15_000
+    assert fake_flashinfer.work_items(torch.tensor([most - 1, 1]), torch.tensor([most - 1, 1]), heads) >= 15_000
+    assert too_many_latent_items(most, 2, heads) is None
+    words = too_many_latent_items(128 // heads * 17_000, 256, heads)
+    assert words is not None
+    room = int(words.partition("set max_num_batched_tokens to at most ")[2].partition(",")[0])
+    assert too_many_latent_items(room, 256, heads) is None
+    assert too_many_latent_items(room + 2 * 128 // heads, 256, heads) is not None
+
+
 def test_the_installed_library_takes_what_is_given() -> None:
     spec = importlib.util.find_spec("flashinfer")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("flashinfer is not installed: laddertron[cuda]")
     folder = Path(spec.submodule_search_locations[0]) / "mla" / "_batch_mla"
+    assert f"MAX_WORK_ITEMS = {LATENT_ITEMS}\n" in (folder / "_backends" / "_fa_common.py").read_text()
     for file, name, methods in (
         ("_wrapper.py", "BatchMLAPagedAttentionWrapper", ("__init__", "plan", "run")),
         ("_contracts.py", "MLAPlanMetadata", ("csr",)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import http.client
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from daemon_tools import LIMITS, NAME, MortalJob, Served, deployment, line, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
+from laddertron.engine.daemon.http import server
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.request import TokensEvent
 from tiny_text import write_folder
@@ -177,6 +180,52 @@ def test_a_stream_ends_with_the_reason_once_nothing_will_run_any_more(folder: Pa
         assert last["error"]["code"] == "engine_lost"
         assert "2 failures in a row" in last["error"]["message"]
         assert daemon.join() == 1
+
+
+def test_an_end_for_the_disks_sake_answers_every_open_request(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. A stream is under way, a whole answer and a batch's lines are computed, half of an upload has come. 2. The log
+    is removed: the stream ends with `engine_lost`, the others are 503 with the API's error; the exit code is 1 and the
+    log has no traceback."""
+    monkeypatch.setattr(server, "_GRACEFUL_SECONDS", 0.2)
+    head = b"POST /v1/files HTTP/1.1\r\nhost: a\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS)]) as daemon, ThreadPoolExecutor(2) as pool:
+        job = daemon.jobs[0]
+        job.pause_at = 5
+        stream = pool.submit(told, daemon, COMPLETIONS, {"prompt": "hello", "stream": True, "seed": 1})
+        until(lambda: job.steps == 5)
+        whole = pool.submit(told, daemon, COMPLETIONS, {"prompt": "hello", "seed": 1})
+        submit(daemon.client(), line("a") + line("b"))
+        until(lambda: len(job._sequences) == 4)
+        with socket.create_connection(("127.0.0.1", daemon.port), timeout=HANG_S) as upload:
+            upload.sendall(head + b"expect: 100-continue\r\ncontent-length: 900\r\n\r\n")
+            assert b"100" in upload.recv(100)
+            (tmp_path / "data" / "store.db-wal").unlink()
+            daemon.on_loop(daemon.daemon.services.store.check_there)
+            refused = b"".join(iter(lambda: upload.recv(1 << 16), b""))
+        *_, last = stream.result()
+        (answer,) = whole.result()
+        assert daemon.join() == 1
+    for error in (last["error"], answer["error"]):
+        assert error["code"] == "engine_lost"
+        assert "store.db-wal was removed" in error["message"]
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["code"] == "not_ready"
+    gc.collect()  # a task's exception that was never retrieved is logged when the task is freed
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+def test_a_stream_that_outlasts_the_drain_ends_with_the_reason(folder: Path, tmp_path: Path) -> None:
+    with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS)]) as daemon, ThreadPoolExecutor(1) as pool:
+        job = daemon.jobs[0]
+        job.pause_at = 5
+        asked = pool.submit(told, daemon, COMPLETIONS, {"prompt": "hello", "stream": True, "seed": 1})
+        until(lambda: job.steps == 5)
+        assert daemon.stop() == 0
+        *_, last = asked.result()
+    assert last["error"]["code"] == "engine_lost"
+    assert "daemon.drain_timeout" in last["error"]["message"]
 
 
 def test_a_loss_while_the_daemon_stops_ends_a_stream(folder: Path, tmp_path: Path) -> None:
