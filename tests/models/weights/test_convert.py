@@ -84,7 +84,8 @@ def test_large_models_are_written_in_several_files(tmp_path: Path, monkeypatch: 
 
 IDS = torch.randint(6, checkpoints.VOCAB, (2, 40), generator=torch.Generator().manual_seed(3))
 COMPUTED = [
-    *[(recipe, "laddertron") for recipe in (*STOCK, *EXPERTS, *checkpoints.DECLARED, "moe_ladder", "moe_desync4_tp2")],
+    *[pytest.param(recipe, "laddertron", marks=[pytest.mark.slow] * (at > 2)) for at, recipe in enumerate(STOCK)],
+    *[(recipe, "laddertron") for recipe in (*EXPERTS, *checkpoints.DECLARED, "moe_ladder", "moe_desync4_tp2")],
     *[("llamaLadder_last", "llama-ladder"), ("hybrid_early", "llama-ladder")],
     *[("ladder", "ladder-residual"), ("dolomite", "ladder-residual"), ("dolomite_bias", "ladder-residual")],
 ]

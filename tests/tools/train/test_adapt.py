@@ -150,6 +150,7 @@ def test_each_rank_holds_its_share(ranks: Callable[..., list[Any]], tmp_path: Pa
                 assert part == pytest.approx(times * whole / size, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_ranks(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     """20 steps on four ranks, 10 more on two, 20 more on one: the losses are those of one rank throughout."""
     folder = checkpoints.save(tmp_path / "m", "llama")

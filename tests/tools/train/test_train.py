@@ -149,7 +149,14 @@ def test_perplexity_counts_each_token_once(documents: list[Document], tokenizer:
     assert loss.held_out(model, encoded, 32).perplexity == pytest.approx(math.exp(sum(losses) / 69), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["standard", "parallel", "ladder", "hybrid", "desync", "delay-2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "standard",
+        "hybrid",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("parallel", "ladder", "desync", "delay-2")),
+    ],
+)
 def test_every_wiring_learns_and_is_saved_with_its_name(
     kind: str, documents: list[Document], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -217,6 +224,7 @@ def test_a_lost_loss_ends_the_run(documents: list[Document], tokenizer: Tokenize
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["standard", "ladder"])
 def test_the_demo_model_is_what_its_card_says(kind: str, own_library: list[Document]) -> None:
     """At most 4 MB, its wiring declared, one tokenizer for both; and its held-out perplexity measured again, where

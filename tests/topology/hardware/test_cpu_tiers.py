@@ -33,7 +33,9 @@ def skip_unless_lower(tier: Tier) -> None:
         pytest.skip(f"{tier} is above this machine's tier, {own()}")
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    "tier", [tier if tier in ("avx2", "generic") else pytest.param(tier, marks=pytest.mark.slow) for tier in TIERS]
+)
 def test_operators_and_oracle_hold_in_every_tier(tier: Tier) -> None:
     play(tier, PLAYED)
 
