@@ -68,7 +68,7 @@ def carried_rank() -> int:
 
     def work(built: Any, communicator: Any) -> None:
         built.runner.model.all_reduce = Unawaited(built.runner.model.all_reduce)
-        built.runner.sampler.routed = bytes
+        built.runner.sampler.follow(bytes, None, 1)
         bench(built, communicator, _lead)
 
     return be_rank(work)
