@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
 
 from .checkpoint import CheckpointError, StoredTensor, shown
-from .quantised import is_quantised, is_scale, scale_blocks, scale_of, scale_rows
+from .quantised import is_quantised, is_scale, scale_of, scale_rows
 from .slices import Fill
 from .tensor_reader import DTYPES, Reader
 
@@ -46,12 +47,17 @@ def _fill_scale(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
     columns = fill.columns or tensors[fill.tensor.removesuffix(scale_of(""))].shape[1]
     step = columns // target.shape[1] if target.ndim == 2 else columns
     scale = _scale(reader, tensors[fill.tensor], fill, range(fill.source_col, fill.source_col + columns, step))
-    target.copy_(scale.view(-1, target.shape[1]) if scale.ndim == 2 else scale.view(-1, *[1] * (target.ndim - 1)))
+    target.copy_(scale if scale.ndim == target.ndim else scale.view(-1, 1))
 
 
 def _scale(reader: Reader, stored: StoredTensor, fill: Fill, columns: range) -> Tensor:
     """One number, one a row of the fill, or one for each of the row's `columns`."""
-    values, row = reader.whole(stored), fill.source_row
-    if stored.block is None or values.numel() == 1:
-        return scale_rows(values, row, fill.count)
-    return scale_blocks(values, stored.block, range(row, row + fill.count), columns)
+    row, block = fill.source_row, stored.block
+    if block is None or prod(stored.shape) == 1:
+        return scale_rows(reader.whole(stored), row, fill.count)
+    first, end = row // block[0], -(-(row + fill.count) // block[0])
+    values = torch.empty((end - first, stored.shape[1]), dtype=DTYPES[stored.dtype])
+    reader.read(stored, first, 0, values)
+    top = torch.arange(row, row + fill.count) // block[0] - first
+    left = torch.tensor(columns) // block[1]
+    return values.float().index_select(1, left).index_select(0, top)

@@ -96,9 +96,3 @@ def scale_rows(scale: Tensor, row: int, count: int) -> Tensor:
     """fp32, of rows [row, row + count): one number for all of them, or one each."""
     values = scale.view(-1).float()
     return values if values.numel() == 1 else values[row : row + count]
-
-
-def scale_blocks(scale: Tensor, block: tuple[int, int], rows: range, columns: range) -> Tensor:
-    """fp32 [rows, columns]: of those elements of a tensor whose blocks have one each."""
-    top, left = ([at // size for at in places] for places, size in zip((rows, columns), block, strict=True))
-    return scale.float()[top][:, left]

@@ -38,6 +38,7 @@ from .layouts import Work
 FP8, FP8_EXPERTS = Quantisation("fp8"), Quantisation("fp8", block=(128, 128))
 """The assumed forms of fp8 weights that are not on this machine: of dense models, of mixtures of experts."""
 
+_EXPERTS_ALONE = "fp8 weights: of experts alone, with a scale for each 128 x 128; all others are widened"
 
 _KEYS = {
     "wiring": "model.wiring",
@@ -166,7 +167,7 @@ def from_names(
     wide, block = published_fp8(name) if gpu else (), _assumed(config).block
     notes += _kept_wide(wide, "the published checkpoint keeps")
     if asked.fp8 and gpu and block is not None:
-        notes.append("fp8 weights: of experts alone, with a scale for each 128 x 128; all others are widened")
+        notes.append(_EXPERTS_ALONE)
     elif name.lower() in PUBLISHED_FP8 and not asked.fp8:
         notes.append(f"{name} is published in fp8: --fp8 plans that, {config.dtype} is planned here")
     wide = _kept_here(wide or _widened(config, block), config, fabric) if gpu else ()
@@ -265,6 +266,8 @@ def _wide(
     guess = by_folder(folder.name)
     wide = published_fp8(guess.name) if guess else ()
     if len(wide) != config.num_layers:
+        if quantised is FP8_EXPERTS:
+            notes.append(_EXPERTS_ALONE)
         return _widened(config, (quantised or _assumed(config)).block)
     notes += _kept_wide(wide, "the published checkpoint keeps")
     return wide
