@@ -73,7 +73,7 @@ class BatchFeed(LineFlights):
         self._deaths: dict[int, int] = {}
         self._news = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     @property
     def lost_some(self) -> bool:
@@ -178,13 +178,13 @@ class BatchFeed(LineFlights):
         if flight.answer.error is not None or flight.answer.values <= LARGE_VALUES:
             super().finished(flight)
             return
-        making = asyncio.create_task(self._make(flight))
+        making = asyncio.create_task(self._make(self._flights[flight], flight))
         self._making.add(making)
         making.add_done_callback(self._making.discard)
 
-    async def _make(self, flight: Flight) -> None:
+    async def _make(self, line: BatchLine, flight: Flight) -> None:
         """A large line, off the loop."""
-        out = await self._in_turn(partial(self._line_of, flight))
+        out = await self._in_turn(partial(self._line_of, line, flight))
         if flight in self._flights:  # else the batch was stopped meanwhile
             self._answer(flight, out)
 
@@ -229,9 +229,8 @@ class BatchFeed(LineFlights):
                 deaths = dict(self._deaths)
                 await self._write(results, deaths)
                 self._news.set()
-        except BaseException as error:
+        except Exception as error:  # for those that wait in `_move`
             self._failure = error
-            raise
         finally:
             self._news.set()
 

@@ -323,6 +323,8 @@ class Batches:
                 "error_file_id": found.error_file_id or (new_id("file-") if found.failed else None),
             }
             lines, counted = records.count_results(rows.db, batch.id), found.completed + found.failed
+            if not found.total:  # cancelled before its lines were counted
+                names["total"] = counted
             if outcome == "completed" and not lines == counted == found.total:
                 message = (
                     f"of {found.total} lines {lines} have a result ({counted} were counted): send the others again"

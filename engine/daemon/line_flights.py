@@ -73,11 +73,11 @@ class LineFlights:
         """It goes on by itself."""
 
     def finished(self, flight: Flight) -> None:
-        self._answer(flight, self._line_of(flight))
+        self._answer(flight, self._line_of(self._flights[flight], flight))
 
-    def _line_of(self, flight: Flight) -> bytes:
+    def _line_of(self, line: BatchLine, flight: Flight) -> bytes:
         """The line of what came of it; any thread."""
-        line, answer = self._flights[flight], flight.answer
+        answer = flight.answer
         assert line.custom_id is not None
         name = self.name(line)
         if answer.error is None:

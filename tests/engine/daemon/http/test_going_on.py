@@ -216,6 +216,23 @@ def test_an_end_for_the_disks_sake_answers_every_open_request(
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
+def test_results_that_a_lost_disk_does_not_take_leave_no_traceback(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lines of a batch are answered after the log was removed: the daemon ends with the reason alone."""
+    with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS)]) as daemon:
+        job = daemon.jobs[0]
+        job.pause_at = 3
+        submit(daemon.client(), b"".join(line(f"r{n}") for n in range(5)))
+        until(lambda: job.steps == 3)
+        (tmp_path / "data" / "store.db-wal").unlink()
+        daemon.on_loop(job.release)
+        assert daemon.join() == 1
+    assert "store.db-wal was removed" in caplog.text
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
 def test_a_stream_that_outlasts_the_drain_ends_with_the_reason(folder: Path, tmp_path: Path) -> None:
     with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS)]) as daemon, ThreadPoolExecutor(1) as pool:
         job = daemon.jobs[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from daemon_tools import LIMITS, Served, deployment, line, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
+from laddertron.engine.daemon import batch_feed
 from laddertron.engine.openai import batch_input
 from laddertron.engine.openai.batch_input import BatchLine
 from laddertron.engine.openai.body_worker import answer, prepare_line
@@ -111,6 +113,28 @@ def test_large_lines_of_a_cancelled_batch_have_their_error_each(folder: Path, tm
         client.batches.cancel(batch.id)
         batch = wait_batch(client, batch.id)
         assert sorted(lines_of(client, batch.error_file_id)) == [f"r{n}" for n in range(5)]
+
+
+def test_large_answers_that_wait_when_their_batch_is_cancelled_are_discarded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They wait for their key's turn while another file is read; the batch is cancelled; then it is their turn."""
+    monkeypatch.setattr(batch_feed, "LARGE_VALUES", 0)
+    with served(deployment(tmp_path), folder, lambda: [FakeJob(LIMITS, hold=True)]) as daemon:
+        client, job = daemon.client(), daemon.jobs[0]
+        batch = submit(client, b"".join(line(f"r{n}") for n in range(3)))
+        until(lambda: len(job.submitted) == 3)
+        turn = daemon.daemon.services.store._turns[""]
+        daemon.on_loop(turn.acquire())
+        daemon.on_loop(job.release)
+        until(lambda: not job._sequences)
+        client.batches.cancel(batch.id)
+        until(lambda: not daemon.daemon.services.batches._feeds)
+        daemon.on_loop(turn.release)
+        batch = wait_batch(client, batch.id)
+        assert sorted(lines_of(client, batch.error_file_id)) == ["r0", "r1", "r2"]
+    gc.collect()  # a task's exception that was never retrieved is logged when the task is freed
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 def test_a_batchs_usage_is_the_sum_of_its_lines(folder: Path, tmp_path: Path) -> None:

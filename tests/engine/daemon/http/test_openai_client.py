@@ -168,6 +168,19 @@ def test_cancel_keeps_what_is_finished(daemon: Served, client: OpenAI) -> None:
         client.batches.cancel(batch.id)
 
 
+def test_a_batch_cancelled_while_its_file_is_checked_counts_its_lines(daemon: Served, client: OpenAI) -> None:
+    checking = daemon.daemon.services.batches._checking[""]
+    daemon.on_loop(checking.acquire())
+    try:
+        batch = submit(client, b"".join(line(f"c-{i}") for i in range(5)))
+        client.batches.cancel(batch.id)
+    finally:
+        daemon.on_loop(checking.release)
+    ended = wait_batch(client, batch.id)
+    assert (ended.status, len(lines_of(client, ended.error_file_id))) == ("cancelled", 5)
+    assert ended.request_counts.to_dict() == {"total": 5, "completed": 0, "failed": 5}
+
+
 def test_idempotency_key(client: OpenAI) -> None:
     file = client.files.create(file=("in.jsonl", line("a")), purpose="batch")
     options = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
