@@ -109,6 +109,7 @@ def main(settings: dict[str, Any], answer: Answer = answer) -> int:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer ends this process, even inside native code
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and so does an answer whose reader is gone
     out = sys.stdout.buffer
     try:
         model = TextModel.from_folder(Path(settings["folder"]))

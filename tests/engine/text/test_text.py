@@ -4,6 +4,7 @@ and tokenizers against transformers, and a pool whose workers survive nothing so
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from laddertron.engine.text.chat_template import ChatTemplate, TemplateError
 from laddertron.engine.text.detokenizer import OutputText, Pieces
 from laddertron.engine.text.pool import PoolLimits, PromptError, TextPool, WorkerProcess
 from laddertron.engine.text.tokenizer import ChatOptions, TextError, TextModel
+from laddertron.engine.text.worker import frame, read_frame
 from tiny_text import byte_fallback, byte_level, metaspace, write_folder
 from tokenizers import Tokenizer
 from waiting import HANG_S
@@ -321,6 +323,22 @@ def test_a_pool_survives_what_its_workers_do_not(tmp_path: Path) -> None:
             await pool.of("").encode("late")
 
     asyncio.run(go())
+
+
+def test_a_worker_whose_pool_is_gone_ends_without_a_traceback(tmp_path: Path) -> None:
+    """The daemon was killed while its worker computed: the pipe has no reader when the answer is written."""
+    settings = {"folder": str(write_folder(tmp_path)), **dataclasses.asdict(PoolLimits())}
+    argv = [sys.executable, "-m", "laddertron.engine.text.worker", json.dumps(settings)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        assert worker.stderr is not None
+        assert read_frame(worker.stdout) == {"ready": True}  # type: ignore[arg-type]
+        worker.stdout.close()
+        worker.stdin.write(frame([{"text": "hello"}]))
+        worker.stdin.flush()
+        assert worker.stderr.read() == b""
+        assert worker.wait(HANG_S) == -signal.SIGPIPE
 
 
 def test_workers_that_died_idle_are_no_texts_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
