@@ -56,12 +56,11 @@ class StoredTypes:
             return 0
         (d, ffn), count, total = expert_columns(shard), len(shard.expert_ids), 0.0
         for product, shape in zip(EXPERTS, ((count * 2 * ffn, d), (count * d, ffn)), strict=True):
-            if self.weights != "fp8":
-                total += math.prod(shape) * BYTES[self.weights]
-            elif may_stay(shape[1], self.block) and not any(product in layer for layer in self.wide):
+            wide = any(product in layer for layer in self.wide) or not may_stay(shape[1], self.block)
+            if self.weights == "fp8" and not wide:
                 total += kept_bytes(product, shape, self.block)
             else:
-                total += math.prod(shape) * BYTES[self.values]
+                total += math.prod(shape) * BYTES[self.values if self.weights == "fp8" else self.weights]
         return int(total)
 
     def summary(self) -> dict[str, object]:

@@ -19,7 +19,8 @@ from ...engine.daemon.http.logs import Sparse
 from ...topology.json_codec import ReadError
 from . import frames, messages
 from .frames import FrameError
-from .messages import RankMessage, ServerMessage, Welcome
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -270,15 +271,12 @@ class _Peer(asyncio.Protocol):
         self.send_payload(messages.to_wire(self._server.welcome))
 
 
-T = TypeVar("T")
-
-
 class ControlThread:
     """A ControlServer on a thread and an event loop of its own: pings go out, and signs of life are stamped, however
     busy the caller's loop is. Its methods are for the loop that calls `start`, on which the handler is called in the
     order in which things came; `close` is always called last."""
 
-    def __init__(self, handler: ControlHandler, secret: bytes, welcome: Welcome, host: str) -> None:
+    def __init__(self, handler: ControlHandler, secret: bytes, welcome: messages.Welcome, host: str) -> None:
         self._handler = handler
         self._server = ControlServer(self, secret, welcome, host)
         self._loop = asyncio.new_event_loop()
@@ -298,7 +296,7 @@ class ControlThread:
     def connected(self) -> frozenset[int]:
         return self._server.connected
 
-    def send(self, message: ServerMessage, rank: int | None = None) -> None:
+    def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
         self._loop.call_soon_threadsafe(self._server.send, message, rank)
 
     def finish_sending(self) -> None:
@@ -319,7 +317,7 @@ class ControlThread:
 
     # on the channel's thread
 
-    def on_message(self, rank: int, message: RankMessage) -> None:
+    def on_message(self, rank: int, message: messages.RankMessage) -> None:
         self.heard[rank] = time.monotonic()
         self._pass(lambda: self._handler.on_message(rank, message))
 

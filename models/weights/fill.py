@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import CheckpointError, StoredTensor, shown
-from .quantised import is_quantised, is_scale, scale_of, scale_rows
+from .quantised import is_quantised, is_scale, scale_of, scale_rows, scaled_by
 from .slices import Fill
 from .tensor_reader import DTYPES, Reader
 
@@ -44,7 +44,7 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
 def _fill_scale(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill, target: Tensor) -> None:
     """target [n] or, of experts, [n, as many as a row has]."""
     assert fill.tensor is not None
-    columns = fill.columns or tensors[fill.tensor.removesuffix(scale_of(""))].shape[1]
+    columns = fill.columns or tensors[scaled_by(fill.tensor)].shape[1]
     step = columns // target.shape[1] if target.ndim == 2 else columns
     scale = _scale(reader, tensors[fill.tensor], fill, range(fill.source_col, fill.source_col + columns, step))
     target.copy_(scale if scale.ndim == target.ndim else scale.view(-1, 1))

@@ -25,6 +25,7 @@ from .quantised import (
     kept_bytes,
     may_stay,
     scale_of,
+    scaled_by,
 )
 from .rank_files import open_shards
 from .slices import (
@@ -114,7 +115,7 @@ def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = Non
     for name, stored in own.tensors.items():
         block = None
         if is_scale(name) and len(stored.shape) == 2:  # of experts, as they were kept
-            block = 1, own.tensors[name.removesuffix(scale_of(""))].shape[1] // stored.shape[1]
+            block = 1, own.tensors[scaled_by(name)].shape[1] // stored.shape[1]
         tensors[name] = replace(stored, block=block)
     return Source(folder, tensors, own.digest, _quantisation(folder), shard.size, own.replicate_embedding)
 

@@ -34,6 +34,11 @@ def scale_of(tensor: str) -> str:
     return f"{tensor}_scale"
 
 
+def scaled_by(scale: str) -> str:
+    """The name of the tensor whose scale this is."""
+    return scale.removesuffix(scale_of(""))
+
+
 def is_scale(parameter: str) -> bool:
     return parameter.endswith("_scale")
 

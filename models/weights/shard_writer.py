@@ -19,7 +19,7 @@ from .file_writer import write_tensors
 from .fill import fill_target
 from .load import module_of
 from .mapping import Source
-from .quantised import is_quantised, is_scale, scale_fills, scale_of, scale_shape
+from .quantised import is_quantised, is_scale, scale_fills, scale_shape, scaled_by
 from .rank_files import METADATA, ShardOrigin, config_digest, file_name, folder_of, layers_of, stamps
 from .slices import Fill, plan_fills
 from .tensor_reader import DTYPES, Reader
@@ -119,7 +119,7 @@ def _shape(source: Source, fills: list[Fill]) -> tuple[int, ...]:
         raise ValueError(f"parameter {fills[0].parameter} is padding alone")
     stored = source.tensors[real.tensor]
     if is_scale(real.parameter):
-        columns = real.columns or source.tensors[real.tensor.removesuffix(scale_of(""))].shape[1]
+        columns = real.columns or source.tensors[scaled_by(real.tensor)].shape[1]
         return scale_shape(real.parameter, (rows, columns), source.block)
     return (rows,) if len(stored.shape) != 2 else (rows, real.columns or stored.shape[1])
 

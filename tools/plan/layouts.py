@@ -229,8 +229,9 @@ def group_of(
 ) -> SimulatedGroup:
     """A group that computes a stage, with its numbers in memory as `stored` says."""
     wide = stored.kept()[stage.first_layer : stage.first_layer + stage.config.num_layers]
-    shard, each = RankShard(stage.config, tp, 0, None, *sharing), None
+    each = None
     if stored.weights == "fp8" and stage.config.experts is not None:
+        shard = RankShard(stage.config, tp, 0, None, *sharing)
         elements = 3 * stage.config.hidden_size * len(shard.expert_ids) * len(shard.expert_ffn)
         each = stored.expert_bytes(shard) / elements
     return SimulatedGroup(

@@ -284,8 +284,9 @@ def _assumed(config: ModelConfig) -> Quantisation:
 
 def _widened(config: ModelConfig, block: tuple[int, int] | None) -> tuple[tuple[str, ...], ...]:
     """What loading widens of fp8 weights on a GPU: all but experts if scales are by block, latent attention's."""
-    latent = PRODUCTS[:1] if config.latent is not None else ()
-    return (PRODUCTS if block is not None else latent,) * config.num_layers if block is not None or latent else ()
+    if block is not None:
+        return (PRODUCTS,) * config.num_layers
+    return () if config.latent is None else (PRODUCTS[:1],) * config.num_layers
 
 
 def _kept_here(wide: tuple[tuple[str, ...], ...], config: ModelConfig, fabric: Fabric) -> tuple[tuple[str, ...], ...]:

@@ -93,45 +93,45 @@ async def two_replicas(*flights: Flight) -> tuple[Dispatcher, Job, Job]:
 
 
 @pytest.mark.parametrize("priority", [INTERACTIVE, BATCH])
-def test_a_loner_does_not_wait_for_a_replica_that_has_failed(priority: int) -> None:
+def test_a_request_apart_does_not_wait_for_a_replica_that_has_failed(priority: int) -> None:
     """It waits until the first replica is empty; that one fails for good; so it waits for the second."""
 
     async def scene() -> None:
-        other, loner, third = flight("other"), flight("loner", APART_DEATHS, priority), flight("third")
+        other, apart, third = flight("other"), flight("apart", APART_DEATHS, priority), flight("third")
         dispatcher, first, second = await two_replicas(other)
         second.to("ready")
         dispatcher.submit(third)
         assert second.aboard == ["third"]
-        dispatcher.submit(loner)
+        dispatcher.submit(apart)
         first.to("failed")
         first.lose()
         assert second.aboard == ["third"]
         assert dispatcher.in_flight == 3
         dispatcher.drop(third)
-        assert second.aboard == ["loner"]
-        dispatcher.drop(loner)
+        assert second.aboard == ["apart"]
+        dispatcher.drop(apart)
         assert second.aboard == ["other"]
 
     asyncio.run(scene())
 
 
-def test_a_loner_takes_an_empty_replica_before_it_waits_for_one() -> None:
+def test_a_request_apart_takes_an_empty_replica_before_it_waits_for_one() -> None:
     async def scene() -> None:
-        dispatcher, first, second = await two_replicas(flight("other"), flight("loner", APART_DEATHS))
+        dispatcher, first, second = await two_replicas(flight("other"), flight("apart", APART_DEATHS))
         second.to("ready")
-        assert second.aboard == ["loner"]
+        assert second.aboard == ["apart"]
         dispatcher.submit(flight("next"))
         assert first.aboard == ["other", "next"]
 
     asyncio.run(scene())
 
 
-def test_a_loner_that_nobody_wants_any_more_never_runs() -> None:
+def test_a_request_apart_that_nobody_wants_any_more_never_runs() -> None:
     async def scene() -> None:
-        other, loner = flight("other"), flight("loner", APART_DEATHS)
-        dispatcher, first, _ = await two_replicas(other, loner)
+        other, apart = flight("other"), flight("apart", APART_DEATHS)
+        dispatcher, first, _ = await two_replicas(other, apart)
         assert dispatcher.waiting == 1
-        dispatcher.drop(loner)
+        dispatcher.drop(apart)
         assert dispatcher.waiting == 0
         dispatcher.drop(other)
         assert first.aboard == []
@@ -141,12 +141,12 @@ def test_a_loner_that_nobody_wants_any_more_never_runs() -> None:
     asyncio.run(scene())
 
 
-def test_a_loner_that_waits_when_the_daemon_stops_is_told() -> None:
+def test_a_request_apart_that_waits_when_the_daemon_stops_has_an_error() -> None:
     async def scene() -> None:
-        loner = flight("loner", APART_DEATHS)
-        dispatcher, _, _ = await two_replicas(flight("other"), loner)
+        apart = flight("apart", APART_DEATHS)
+        dispatcher, _, _ = await two_replicas(flight("other"), apart)
         await dispatcher.drain(1.0)
-        owner: Any = loner.owner
+        owner: Any = apart.owner
         assert owner.error == "engine_failed"
 
     asyncio.run(scene())
@@ -156,12 +156,12 @@ def test_at_the_end_interactive_requests_have_an_error_and_lines_are_not_submitt
     """Whether they run or wait; a job that closes first, and reports what it lost, finds no other that takes it."""
 
     async def scene() -> None:
-        other, row, waiting = flight("other"), flight("line", priority=BATCH), flight("loner", APART_DEATHS)
+        other, row, waiting = flight("other"), flight("line", priority=BATCH), flight("apart", APART_DEATHS)
         dispatcher, first, second = await two_replicas(other)
         dispatcher.submit(row)
         dispatcher.submit(waiting)
         second.to("ready")
-        assert (first.aboard, second.aboard) == (["other", "line"], ["loner"])
+        assert (first.aboard, second.aboard) == (["other", "line"], ["apart"])
         dispatcher.submit(one := flight("next"))
         dispatcher.end("the disk is gone")
         owners: Any = [each.owner for each in (other, waiting, one)]

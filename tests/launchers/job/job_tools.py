@@ -134,6 +134,12 @@ class Story:
     async def phase(self, phase: str) -> None:
         await self.listener.until(lambda: self.job.state.phase == phase)
 
+    async def compute_long(self) -> None:
+        """Once it is ready, a request that no test waits for the end of; returns when tokens have come."""
+        await self.phase("ready")
+        self.job.submit(request("long", 4000))
+        await self.listener.until(lambda: self.listener.tokens)
+
     async def pid(self, rank: int) -> int:
         """Of the present launch."""
         ranks = (await self.job.bundle())["ranks"]

@@ -184,9 +184,7 @@ def test_a_hanging_step_is_found_by_its_progress() -> None:
     async def run() -> None:
         timeouts, hooks = replace(IMPATIENT, dead_s=FOR_EVER_S), JobHooks(failed=failures.append)
         async with story(timeouts=timeouts, hooks=hooks, settle_s=HANG_S) as s:
-            await s.phase("ready")
-            s.job.submit(request("long", 4000))
-            await s.listener.until(lambda: s.listener.tokens)
+            await s.compute_long()
             os.kill(await s.pid(1), signal.SIGUSR2)
             await s.phase("restarting")
             await s.phase("ready")
@@ -202,9 +200,7 @@ def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
 
     async def run() -> None:
         async with story(restart=False) as s:
-            await s.phase("ready")
-            s.job.submit(request("long", 4000))
-            await s.listener.until(lambda: s.listener.tokens)
+            await s.compute_long()
             old = await s.pids()
             os.kill(old[1], signal.SIGUSR1)
             await s.phase("failed")
@@ -339,9 +335,7 @@ def test_mpirun_killed_means_ranks_gone_and_a_relaunch(keeper: bool, settle_s: f
 
     async def run() -> None:
         async with story(hooks=JobHooks(failed=failures.append), settle_s=settle_s) as s:
-            await s.phase("ready")
-            s.job.submit(request("long", 4000))
-            await s.listener.until(lambda: s.listener.tokens)
+            await s.compute_long()
             ranks = await s.pids()
             mpirun = parent(ranks[0])
             os.kill(parent(mpirun) if keeper else mpirun, signal.SIGKILL)
@@ -360,9 +354,7 @@ def test_a_lost_node_is_no_requests_doing() -> None:
 
     async def run() -> None:
         async with story(settle_s=0.0) as s:
-            await s.phase("ready")
-            s.job.submit(request("long", 4000))
-            await s.listener.until(lambda: s.listener.tokens)
+            await s.compute_long()
             launch = s.job._launch
             assert launch is not None
             os.kill(await s.pid(1), signal.SIGKILL)
@@ -383,9 +375,7 @@ def test_a_pause_of_the_daemon_is_no_requests_doing(monkeypatch: pytest.MonkeyPa
 
     async def run() -> None:
         async with story(hooks=JobHooks(failed=failures.append)) as s:
-            await s.phase("ready")
-            s.job.submit(request("long", 4000))
-            await s.listener.until(lambda: s.listener.tokens)
+            await s.compute_long()
             os.kill(await s.pid(1), signal.SIGKILL)
             time.sleep(1.5)
             await s.listener.until(lambda: s.job.state.phase != "ready")
@@ -632,9 +622,7 @@ def test_closing_while_loading_and_while_failing(run_seed: int) -> None:
 def test_drain_gives_up_in_time_and_reports_what_was_lost() -> None:
     async def run() -> None:
         async with story(shutdown_s=1.0) as s:
-            await s.phase("ready")
-            s.job.submit(request("long", 4000))
-            await s.listener.until(lambda: s.listener.tokens)
+            await s.compute_long()
             assert not await s.job.drain(0.2)
             await s.job.close()
             assert [lost for lost, _, _ in s.listener.lost] == [["long"]]
@@ -647,9 +635,7 @@ def test_a_job_that_closes_does_not_look_ready_for_what_it_loses() -> None:
 
     async def run() -> None:
         async with story(shutdown_s=1.0) as s:
-            await s.phase("ready")
-            s.job.submit(request("long", 4000))
-            await s.listener.until(lambda: s.listener.tokens)
+            await s.compute_long()
             phases = []
             s.listener.on_lost = lambda *_: phases.append(s.job.state.phase)  # type: ignore[method-assign]
             await s.job.close()

@@ -69,7 +69,7 @@ class Counting(Observer):
         self.counted += counted
 
 
-def told(daemon: Served, path: str, body: dict[str, Any]) -> Any:
+def answered(daemon: Served, path: str, body: dict[str, Any]) -> Any:
     """The answer, or the events of a stream by their choices, without what is another's in each run: name and time."""
     connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=HANG_S)
     try:
@@ -92,7 +92,7 @@ def ask_all(daemon: Served, bodies: dict[str, tuple[str, dict[str, Any]]], aboar
     job = daemon.jobs[0]
     daemon.on_loop(job.hold)
     with ThreadPoolExecutor(len(bodies)) as pool:
-        found = {name: pool.submit(told, daemon, *asked) for name, asked in bodies.items()}
+        found = {name: pool.submit(answered, daemon, *asked) for name, asked in bodies.items()}
         until(lambda: len(job._sequences) == aboard or any(one.done() for one in found.values()))
         daemon.on_loop(job.release)
         return {name: one.result() for name, one in found.items()}
@@ -109,7 +109,7 @@ def with_stops(calm: Served) -> dict[str, tuple[str, dict[str, Any]]]:
     bodies = copy.deepcopy(BODIES)
     for seed in (11, 12):
         asked = {"prompt": "stop", "seed": seed}
-        (found,) = told(calm, COMPLETIONS, asked)
+        (found,) = answered(calm, COMPLETIONS, asked)
         text = found["choices"][0]["text"]
         at = len(text) // 2
         bodies[f"stop {seed}"] = (COMPLETIONS, {**asked, "stop": [text[at : at + 3], "never said"]})
@@ -171,7 +171,7 @@ def test_a_stream_ends_with_the_reason_once_nothing_will_run_any_more(folder: Pa
         job.pause_at = 5
         with ThreadPoolExecutor(1) as pool:
             body = {"prompt": "hello", "stream": True, "seed": 1}
-            asked = pool.submit(told, daemon, COMPLETIONS, body)
+            asked = pool.submit(answered, daemon, COMPLETIONS, body)
             until(lambda: job.steps == 5)
             for _ in range(2):
                 daemon.on_loop(lambda: job.die(None, "a link was cut"))
@@ -193,9 +193,9 @@ def test_an_end_for_the_disks_sake_answers_every_open_request(
     with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS)]) as daemon, ThreadPoolExecutor(2) as pool:
         job = daemon.jobs[0]
         job.pause_at = 5
-        stream = pool.submit(told, daemon, COMPLETIONS, {"prompt": "hello", "stream": True, "seed": 1})
+        stream = pool.submit(answered, daemon, COMPLETIONS, {"prompt": "hello", "stream": True, "seed": 1})
         until(lambda: job.steps == 5)
-        whole = pool.submit(told, daemon, COMPLETIONS, {"prompt": "hello", "seed": 1})
+        whole = pool.submit(answered, daemon, COMPLETIONS, {"prompt": "hello", "seed": 1})
         submit(daemon.client(), line("a") + line("b"))
         until(lambda: len(job._sequences) == 4)
         with socket.create_connection(("127.0.0.1", daemon.port), timeout=HANG_S) as upload:
@@ -237,7 +237,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_the_reason(folder: Path, tmp
     with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS)]) as daemon, ThreadPoolExecutor(1) as pool:
         job = daemon.jobs[0]
         job.pause_at = 5
-        asked = pool.submit(told, daemon, COMPLETIONS, {"prompt": "hello", "stream": True, "seed": 1})
+        asked = pool.submit(answered, daemon, COMPLETIONS, {"prompt": "hello", "stream": True, "seed": 1})
         until(lambda: job.steps == 5)
         assert daemon.stop() == 0
         *_, last = asked.result()
@@ -246,12 +246,12 @@ def test_a_stream_that_outlasts_the_drain_ends_with_the_reason(folder: Path, tmp
 
 
 def test_a_loss_while_the_daemon_stops_ends_a_stream(folder: Path, tmp_path: Path) -> None:
-    """Nothing is begun again while it drains: the stream is told, not left waiting."""
+    """Nothing is begun again while it drains: the stream ends with the reason."""
     with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS)]) as daemon:
         job = daemon.jobs[0]
         job.pause_at = 5
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(told, daemon, COMPLETIONS, {"prompt": "hello", "stream": True, "seed": 1})
+            asked = pool.submit(answered, daemon, COMPLETIONS, {"prompt": "hello", "stream": True, "seed": 1})
             until(lambda: job.steps == 5)
 
             def die_draining() -> None:
