@@ -94,6 +94,21 @@ def test_connections_that_never_shake_hands(folder: Path, tmp_path: Path) -> Non
     assert daemon.code == 0
 
 
+def _wait_for_answers(made: list[socket.socket]) -> None:
+    until(lambda: all(_answered(one) for one in made))
+
+
+def _answered(one: socket.socket) -> bool:
+    """Something has come, or its end."""
+    try:
+        one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
 def _ended(one: socket.socket) -> bool:
     try:
         return one.recv(1) == b""
@@ -107,7 +122,8 @@ def test_refused_requests_do_not_hold_the_probe_port(folder: Path, tmp_path: Pat
     """70 that keep an unsent body after a 404, over and over."""
     with served(deployment(tmp_path, PATIENT), folder, probes=True) as daemon:
         for _ in range(3):
-            with held(daemon.probe_port, LINGERING, UNSENT.format("/nowhere").encode()):
+            with held(daemon.probe_port, LINGERING, UNSENT.format("/nowhere").encode()) as made:
+                _wait_for_answers(made)
                 probed = [ask(daemon.probe_port) for _ in range(30)]
                 assert [status for status, _ in probed] == [200] * 30
                 assert ninetieth(probed) < PROBE_S
