@@ -89,7 +89,7 @@ class Batches:
         return found
 
     async def cancel(self, batch_id: str) -> BatchRow:
-        """Unchanged if it has ended. Raises StoreUnavailable."""
+        """Unchanged if it has ended. Raises StoreUnavailable, or KeyError if it is gone."""
         now = self._clock.stamp()
         open_ones: tuple[Status, ...] = ("validating", "in_progress")
         batch = await self._store.write(

@@ -283,7 +283,7 @@ def run_rank(
         leads = communicator.leads
         for warning in built.warnings if leads else ():
             log.warning("%s", warning)
-        status.count_experts(built.runner.model)
+        status.count_experts(built.runner.model, built.config)
         # What is here now stays: the collector need not walk through it in the middle of a step.
         gc.collect()
         gc.freeze()

@@ -25,6 +25,7 @@ from ..control.messages import Beat
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ...models.config.model_config import ModelConfig
     from ...models.llama import LlamaModel
 
 
@@ -51,10 +52,11 @@ class Latencies:
 
 
 class ExpertRows:
-    """How many rows each expert of one layer had, step by step; `own`: the experts that this rank holds."""
+    """How many rows each expert of one layer had, step by step; `own`: the experts that this rank holds, `leads`:
+    whether it reports for all experts."""
 
-    def __init__(self, own: range) -> None:
-        self._own, self._each, self._computed = own, Buckets(EXPERT_ROWS), 0
+    def __init__(self, own: range, leads: bool) -> None:
+        self._own, self._leads, self._each, self._computed = own, leads, Buckets(EXPERT_ROWS), 0
 
     def add(self, rows: Tensor) -> None:
         """rows [E] of one step."""
@@ -64,9 +66,9 @@ class ExpertRows:
         self._each.total += float(each.sum())
         self._computed += int(each[self._own.start : self._own.stop : self._own.step].sum())
 
-    def to_rows(self, leads: bool) -> tuple[MetricRow, ...]:
+    def to_rows(self) -> tuple[MetricRow, ...]:
         mine = MetricRow("rank_expert_rows_total", (), float(self._computed))
-        return (mine, *self._each.to_rows("expert_rows")) if leads else (mine,)
+        return (mine, *self._each.to_rows("expert_rows")) if self._leads else (mine,)
 
 
 def collective_rows(entries: Iterable[Entry]) -> Iterator[MetricRow]:
@@ -98,10 +100,13 @@ class Status:
     computes_with: tuple[tuple[str, ...], ...] = ()
     """Device, CPU tier and threads, once known: this rank's, or those of every rank that it reports for."""
 
-    def count_experts(self, model: LlamaModel) -> None:
-        """Counts rows by expert from now on, if layers of this rank's stage have experts."""
-        if (experts := model.config.experts) is not None and any(experts.layers):
-            self.experts = ExpertRows(model.shard.expert_ids)
+    def count_experts(self, model: LlamaModel, config: ModelConfig) -> None:
+        """Counts rows by expert from now on, if layers of this rank's stage have experts; `config` is of all stages.
+        The first rank of the first stage with experts reports each expert's."""
+        mine, stage = model.config.experts, model.shard.stage
+        if config.experts is not None and mine is not None and any(mine.layers):
+            first = config.experts.layers.index(True) - (0 if stage is None else stage.first_layer)
+            self.experts = ExpertRows(model.shard.expert_ids, model.shard.rank == 0 and 0 <= first < len(mine.layers))
             model.on_rows = self.experts.add
 
     def beat(self) -> Beat:
@@ -123,7 +128,7 @@ class Status:
             rows.append(MetricRow("rank_run_delay_seconds_total", (), delay))
         rows += p.durations.to_rows("step_duration_seconds")
         if self.experts is not None:
-            rows += self.experts.to_rows(leads=bool(self.scheduler))
+            rows += self.experts.to_rows()
         if self.scheduler:
             rows += (MetricRow(series, (), value) for series, value in self.scheduler.items())
             by_position = "spec_decode_num_accepted_tokens_per_pos_total"

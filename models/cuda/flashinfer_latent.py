@@ -20,7 +20,7 @@ from ..latent import LatentAttention, LatentCache
 from ..ops import Norm
 from ..transfer import carry, pinned
 from .flashinfer import contexts, pages, unfit_device
-from .workspace import LATENT_RANKS, latent_partial_bytes
+from .workspace import latent_partial_bytes, latent_unfit
 
 Store = Callable[[LatentCache, int, Tensor, Norm, tuple[Tensor, Tensor], Tensor, Tensor], Tensor]
 """What LatentAttention._rotate_and_store does; it may write the rotated queries over the given ones."""
@@ -30,14 +30,7 @@ def unfit(
     device: torch.device, capability: tuple[int, int], dtype: torch.dtype, latent: Latent, heads: int
 ) -> str | None:
     """Why FlashInfer cannot serve this model here, or None. heads: of this rank."""
-    if reason := unfit_device(device, capability, dtype):
-        return reason
-    if latent.rank not in LATENT_RANKS or latent.rotated != 64:
-        ranks = ", ".join(map(str, LATENT_RANKS))
-        return f"it has kernels for latents of {ranks} and keys of 64, not {latent.rank} and {latent.rotated}"
-    if 128 % heads:
-        return f"a tile of its kernels is 128 heads of tokens, and 128 % {heads} heads of a rank = {128 % heads}"
-    return None
+    return unfit_device(device, capability, dtype) or latent_unfit(latent.rank, latent.rotated, heads)
 
 
 class FlashInferLatent(LatentAttention):

@@ -91,6 +91,16 @@ def latent_items(tokens: int, sequences: int, heads: int) -> int:
     return max(2 * sequences, tokens * heads // 128 + 1 + sequences) + MULTIPROCESSORS
 
 
+def latent_unfit(rank: int, rotated: int, heads: int) -> str | None:
+    """Why FlashInfer has no kernel for latents of `rank`, keys of `rotated` and so many heads of a rank, or None."""
+    if rank not in LATENT_RANKS or rotated != 64:
+        ranks = ", ".join(map(str, LATENT_RANKS))
+        return f"it has kernels for latents of {ranks} and keys of 64, not {rank} and {rotated}"
+    if 128 % heads:
+        return f"a tile of its kernels is 128 heads of tokens, and 128 % {heads} heads of a rank = {128 % heads}"
+    return None
+
+
 def too_many_latent_items(tokens: int, sequences: int, heads: int) -> str | None:
     """Why steps of these limits cannot be planned, and what can; None where they can."""
     if (items := latent_items(tokens, sequences, heads)) <= LATENT_ITEMS:

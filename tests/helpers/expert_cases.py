@@ -41,10 +41,10 @@ def answers(
         d = engine_cases.deployment(folder, rank.size, model, **(engine or {}))
         d = replace(d, parallel=ParallelConfig(tensor_parallel_size=rank.size, **parallel))
         built = engine_cases.build_on(rank, d, communicator)
-        counted = ExpertRows((shard := built.runner.model.shard).expert_ids)
+        counted = ExpertRows((shard := built.runner.model.shard).expert_ids, leads=True)
         built.runner.model.on_rows = counted.add
         logits = engine_cases.forward_all(built, prompts)
-        rows = {row.series: (row.value, sum(row.counts)) for row in counted.to_rows(leads=True)}
+        rows = {row.series: (row.value, sum(row.counts)) for row in counted.to_rows()}
         want = load_file(expected)["logits"].float()[:, shard.vocab.start : shard.vocab.stop]
         distance = (logits[:, : want.shape[1]] - want).abs().max().item() if want.shape[1] else 0.0
         built.runner._apply(Batch(len(prompts), (0,), (), (), (), ()))

@@ -23,7 +23,7 @@ from ...models.config.parts import make_wiring
 from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
 from ...models.config.shapes import ShapeError, check_draft, check_shapes, replicates_embedding, share, splits
 from ...models.config.wiring import choose_wiring
-from ...models.cuda.workspace import HEAD_DIMS, LATENT_RANKS
+from ...models.cuda.workspace import HEAD_DIMS, latent_unfit
 from ...models.stages import RankShard, StageError, choose_layers
 from ...models.weights.checkpoint import CheckpointError
 from ...models.weights.mapping import open_checkpoint
@@ -112,6 +112,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         check_shapes(config, p.tensor_parallel_size, sharing)
     except ShapeError as error:
         raise ConfigError([loaded.fault("parallel.tensor_parallel_size", str(error))]) from None
+    heads = config.num_heads // (sharing.per_node or p.tensor_parallel_size)
     gpu = any(n.devices for n in fabric.nodes) and d.engine.device != "cpu"
     values = config.dtype if d.model.dtype == "auto" else d.model.dtype
     kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
@@ -127,7 +128,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         kv_cache_memory=d.engine.kv_cache_memory if gpu else d.engine.cpu_kv_bytes,
         gpu=gpu,
         graphs=d.engine.cuda_graphs is not False,
-        flashinfer=d.engine.attention != "torch" and values != "float32" and _attends(config),
+        flashinfer=d.engine.attention != "torch" and values != "float32" and _attends(config, heads),
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
         deterministic=bool(d.parallel.deterministic),
         widens_fp8=stored.keeps_dense and not (_multiplies_fp8(fabric) and means.activations),
@@ -317,10 +318,10 @@ def assumed_fabric(d: Deployment) -> str:
     return f"{-(-world // each)}x{each}xH100"
 
 
-def _attends(config: ModelConfig) -> bool:
-    """Whether FlashInfer has kernels for these heads."""
+def _attends(config: ModelConfig, heads: int) -> bool:
+    """Whether FlashInfer has kernels for these heads, so many a rank."""
     latent = config.latent
-    return config.head_dim in HEAD_DIMS if latent is None else latent.rank in LATENT_RANKS and latent.rotated == 64
+    return config.head_dim in HEAD_DIMS if latent is None else not latent_unfit(latent.rank, latent.rotated, heads)
 
 
 def _replicates(wanted: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:

@@ -119,7 +119,10 @@ def batches_router(services: Services) -> APIRouter:
         batch = await find(request, batch_id)
         if batch.ended:
             raise ApiError(f"the batch is {batch.status} already", "batch_ended", status=409)
-        made = await services.write(services.batches.cancel(batch_id))
+        try:
+            made = await services.write(services.batches.cancel(batch_id))
+        except KeyError:  # it ended and was deleted since
+            raise not_found("batch", batch_id) from None
         audit(request, "batch.cancelled", batch_id)
         return shown(made)
 

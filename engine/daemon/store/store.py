@@ -219,7 +219,7 @@ class Store:
                 item = self._queue.get(timeout=idle if self.failure is None else _TRIAL_SECONDS)
             except queue.Empty:
                 if self.failure is None:
-                    self._check_export()
+                    self._check_export(db)
                 else:
                     db = self._trial(db)
                 continue
@@ -253,6 +253,7 @@ class Store:
         began = time.perf_counter()
         exported = False
         try:
+            db = self._current(db)
             db.execute("BEGIN IMMEDIATE")
             if db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()[0] != self.generation:
                 raise Fenced(f"{self.folder} was taken over by another daemon: this one must stop")
@@ -269,8 +270,7 @@ class Store:
         except (sqlite3.Error, OSError, Fenced) as error:
             if exported and self.export is not None:
                 self.export.undo()
-            db = self._reopened(db)
-            self._failed(error)
+            self._failed(error, db)
             kind = StoreFenced if self.fenced else StoreUnavailable
             self._answer([(work, None, kind(str(error))) for work in works])
             return db
@@ -318,15 +318,17 @@ class Store:
             del rows.changes[mark:]
         rows.db.execute("RELEASE work")
 
-    def _check_export(self) -> None:
+    def _check_export(self, db: sqlite3.Connection) -> None:
         """Between commits, each of which checks by itself."""
         try:
             if self.export is not None:
                 self.export.check()
         except (OSError, Fenced) as error:
-            self._failed(error)
+            self._failed(error, db)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, db: sqlite3.Connection) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            db.rollback()
         self.fenced |= isinstance(error, Fenced)
         self._options.observe_error()
         self._say(f"the store cannot be written: {error}")
@@ -336,6 +338,7 @@ class Store:
         if self.fenced or (self._owed and not self._acknowledge()):
             return db
         try:
+            db = self._current(db)
             db.execute("BEGIN IMMEDIATE")
             db.execute("INSERT INTO meta VALUES ('trial', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
             if self.export is not None:
@@ -343,18 +346,18 @@ class Store:
                 note_position(db, self.export)
             db.execute("COMMIT")
         except (sqlite3.Error, OSError, Fenced) as error:
-            self._failed(error)
-            return self._reopened(db)
+            self._failed(error, db)
+            return db
         self._say(None)
         return db
 
-    def _reopened(self, db: sqlite3.Connection) -> sqlite3.Connection:
-        """After a failure the connection's view of its own pages is not to be trusted."""
-        try:
-            db.close()
-            return self._connect()
-        except sqlite3.Error:
-            return db  # the next trial finds out
+    def _current(self, db: sqlite3.Connection) -> sqlite3.Connection:
+        """`db`, or a new connection after a failure: its view of its own pages is not to be trusted."""
+        if self.failure is None or self.fenced:
+            return db
+        new = self._connect()
+        db.close()
+        return new
 
     def _say(self, failure: str | None) -> None:
         if failure != self.failure:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -23,6 +24,9 @@ from ...compose.hosts import read_hosts
 from ...job.fleet import is_here
 from ..errors import show_warning
 from ..fabric_source import fabric_option
+
+if TYPE_CHECKING:
+    from ....models.config.model_config import ModelConfig
 
 FILES = (
     "model.tokenizer",
@@ -191,6 +195,20 @@ def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
         yield loaded.fault("engine.kv_cache_memory", text)
 
 
+def latent_faults(loaded: LoadedDeployment, model: ModelConfig, heads: int, taken: str) -> Iterator[str]:
+    """Limits of a step that FlashInfer, if GPUs compute, cannot plan for attention over latents, with `heads` a
+    rank."""
+    from ....models.cuda.workspace import latent_unfit, too_many_latent_items
+
+    keys, latent = loaded.deployment.engine, model.latent
+    if latent is None or keys.device != "cuda" or keys.attention == "torch" or keys.kv_cache_dtype == "fp8":
+        return
+    if latent_unfit(latent.rank, latent.rotated, heads) is None:
+        why = too_many_latent_items(keys.max_num_batched_tokens, keys.max_num_seqs, heads)
+        if why is not None:
+            yield loaded.fault("engine.max_num_batched_tokens", why + taken)
+
+
 def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = frozenset()) -> Iterator[str]:
     """Conflicts of model and deployment. Unless `look`, the model is known by its folder's name. Keys in `bad` are
     skipped."""
@@ -221,10 +239,10 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
         nodes = nodes_of_group(d)
         key = "parallel.dense_path" if layout[0] == "auto" else "parallel.expert_layout"
         cut = partial(share, model, *layout, nodes, size // nodes)
-        faults = [*refused(loaded, key, cut, taken)]
-        yield from faults or refused(
-            loaded, "parallel.tensor_parallel_size", lambda: check_shapes(model, size, cut()), taken
-        )
+        faults = [*refused(loaded, key, cut, taken)] or [
+            *refused(loaded, "parallel.tensor_parallel_size", lambda: check_shapes(model, size, cut()), taken)
+        ]
+        yield from faults or latent_faults(loaded, model, model.num_heads // (cut().per_node or size), taken)
         if d.parallel.deterministic == "everywhere":
             yield from refused(loaded, "parallel.deterministic", lambda: check_everywhere(model, size), taken)
     if bad.isdisjoint(("parallel.pipeline_parallel_size", "parallel.pipeline_layers")):

@@ -244,6 +244,19 @@ def test_check_splits_no_wiring_that_overlaps_by_itself(capsys: pytest.CaptureFi
         assert f"parallel.split_steps: split_steps=always: wiring {wiring}" in capsys.readouterr().err
 
 
+def test_check_counts_the_work_items_of_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3 by its folder's name: 128 heads over 8 ranks, in steps that FlashInfer cannot plan."""
+    file = tmp_path / "d.yaml"
+    text = "model: {path: ./deepseek-v3}\nparallel: {tensor_parallel_size: 8}\nengine: {device: cuda}\n"
+    file.write_text(text, encoding="utf-8")
+    most = ["--no-model", "--set", "engine.max_num_batched_tokens=131072"]
+    assert cli.main(["check", str(file), *most]) == 2
+    assert "a step of 16 heads a rank could need 16" in (said := capsys.readouterr().err)
+    assert said.count("\n") == 1
+    for fits in (["--set", "engine.attention=torch"], ["--set", "engine.device=cpu"]):
+        assert cli.main(["check", str(file), *most, *fits]) == 0
+
+
 def test_check_reads_a_broken_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An architecture that is not computed, or no config.json, is a fault of model.path, on one line."""
     write_model(tmp_path / "m", model_type="mamba")

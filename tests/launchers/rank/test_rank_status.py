@@ -212,14 +212,29 @@ def test_a_rank_says_what_it_computes_with_once_it_knows() -> None:
     assert rows.count(MetricRow("rank_info", ("cpu", "avx2", "4"), 1.0)) == 2
 
 
-@pytest.mark.parametrize("layers", [(False, False), (False, True)])
-def test_a_rank_counts_rows_of_experts_where_its_stage_has_some(layers: tuple[bool, ...]) -> None:
-    config = SimpleNamespace(experts=SimpleNamespace(layers=layers))
-    model: Any = SimpleNamespace(config=config, shard=SimpleNamespace(expert_ids=range(2)), on_rows=None)
+@pytest.mark.parametrize(
+    ("rank", "first_layer", "counts", "reports"),
+    [(0, 0, False, False), (0, 2, True, True), (1, 2, True, False), (0, 4, True, False)],
+)
+def test_rows_of_experts_in_a_pipeline(rank: int, first_layer: int, counts: bool, reports: bool) -> None:
+    """Three stages of two layers, of which the first has no experts: each rank with experts counts its own rows, and
+    one reports every expert's."""
+    layers = (False, False, False, True, True, True)
+
+    def config(layers: tuple[bool, ...]) -> Any:
+        return SimpleNamespace(experts=SimpleNamespace(layers=layers))
+
+    own = config(layers[first_layer : first_layer + 2])
+    stage = SimpleNamespace(first_layer=first_layer)
+    shard = SimpleNamespace(expert_ids=range(2), rank=rank, stage=stage)
+    model: Any = SimpleNamespace(config=own, shard=shard, on_rows=None)
     status = Status()
-    status.count_experts(model)
-    found = [row for row in status.beat().rows if row.series == "rank_expert_rows_total"]
-    assert bool(found) == any(layers)
+    status.count_experts(model, config(layers))
+    if model.on_rows is not None:
+        model.on_rows(torch.tensor([3, 0, 5]))
+    found = {row.series: row.value for row in status.beat().rows}
+    assert found.get("rank_expert_rows_total") == (3.0 if counts else None)
+    assert found.get("expert_rows") == (8.0 if reports else None)
 
 
 def test_buckets_count_by_upper_bound() -> None:

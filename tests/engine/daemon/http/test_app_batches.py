@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -240,6 +241,27 @@ def test_replicas_that_never_come_up_fail_no_batch(folder: Path, tmp_path: Path)
     assert Served(config, folder, lambda: [FakeJob(LIMITS, refuse="bad weights")]).join() == 1
     with served(config, folder) as after:
         complete(after.client(), batch.id, 3)
+
+
+def test_a_batch_that_is_deleted_while_it_is_cancelled_is_not_found(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends and goes between the look at it and the change."""
+    with served(deployment(tmp_path), folder) as daemon:
+        client, batches = daemon.client(), daemon.daemon.services.batches
+        daemon.on_loop(daemon.jobs[0].hold)
+        batch = submit(client, many(3))
+        cancel = batches.cancel
+
+        async def late(batch_id: str) -> Any:
+            daemon.jobs[0].release()
+            await asyncio.to_thread(complete, client, batch_id, 3)
+            await asyncio.to_thread(daemon.client().delete, f"/batches/{batch_id}", cast_to=object)
+            return await cancel(batch_id)
+
+        monkeypatch.setattr(batches, "cancel", late)
+        with pytest.raises(openai.NotFoundError):
+            client.batches.cancel(batch.id)
 
 
 # the disk

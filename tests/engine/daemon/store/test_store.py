@@ -27,7 +27,7 @@ from laddertron.engine.daemon.store.open import open_store
 from laddertron.engine.daemon.store.rows import BatchRow, FileRow, Result
 from laddertron.engine.daemon.store.schema import MIGRATIONS, Rows, migrate
 from laddertron.engine.daemon.store.store import Store, StoreFenced, StoreOptions, StoreUnavailable
-from waiting import HANG_S
+from waiting import HANG_S, until
 
 
 def batch(name: str = "batch_1", owner: str = "me") -> BatchRow:
@@ -261,6 +261,39 @@ class Failing(sqlite3.Connection):
 
 def failing(*arguments: Any, **options: Any) -> sqlite3.Connection:
     return sqlite3.connect(*arguments, factory=Failing, **options)
+
+
+def test_while_no_connection_can_be_made_the_failure_says_so(tmp_path: Path) -> None:
+    """A failed commit, then trials that cannot open the file: the reason is the disk's, and writes come back."""
+    refused = 0
+
+    def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        nonlocal refused
+        if Failing.broken:
+            refused += 1
+            raise sqlite3.OperationalError("unable to open database file")
+        return failing(*arguments, **options)
+
+    async def work(store: Store) -> None:
+        await store.write(lambda rows: records.add_batch(rows, batch()))
+        seen: list[str | None] = []
+        store.on_change = lambda: seen.append(store.failure)
+        Failing.broken = "database or disk is full"
+        try:
+            with pytest.raises(StoreUnavailable, match="full"):
+                await put(store, result(1))
+            await asyncio.to_thread(until, lambda: refused > 1)
+        finally:
+            Failing.broken = ""
+        await asyncio.wait_for(store.usable(), HANG_S)
+        await put(store, result(2))
+        assert await numbers(store) == {2}
+        full, unable, well = seen
+        assert "full" in str(full)
+        assert "unable to open database file" in str(unable)
+        assert well is None
+
+    with_store(tmp_path / "data", work, StoreOptions(connect=connect))
 
 
 class BadFiles(Files):
