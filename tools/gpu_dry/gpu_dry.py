@@ -1,8 +1,9 @@
 """`make gpu-dry`: the GPU path on a machine without a GPU, under ten minutes on two cores.
 
-Runs every case of cases.py in a process of its own (run_case.py), compares the collectives of all ranks, runs the tests
-that need Triton or FlashInfer, and compares the figures with the table in docs/performance.md; --write renews it.
-`gpu_dry.py NAME…` runs these cases and their rows alone. Exits with 1 for a fault or a figure that is not the table's.
+Runs every case of cases.py in a process of its own (run_case.py), two at a time, compares the collectives of all ranks,
+runs the tests that need Triton or FlashInfer, and compares the figures with the table in docs/performance.md; --write
+renews it. `gpu_dry.py NAME…` runs these cases and their rows alone. Exits with 1 for a fault or a figure that is not in
+the table.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +48,43 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 _LIMIT_S = 900
 
 
-def child(*arguments: str) -> dict[str, Any]:
-    """What run_case.py found; a run that failed is a fault of its own."""
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("run_case.py")), *arguments]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(ROOT / "build" / "gpu-dry-triton"), "OMP_NUM_THREADS": "1"}
-    began = time.monotonic()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=environment)
-        lines = done.stdout.strip().splitlines()
-        words = f"exit status {done.returncode}\n{done.stderr.strip()[-2000:]}"
-        found: dict[str, Any] = json.loads(lines[-1]) if done.returncode == 0 else {"faults": [words], "rows": {}}
-    except subprocess.TimeoutExpired:
-        found = {"faults": [f"took more than {_LIMIT_S} s"], "rows": {}}
-    print("\n  ".join([f"{' '.join(arguments)}: {time.monotonic() - began:.0f} s", *found["faults"]]), flush=True)
+def run_all(jobs: Sequence[tuple[str, Callable[[], dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """What each found, in a fork of this process, two at a time; one that failed is a fault of its own."""
+    waiting, running = deque(enumerate(jobs)), dict[int, tuple[int, float, BufferedRandom]]()
+    found = [dict[str, Any]()] * len(jobs)
+    while waiting or running:
+        if waiting and len(running) < 2:
+            number, (_, job) = waiting.popleft()
+            out = tempfile.TemporaryFile()  # noqa: SIM115
+            running[_fork(job, out.fileno())] = number, time.monotonic(), out
+            continue
+        pid, status = os.wait()
+        number, began, out = running.pop(pid)
+        out.seek(0)
+        said = out.read().decode(errors="replace").strip()
+        out.close()
+        code = os.waitstatus_to_exitcode(status)
+        failed = f"exit status {code}" if code >= 0 else signal.strsignal(-code)
+        found[number] = {"faults": [f"{failed}\n{said[-2000:]}"]} if code else json.loads(said.splitlines()[-1])
+        faults = found[number]["faults"]
+        print("\n  ".join([f"{jobs[number][0]}: {time.monotonic() - began:.0f} s", *faults]), flush=True)
     return found
+
+
+def _fork(job: Callable[[], dict[str, Any]], out: int) -> int:
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        signal.alarm(_LIMIT_S)
+        for stream in (1, 2):
+            os.dup2(out, stream)
+        os.write(out, f"\n{json.dumps(job())}\n".encode())
+        code = 0
+    except BaseException:
+        os.write(out, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
 
 
 def row(found: dict[str, Any]) -> str:
@@ -94,24 +124,13 @@ def written() -> tuple[str, str, str]:
     return f"{before}{BEGIN}\n", now, f"\n{END}{after}"
 
 
-def run_tests() -> list[str]:
+def run_tests() -> dict[str, Any]:
     """The tests that skip where Triton or FlashInfer is absent; none of them may skip for that here."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        *TESTS,
-        "-k",
-        "not test_a_case_of_gpu_dry",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False, cwd=ROOT)
-    print(f"tests of kernels and of the order of streams: exit status {done.returncode}", flush=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *TESTS]
+    command += ["-k", "not test_a_case_of_gpu_dry"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S - 60, check=False, cwd=ROOT)
     absent = re.findall(r"^SKIPPED.*(?:not installed|no Triton|no FlashInfer).*$", done.stdout, re.MULTILINE)
-    return absent + ([done.stdout[-3000:]] if done.returncode else [])
+    return {"faults": absent + ([done.stdout[-3000:]] if done.returncode else [])}
 
 
 def main() -> int:
@@ -120,15 +139,18 @@ def main() -> int:
         print(f"no case is called {', '.join(unknown)}: {'; '.join(case.name for case in CASES)}", file=sys.stderr)
         return 2
     cases = [case.name for case in CASES if not names or case.name in names]
-    with ThreadPoolExecutor(2) as pool:
-        steps = pool.map(child, cases)
-        ranks = pool.map(child, ["--ranks"] * len(RANKS), [r for r in RANKS if r in cases])
-        tests = pool.submit(run_tests) if not names else None
-        found, orders = list(steps), list(ranks)
-    faults = [f"{name}: {fault}" for name, f in zip(cases, found, strict=True) for fault in f["faults"]]
-    faults += [f"ranks: {fault}" for f in orders for fault in f["faults"]]
-    faults += tests.result() if tests is not None else []
-    if all(f["rows"] for f in found):
+    os.environ |= {"TRITON_CACHE_DIR": str(ROOT / "build" / "gpu-dry-triton"), "OMP_NUM_THREADS": "1"}
+    warnings.simplefilter("ignore")
+    import run_case  # once: it takes as long as a case
+
+    orders = [name for name in RANKS if name in cases]
+    jobs = [] if names else [("tests of kernels and of the order of streams", run_tests)]
+    jobs += [(f"{name}, every rank", partial(run_case.run, name, every_rank=True)) for name in orders]
+    jobs += [(name, partial(run_case.run, name)) for name in cases]
+    every = run_all(jobs)
+    faults = [f"{name}: {fault}" for (name, _), one in zip(jobs, every, strict=True) for fault in one["faults"]]
+    found = every[-len(cases) :]
+    if all(f.get("rows") for f in found):
         print(table(new := [row(f) for f in found]))
         before, old, after = written()
         now = renewed(old, new)

@@ -1,13 +1,10 @@
-"""Runs one case of cases.py on a FakeGpu and prints what it found as JSON. Called by gpu_dry.py.
-
-run_case.py NAME            the engine's steps: launches, copies, waits, memory, order, compilations
-run_case.py --ranks NAME    the collectives of every rank
+"""Runs one case of cases.py on a FakeGpu: the engine's steps, with launches, copies, waits, memory, order and
+compilations; or the collectives of every rank. Imported by gpu_dry.py, which forks a process for each case.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 import tempfile
 from collections import Counter
@@ -30,7 +27,12 @@ from laddertron.engine.request import Request, SamplingParams  # noqa: E402
 from laddertron.engine.schedule.scheduler import Scheduler  # noqa: E402
 from laddertron.engine.step.engine import Engine, StepProgress, drain  # noqa: E402
 from laddertron.engine.step.kv_capacity import working_bytes  # noqa: E402
+from laddertron.models.cuda import megatron_layers  # noqa: E402, F401
 from laddertron.models.weights.tensor_reader import FP8  # noqa: E402
+
+torch.set_grad_enabled(False)
+torch.set_num_threads(1)
+DRIVER, ASKED = FakeDriver(GPU), use_flashinfer(GPU)
 
 PROMPT, ANSWER, STEPS = 15, 8, 2
 KINDS = ("launch", "to_device", "to_host", "wait")
@@ -173,24 +175,15 @@ def collectives(case: Case, folder: Path) -> Found:
     return found
 
 
-def main() -> None:
-    case = next(case for case in CASES if case.name == sys.argv[-1])
-    torch.set_grad_enabled(False)
-    torch.set_num_threads(1)
-    driver, asked = FakeDriver(GPU), use_flashinfer(GPU)
+def run(name: str, every_rank: bool = False) -> dict[str, Any]:
+    """The case's Found, as a dictionary; once a process. every_rank: of the collectives of its ranks."""
+    case = next(case for case in CASES if case.name == name)
+    if every_rank:
+        case = replace(case, layers=max(2, case.stages), engine=(*case.engine, ("max_num_seqs", 4)))
     with tempfile.TemporaryDirectory() as folder:
-        if sys.argv[1] == "--ranks":
-            case = replace(case, layers=max(2, case.stages), engine=(*case.engine, ("max_num_seqs", 4)))
         checkpoint = write_checkpoint(Path(folder) / "model", case)
         with GPU:
-            if sys.argv[1] == "--ranks":
-                found = collectives(case, checkpoint)
-            else:
-                found = measure(case, checkpoint, driver, asked)
-    if sys.argv[1] != "--ranks":
-        check_kernels(found, driver)
-    print(json.dumps(asdict(found)))
-
-
-if __name__ == "__main__":
-    main()
+            found = collectives(case, checkpoint) if every_rank else measure(case, checkpoint, DRIVER, ASKED)
+    if not every_rank:
+        check_kernels(found, DRIVER)
+    return asdict(found)

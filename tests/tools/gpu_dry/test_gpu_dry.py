@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,31 @@ def test_the_table_on_the_page_is_read_back() -> None:
     assert before + table + after == gpu_dry.DOCS.read_text()
     assert table.startswith(gpu_dry.HEAD)
     assert len(table.splitlines()) == 2 + len(CASES)
+
+
+def test_jobs_that_fail_are_faults_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    def raises() -> dict[str, Any]:
+        raise ValueError("no such case")
+
+    def dies() -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    def well(number: int) -> dict[str, Any]:
+        print("words of the case")
+        return {"faults": [], "rows": {"launches": number}}
+
+    jobs: list[tuple[str, Callable[[], dict[str, Any]]]] = [
+        ("raises", raises),
+        ("dies", dies),
+        ("one", partial(well, 1)),
+        ("two", partial(well, 2)),
+    ]
+    error, death, one, two = gpu_dry.run_all(jobs)
+    assert "no such case" in error["faults"][0]
+    assert "Killed" in death["faults"][0]
+    assert [one, two] == [well(1), well(2)]
+    assert "\n  Killed" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: make gpu-dry")
