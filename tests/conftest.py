@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from folders import FOLDERS
 from hypothesis import HealthCheck, is_hypothesis_test, settings
-from laddertron.topology.hardware.cpu_tier import limit_libraries
+from laddertron.topology.hardware.cpu_tier import LOOKS, LOOKS_VARIABLE, limit_libraries
 from rank_pool import RankPool
 
 sys.path[:0] = FOLDERS
@@ -26,6 +26,7 @@ os.environ["TERM"] = "xterm-256color"  # a dumb one is shown no progress
 # Nothing is compiled, but Megatron-core's decorators would have every rank import the compiler: a quarter of its start.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("HOME", tempfile.gettempdir())  # Open MPI's mpirun does not start without one
+os.environ.setdefault(LOOKS_VARIABLE, LOOKS)
 limit_libraries(os.environ)  # LADDERTRON_CPU_TIER=avx2 pytest …: before any test imports torch
 for _name in ("NO_PROXY", "no_proxy"):
     os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1,localhost")))

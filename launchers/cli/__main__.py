@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping
 import click
 
 from ... import __version__
-from ...topology.hardware.cpu_tier import limit_libraries
+from ...topology.hardware.cpu_tier import LOOKS, LOOKS_VARIABLE, limit_libraries
 from .errors import report
 
 TOOLS: Mapping[str, tuple[str, ...]] = {
@@ -136,6 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     give_home(os.environ)
     try:
         limit_libraries(os.environ)
+        os.environ.setdefault(LOOKS_VARIABLE, LOOKS)  # `run` within a job may be a rank
         result = group.main(args=argv, prog_name="laddertron", standalone_mode=False)
     except (Exception, click.Abort) as error:
         if (code := report(error)) is None:

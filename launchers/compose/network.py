@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...engine.config.load import Deployment
+from ...topology.hardware.cpu_tier import LOOKS, LOOKS_VARIABLE
 from .host_allocation import Share
 from .hosts import LaunchError
 
@@ -61,6 +62,8 @@ def variables(deployment: Deployment, network: NetworkChoice, share: Share) -> d
         )
     if deployment.engine.threads is not None:
         found["OMP_NUM_THREADS"] = Variable(str(deployment.engine.threads), "engine.threads")
+    if deployment.engine.device != "cuda":
+        found[LOOKS_VARIABLE] = Variable(LOOKS, "torch's threads give way to the kernels'")
     if deployment.engine.device != "cpu":
         used = {h.devices for h in share.hosts}
         if len(used) > 1:

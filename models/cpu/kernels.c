@@ -61,37 +61,6 @@ int kernels_set_tier(int tier) {
     return allowed;
 }
 
-/* ---- the pool ---- */
-
-static void (*gomp_parallel)(void (*)(void *), void *, unsigned, unsigned);
-static int (*omp_thread)(void);
-
-void kernels_set_pool(void *parallel, void *thread_num) {
-    gomp_parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))parallel;
-    omp_thread = (int (*)(void))thread_num;
-}
-
-typedef void (*body)(void *args, int thread, int threads);
-struct region {
-    body run;
-    void *args;
-    int threads;
-};
-
-static void enter(void *p) {
-    struct region *r = p;
-    r->run(r->args, omp_thread(), r->threads);
-}
-
-void kernels_parallel(body run, void *args, int threads) {
-    if (threads <= 1 || !gomp_parallel) {
-        run(args, 0, 1);
-        return;
-    }
-    struct region r = {run, args, threads};
-    gomp_parallel(enter, &r, (unsigned)threads, 0);
-}
-
 /* ---- norm, gating, attention of sequences with one new token ---- */
 
 /* Of tokens of one sequence, that go through its context together. */

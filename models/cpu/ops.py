@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ class Kernels:
                 "AMX is not to be had (the system refuses it, or the compiler knew none): products run on AVX-512 BF16"
             )
         self.deterministic = deterministic
-        self.threads = torch.get_num_threads() if _share_pool(library) else 1
+        self.threads = torch.get_num_threads()
         p, i, n, f = c_void_p, c_int, c_int64, c_float
         self.read = bind(library.kernels_read, c_uint64, p, n, i)
         self.served = frozenset(TYPES if deterministic or tier != "generic" else ())
@@ -97,18 +96,6 @@ class Kernels:
     def find(deterministic: bool = False) -> Kernels | None:
         library = native.load("laddertron.models.cpu._kernels")
         return None if library is None else Kernels(library, deterministic)
-
-
-def _share_pool(library: ctypes.CDLL) -> bool:
-    """Hands torch's OpenMP pool to the kernels; False if torch has none of GNU's kind (they stay on one thread)."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if "libgomp" in path:
-            gomp = ctypes.CDLL(path)
-            run, number = (ctypes.cast(f, ctypes.c_void_p) for f in (gomp.GOMP_parallel, gomp.omp_get_thread_num))
-            library.kernels_set_pool(run, number)
-            return True
-    return False
 
 
 def read_bandwidth(size: int) -> float | None:

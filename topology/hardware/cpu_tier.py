@@ -36,6 +36,10 @@ _LIMITS: Mapping[Tier, tuple[str, str, str]] = {
     "generic": ("SSE41", "default", "SSE4_2"),
 }
 
+LOOKS_VARIABLE, LOOKS = "GOMP_SPINCOUNT", "300"
+"""How often torch's threads look for work before they sleep. The default is milliseconds of looking, on processors that
+the threads of models/cpu/pool.c want."""
+
 
 class TierError(ValueError):
     """LADDERTRON_CPU_TIER asks for a tier that cannot be; the message carries value, rule and fix."""
