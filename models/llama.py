@@ -310,7 +310,8 @@ class LlamaModel(nn.Module):
         due = 2 if residual.collectives_per_step(self.config.wiring) else 0
 
         def turn(index: int, number: int) -> None:
-            self._attention = parts[index][1]
+            if self._attention is not (attention := parts[index][1]):
+                self._attention = attention  # a module's attributes are slow to set
             if on_travelling is not None and (index, number) == (0, due):
                 on_travelling()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .cpu.experts import pack_experts
+from .cpu.experts import make_choice, pack_experts
 from .cpu.ops import CpuOps
 from .experts import Choice, ExpertProduct
 from .layers import Linear, Scale, prepare
@@ -76,14 +76,16 @@ class MixtureWeights(nn.Module):
             for scale in (getattr(part, "weight_scale", None) for part in (self.gate_up, self.down))
         ]
         router, shared = self.router.weight.detach(), self._shared(ops)
-        packed = pack_experts(ops, gate_up, down) if isinstance(ops, CpuOps) else None
         bias = None if self.bias is None else self.bias.weight.detach()
-        e = self._experts
+        e, local = self._experts, local.to(router.device)
+        packed, choice = None, ops.choice(e.router, e.chosen, bias, local)
+        if isinstance(ops, CpuOps):
+            packed, choice = pack_experts(ops, gate_up, down), make_choice(ops, e.router, e.chosen, bias, local)
         mixture = Mixture(
             e.router.wide,
             ops.normed(norm),
             ops.exact.product(router, None),
-            ops.choice(e.router, e.chosen, bias, local.to(router.device)),
+            choice,
             packed or ops.experts(gate_up, down, e.routed, scales),
             shared,
             e.count if self._adds_identities else None,

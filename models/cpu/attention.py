@@ -18,7 +18,7 @@ from .ops import TYPES, Kernels
 
 MOST_HEAD_DIM = 1024
 """The decode kernel's scratch for one head."""
-SHARED_WORK = 4096
+SHARED_WORK = 1024
 """Positions times KV heads from which the attention of a step is worth waking the other threads for."""
 
 

@@ -1,4 +1,4 @@
-"""The experts' products of a layer on packed weights: models/cpu/experts.c.
+"""The experts of a layer: the choice (models/cpu/choice.c), and the products on packed weights (models/cpu/experts.c).
 
 N rows, D hidden, E experts of this rank, k slots a row, F feed-forward of an expert (this rank's share).
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_int, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ...topology.transport.native import bind
+from ..config.experts import Router
+from ..experts import Choice
 from .ops import ROWS, TYPES, CpuOps, Kernels, OddInputsError
 
 SPACE = 64 << 20
 """Bytes of scratch space a call: a step that needs more is computed in chunks of rows."""
 
 
+MOST_EXPERTS = 4096
+"""Of a choice, whose scratch is on the stack."""
 Weights = Sequence[Tensor] | Tensor
 """A matrix an expert."""
 
@@ -39,6 +43,48 @@ class _Experts(ctypes.Structure):
         ("int8", c_int32),
         ("threads", c_int32),
     ]
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = [
+        ("bias", c_void_p),
+        ("local", c_void_p),
+        *((name, c_int64) for name in ("experts", "slots", "groups", "chosen_groups")),
+        ("epsilon", c_float),
+        ("scale", c_float),
+        *((name, c_int32) for name in ("sigmoid", "normalises", "rounds", "threads")),
+    ]
+
+
+def make_choice(ops: CpuOps, router: Router, k: int, bias: Tensor | None, local: Tensor) -> Choice:
+    """As TorchChoice."""
+    if ops.kernels is None or len(local) > MOST_EXPERTS:
+        return ops.choice(router, k, bias, local)
+    return CpuChoice(ops.kernels, router, k, bias, local)
+
+
+class CpuChoice:
+    """TorchChoice in one kernel call, but for the weights' last bits."""
+
+    def __init__(self, kernels: Kernels, router: Router, k: int, bias: Tensor | None, local: Tensor) -> None:
+        self._held, p = (None if bias is None else bias.float().contiguous(), local.contiguous()), c_void_p
+        self._call = bind(kernels.library.kernels_choose, None, p, c_int, p, c_int64, p, p, p)
+        self._k = k
+        self._plan = _Choice(
+            *(None if each is None else each.data_ptr() for each in self._held), len(local), k, router.groups,
+            router.chosen_groups, router.epsilon, router.scale, router.score == "sigmoid", router.normalises,
+            router.rounds, kernels.threads,
+        )  # fmt: skip
+
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, rows = logits.contiguous(), len(logits)
+        if logits.shape[1] != self._plan.experts:
+            raise ValueError(f"experts: {logits.shape[1]} logits a row: they must be {self._plan.experts}")
+        chosen, numbers = logits.new_empty((2, rows, self._k), dtype=torch.int32)
+        weight = logits.new_empty((rows, self._k), dtype=torch.float32)
+        addresses = (each.data_ptr() for each in (chosen, numbers, weight))
+        self._call(ctypes.addressof(self._plan), TYPES[logits.dtype], logits.data_ptr(), rows, *addresses)
+        return chosen, numbers, weight
 
 
 def pack_experts(ops: CpuOps, gate_up: Weights, down: Weights) -> PackedExperts | None:

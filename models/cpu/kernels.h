@@ -1,5 +1,4 @@
-/* What the CPU kernels share: 16-bit floats, the processor's tier, and parallel regions on the pool that torch already has
- * (a second pool would fight the first one for the cores; models/cpu/ops.py hands its entry points over).
+/* What the CPU kernels share: 16-bit floats, the processor's tier, and parallel regions (pool.c).
  */
 #ifndef LADDERTRON_KERNELS_H
 #define LADDERTRON_KERNELS_H

@@ -1,5 +1,5 @@
 """The operators of models/ops.py on a CPU: weights packed once, products by models/cpu/products.c (without it oneDNN),
-the rest by models/cpu/kernels.c, at the CPU tier in force and on torch's thread pool.
+the rest by models/cpu/kernels.c, at the CPU tier in force.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 from laddertron.models.config.experts import Router
-from laddertron.models.experts import TorchExperts, choose
+from laddertron.models.cpu.experts import make_choice
+from laddertron.models.cpu.ops import CpuOps, Kernels
+from laddertron.models.experts import TorchExperts
 from laddertron.models.llama import LlamaModel
+from laddertron.models.ops import TorchOps
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -22,6 +26,28 @@ ROUTERS = {
     "mixtral": Router("softmax"),
     "groups": Router("sigmoid", True, biased=True, groups=4, chosen_groups=2, epsilon=1e-20, scale=2.5),
 }
+Choose = Callable[[Router, int, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(params=("torch", "kernel"))
+def choose(request: pytest.FixtureRequest) -> Choose:
+    """The chosen experts and their weights; this rank holds the odd experts."""
+    kernels = Kernels.find()
+    if request.param == "kernel" and kernels is None:
+        pytest.skip("the C kernels were not built (no compiler)")
+
+    def chooser(router: Router, k: int, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        number = torch.arange(logits.shape[1], dtype=torch.int32)
+        local = torch.where(number % 2 == 1, number // 2, -1)
+        if request.param == "torch":
+            choice = TorchOps().choice(router, k, bias, local)
+        else:
+            choice = make_choice(CpuOps(kernels), router, k, bias, local)
+        chosen, numbers, weight = choice(logits)
+        assert torch.equal(numbers, local[chosen.long()])
+        return chosen, weight
+
+    return chooser
 
 
 def by_hand(router: Router, k: int, logits: list[float], bias: list[float] | None) -> tuple[list[int], list[float]]:
@@ -43,7 +69,7 @@ def by_hand(router: Router, k: int, logits: list[float], bias: list[float] | Non
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_choices_are_those_of_a_loop(name: str) -> None:
+def test_choices_are_those_of_a_loop(name: str, choose: Choose) -> None:
     """Random logits on a coarse grid, so that many scores are equal: the lower index first, groups included."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
@@ -61,7 +87,7 @@ def test_choices_are_those_of_a_loop(name: str) -> None:
     assert ties > 100
 
 
-def test_weights_are_rounded_where_the_family_does() -> None:
+def test_weights_are_rounded_where_the_family_does(choose: Choose) -> None:
     logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
     _, rounded = choose(ROUTERS["qwen3_moe"], 2, logits, None)
     _, kept = choose(ROUTERS["mixtral"], 2, logits, None)
@@ -70,8 +96,8 @@ def test_weights_are_rounded_where_the_family_does() -> None:
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_rows_choice_does_not_depend_on_the_other_rows(name: str) -> None:
-    logits = torch.randn(301, 8, generator=torch.Generator().manual_seed(2))
+def test_a_rows_choice_does_not_depend_on_the_other_rows(name: str, choose: Choose) -> None:
+    logits = torch.randn(1025, 8, generator=torch.Generator().manual_seed(2))  # of the kernel, on several threads
     bias = torch.zeros(8) if ROUTERS[name].biased else None
     together = choose(ROUTERS[name], 2, logits, bias)
     alone = [choose(ROUTERS[name], 2, row, bias) for row in logits.split(1)]  # type: ignore[no-untyped-call]
@@ -79,19 +105,37 @@ def test_a_rows_choice_does_not_depend_on_the_other_rows(name: str) -> None:
         assert torch.equal(part, torch.cat([each[number] for each in alone]))
 
 
-def test_a_bias_chooses_and_does_not_weigh() -> None:
+def test_a_bias_chooses_and_does_not_weigh(choose: Choose) -> None:
     router = replace(ROUTERS["groups"], groups=1, chosen_groups=1, normalises=False, scale=1.0)
     chosen, weight = choose(router, 1, torch.tensor([[4.0, 0.0]]), torch.tensor([0.0, 9.0]))
     assert (chosen.item(), weight.item()) == (1, 0.5)
 
 
-def test_logits_that_are_not_finite_choose_experts_that_exist() -> None:
+def test_logits_that_are_not_finite_choose_experts_that_exist(choose: Choose) -> None:
     """The row's output is not finite either, which the sampler finds; nothing is read out of bounds."""
     logits = torch.full((3, 8), torch.nan)
     logits[1, :4], logits[2] = torch.inf, -torch.inf
     for router in ROUTERS.values():
-        chosen, _ = choose(router, 2, logits, torch.zeros(8) if router.biased else None)
+        chosen, weight = choose(router, 2, logits, torch.zeros(8) if router.biased else None)
         assert 0 <= int(chosen.min()) <= int(chosen.max()) < 8
+        assert weight[0].isnan().all()
+
+
+def test_an_expert_whose_logit_is_nan_is_chosen(choose: Choose) -> None:
+    """A broken row of the router's weight shows in the output."""
+    logits = torch.zeros(2, 8)
+    logits[1, 5] = torch.nan
+    chosen, weight = choose(Router("sigmoid", True, biased=True), 2, logits, torch.arange(8.0) / 8)
+    assert chosen.tolist() == [[7, 6], [5, 7]]
+    assert weight[1].isnan().all()
+
+
+def test_logits_of_another_router_are_refused() -> None:
+    if (kernels := Kernels.find()) is None:
+        pytest.skip("the C kernels were not built (no compiler)")
+    choice = make_choice(CpuOps(kernels), Router("softmax"), 2, None, torch.arange(8).int())
+    with pytest.raises(ValueError, match="9 logits a row: they must be 8"):
+        choice(torch.zeros(1, 9))
 
 
 def experts(count: int, width: int = 12, inner: int = 10) -> tuple[Tensor, Tensor]:
