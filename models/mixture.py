@@ -78,9 +78,10 @@ class MixtureWeights(nn.Module):
         router, shared = self.router.weight.detach(), self._shared(ops)
         bias = None if self.bias is None else self.bias.weight.detach()
         e, local = self._experts, local.to(router.device)
-        packed, choice = None, ops.choice(e.router, e.chosen, bias, local)
         if isinstance(ops, CpuOps):
             packed, choice = pack_experts(ops, gate_up, down), make_choice(ops, e.router, e.chosen, bias, local)
+        else:
+            packed, choice = None, ops.choice(e.router, e.chosen, bias, local)
         mixture = Mixture(
             e.router.wide,
             ops.normed(norm),
