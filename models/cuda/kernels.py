@@ -40,16 +40,17 @@ def _store_fp8(out, scales, values, row, column, inside, width, bound):
 
 @jit
 def rms_norm(
-    out, x, added, total, weight, scales, width, eps, bound, ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr
+    out, x, added, total, weight, scales, width, x_row, added_row, eps, bound,
+    ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program t: row t of x [T, width]; one block holds a row. ADD: of x + added, which goes to total. FP8: out is
-    quantised, scales [T]."""
+    """Program t: row t of x [T, width], whose rows lie x_row apart; one block holds a row. ADD: of x + added, which goes
+    to total. FP8: out is quantised, scales [T]."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, at = column < width, row * width + column
-    values = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    values = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
     if ADD:
         kind: tl.constexpr = x.dtype.element_ty
-        values = (values + tl.load(added + at, inside, other=0.0).to(tl.float32)).to(kind)
+        values = (values + tl.load(added + row * added_row + column, inside, other=0.0).to(tl.float32)).to(kind)
         tl.store(total + at, values, inside)
         values = values.to(tl.float32)
     scale = tl.load(weight + column, inside, other=0.0)

@@ -134,7 +134,7 @@ def _warps(block: int) -> int:
 
 
 def rms_norm(x: Tensor | RunningSum, norm: Norm) -> Tensor:
-    """models/ops.py's, of x [T, D], contiguous; a sum is added up on the way."""
+    """models/ops.py's, of x [T, D], columns of something wider among them; a sum is added up on the way."""
     return _normed(x, norm, None)[0]
 
 
@@ -147,12 +147,15 @@ def _normed(x: Tensor | RunningSum, norm: Norm, bound: float | None) -> tuple[Te
     running = x if isinstance(x, RunningSum) else RunningSum(x)
     first, added = running.parts()
     rows, width = first.shape
-    total = first if added is None else torch.empty_like(first)
-    out = torch.empty_like(first, dtype=FP8 if bound is not None else None)
+    last = first if added is None else added
+    if first.stride(1) != 1 or last.stride(1) != 1:
+        raise ValueError(f"strides {first.stride()}, {last.stride()}: the values of a row must lie one behind another")
+    total = first if added is None else first.new_empty(first.shape)
+    out = first.new_empty(first.shape, dtype=first.dtype if bound is None else FP8)
     scales = first if bound is None else first.new_empty((rows, 1), dtype=torch.float32)
     block = _power(width)
     gpu_kernels.rms_norm[(rows,)](
-        out, first, first if added is None else added, total, norm.weight, scales, width, norm.eps, bound or 0.0,
+        out, first, last, total, norm.weight, scales, width, first.stride(0), last.stride(0), norm.eps, bound or 0.0,
         ADD=added is not None, FP8=bound is not None, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     running.settle(total)
@@ -160,7 +163,8 @@ def _normed(x: Tensor | RunningSum, norm: Norm, bound: float | None) -> tuple[Te
 
 
 def quantise(x: Tensor, bound: float, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """fp8.quantise_rows of x [T, F], contiguous; gated: of silu(gate) * up, x [T, 2F]."""
+    """fp8.quantise_rows of x [T, F]; gated: of silu(gate) * up, x [T, 2F]."""
+    x = x.contiguous()
     rows, width = len(x), x.shape[1] // (1 + gated)
     out, scales = x.new_empty((rows, width), dtype=FP8), x.new_empty((rows, 1), dtype=torch.float32)
     block = _power(width)
@@ -169,7 +173,8 @@ def quantise(x: Tensor, bound: float, gated: bool = False) -> tuple[Tensor, Tens
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """models/ops.py's, of gate_up [T, 2F], contiguous."""
+    """models/ops.py's, of gate_up [T, 2F]."""
+    gate_up = gate_up.contiguous()
     tokens, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty((tokens, width))
     block = min(1024, _power(width))

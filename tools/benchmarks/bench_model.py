@@ -19,7 +19,7 @@ from laddertron.engine.step.share import DTYPES
 from laddertron.models import ops_choice
 from laddertron.models.attention import KVCache
 from laddertron.models.attention_choice import make_attention
-from laddertron.models.config.known_models import architecture
+from laddertron.models.config.known_models import architecture, known
 from laddertron.models.config.lanes import Lanes
 from laddertron.models.config.model_config import Dtype, ModelConfig, Wiring, make_wiring
 from laddertron.models.config.parts import WiringKind
@@ -39,7 +39,8 @@ NAMES = {"no-communication": "none", "carried": "standard"}  # carried: behind U
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A Llama's shape, as JSON carries it to the ranks; with `lanes`, of a model whose residual has so many copies."""
+    """A Llama's shape, as JSON carries it to the ranks; with `lanes`, of a model whose residual has so many copies. With
+    `known`, the model of that name, of so many layers and positions."""
 
     name: str
     hidden: int
@@ -52,14 +53,26 @@ class Size:
     tied: bool = True
     positions: int = 1024
     lanes: int = 0
+    known: str = ""
 
     def config(self) -> ModelConfig:
+        if self.known:
+            return of_layers(known(self.known), self.layers, self.positions)
         kind: WiringKind = "lanes"
         lanes = Wiring((kind,) * self.layers, lanes=Lanes(self.lanes, 1, self.layers))
         return architecture(
             "laneformer_tp" if self.lanes else "llama", self.layers, self.hidden, self.heads, self.kv_heads, self.ffn,
             self.vocab, self.positions, tied=self.tied, dtype=self.dtype, wiring=lanes if self.lanes else "standard",
         )  # fmt: skip
+
+
+def of_layers(config: ModelConfig, layers: int, positions: int) -> ModelConfig:
+    """The first layers of a model of one wiring, for so many positions."""
+    experts = config.experts
+    if experts is not None:
+        experts = replace(experts, layers=experts.layers[:layers])
+    wiring = make_wiring("standard", layers)
+    return replace(config, num_layers=layers, max_position_embeddings=positions, experts=experts, wiring=wiring)
 
 
 def fill(model: LlamaModel, seed: int = 0) -> None:

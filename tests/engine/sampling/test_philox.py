@@ -154,7 +154,7 @@ def test_cuda_equals_cpu(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     x = (torch.randn(16, 50_000) * 3).to(dtype)
     rows = np.zeros(16, ROW)
-    rows["seed"], rows["position"] = np.arange(16) * 0x9E3779B97F4A7C15 % 2**63, np.arange(16)
+    rows["seed"], rows["position"] = np.arange(16, dtype="u8") * np.uint64(0x9E3779B97F4A7C15) >> 1, np.arange(16)
     rows["inv_temperature"], rows["reference"], rows["flags"] = 1.25, np.nan, NOISE | MASS
     shard, other, every = TorchShard(11), rows.copy(), np.arange(16)
     shard.scan(Logits(x), every, rows)

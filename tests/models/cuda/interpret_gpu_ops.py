@@ -33,8 +33,14 @@ def layers(dtype: torch.dtype) -> dict[str, float]:
     norm = Norm(normal(100, dtype=dtype), 1e-5)
     x, gate_up, weight = normal(3, 100, dtype=dtype), normal(3, 2 * 1500, dtype=dtype), normal(40, 100, dtype=dtype)
     fused, plain = gpu_ops.TritonOps(), ops.TorchOps()
+    columns, one = normal(3, 130, dtype=dtype)[:, 20:120], normal(100, dtype=dtype).expand(3, -1)
     return {
         "norm": distance(gpu_ops.rms_norm(x, norm), ops.rms_norm(x, norm)),
+        "norm of columns": distance(gpu_ops.rms_norm(columns, norm), ops.rms_norm(columns, norm)),
+        "norm of one row": distance(gpu_ops.rms_norm(one, norm), ops.rms_norm(one, norm)),
+        "norm of a sum of columns": distance(
+            gpu_ops.rms_norm(RunningSum(columns) + one, norm), ops.rms_norm(columns + one, norm)
+        ),
         "gate": distance(gpu_ops.silu_and_mul(gate_up), ops.silu_and_mul(gate_up)),
         "product": distance(fused.product(weight, None, norm)(x), plain.product(weight, None, norm)(x)),
         "summed": summed(x, normal(3, 100, dtype=dtype), norm),

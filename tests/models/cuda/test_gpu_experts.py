@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from folders import FOLDERS
 
 pytestmark = pytest.mark.skipif(
@@ -17,12 +18,25 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_interpreted_kernels_mean_what_torch_means() -> None:
+@pytest.mark.parametrize(
+    "interpreted",
+    [
+        pytest.param(True, id="interpreted"),
+        pytest.param(
+            False,
+            id="on a GPU",
+            marks=(pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+        ),
+    ],
+)
+def test_kernels_mean_what_torch_means(interpreted: bool) -> None:
     """The choice of experts with equal scores and NaN; grouped products with experts that no row chose, all rows chose,
     or another rank has; fp8 experts with the bits of widened ones; rows in pieces; latents stored in scattered blocks;
     lanes joined and summed."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpret_experts.py"))]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(FOLDERS)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((*FOLDERS, os.environ.get("PYTHONPATH", "")))}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -32,9 +46,9 @@ def test_interpreted_kernels_mean_what_torch_means() -> None:
     assert found["pieces"]
     assert len(found["products"]) == 10
     for product in found["products"]:
-        assert product["distance"] < 1e-6, product
+        assert product["distance"] < (1e-6 if interpreted else 1e-5), product  # another order of summation
         assert product["same"], product
     assert len(found["fp8"]) == 8
     assert all(found["fp8"].values()), found["fp8"]
-    assert max(found["latents"].values()) < 1e-6, found["latents"]
+    assert max(found["latents"].values()) < (1e-6 if interpreted else 1e-5), found["latents"]
     assert all(found["lanes"].values()), found["lanes"]

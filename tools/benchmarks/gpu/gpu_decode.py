@@ -28,10 +28,11 @@ from common import say, table, versions
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.step.engine import Engine, StepProgress, drain
+from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.llama import LlamaModel
 from laddertron.tools.bench.bench import Case, random_prompt, run_case
-from laddertron.tools.bench.bench_rank import matmul_bytes
+from laddertron.tools.bench.bench_rank import expert_bytes, matmul_bytes
 from laddertron.tools.plan.roofline import Load, SimulatedGroup, gpu_rates, links
 from laddertron.topology.comm.bootstrap import StoreBootstrap, open_store
 from laddertron.topology.comm.groups import CommOptions, Communicator
@@ -57,6 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=None, help="default 512 (16 with --tiny)")
     parser.add_argument("--gen", type=int, default=None, help="default 64 (12 with --tiny)")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--model", default="", help="a known model in place of the 8B-shaped Llama: qwen3-30b-a3b")
     parser.add_argument("--attention", default="auto", choices=["auto", "torch", "flashinfer"])
     parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
     parser.add_argument("--fp8", action="store_true", help="laddertron's products in fp8")
@@ -78,9 +80,13 @@ def main() -> int:
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     batches = [int(batch) for batch in args.batch.split(",")]
     shape = TOY if args.tiny else LLAMA_8B
-    shape = shape | {"layers": args.layers or shape["layers"]}
     name, positions = "toy" if args.tiny else "8B-shaped", args.prompt + args.gen + 1
-    size = Size(name, **shape, dtype="bfloat16", tied=False, positions=positions)
+    if args.model:
+        c = known(args.model)
+        widths = {"hidden": c.hidden_size, "heads": c.num_heads, "kv_heads": c.num_kv_heads, "ffn": c.ffn_size}
+        name, shape = args.model, widths | {"layers": c.num_layers, "vocab": c.vocab_size}
+    shape = shape | {"layers": args.layers or shape["layers"]}
+    size = Size(name, **shape, dtype="bfloat16", tied=False, positions=positions, known=args.model)
     floor = copy_bandwidth(device, (16 if args.tiny else 1024) << 20)
     there = {"CUDA": torch.version.cuda, **versions("torch", "triton", "flashinfer-python", "transformers")}
     said = ", ".join(f"{name} {number}" for name, number in there.items() if number)
@@ -126,12 +132,16 @@ def machine(device: torch.device) -> str:
 
 
 def read_bytes(size: Size, batch: int, context: float, fp8: bool = False) -> float:
-    """Bytes that a decode step reads at least."""
+    """Bytes that a decode step reads at least; of experts those that rows choose if every choice is as likely."""
     config = size.config()
     item = 2  # bfloat16
     a_position = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
     layers = matmul_bytes(config, item) - config.vocab_size * config.hidden_size * item
-    return matmul_bytes(config, item) - layers * fp8 / 2 + batch * context * a_position
+    spared = 0.0
+    if (experts := expert_bytes(config, item)) is not None:
+        every, count, chosen = experts
+        spared = every * (1 - chosen / count) ** batch
+    return matmul_bytes(config, item) - layers * fp8 / 2 - spared + batch * context * a_position
 
 
 def predicted_ms(
@@ -222,7 +232,7 @@ def mixed_step_s(engine: Engine, batch: int, prompt_steps: int, args: argparse.N
     """A step of `batch` decodes and one whole prompt: four steps in which a newcomer comes and goes, less
     three without. The median of --repeat newcomers. prompt_steps: what the prompts of the others take."""
     dice, found = random.Random(batch), []
-    vocab = (TOY if args.tiny else LLAMA_8B)["vocab"]
+    vocab = engine.runner.model.config.vocab_size
 
     def add(name: str, generate: int) -> None:
         prompt = random_prompt(dice, vocab, args.prompt)
