@@ -167,9 +167,12 @@ class RowCheck:
         return [*digests, ("logits", runner.sampler.digests(logits))] if model.shard.samples else digests
 
     def _differs(self, trace: Trace, row: int, chunk: Chunk, sequence: int) -> tuple[int, int] | None:
-        """Which entry of the trace, and the position."""
-        for number, ((_, got), (_, alone)) in enumerate(zip(trace, self._alone[sequence], strict=True)):
-            a, b = got[row : row + chunk.count], alone[chunk.start : chunk.start + chunk.count]
+        """Which entry of the trace, and the position. A step of decodes in a CUDA graph has the logits alone."""
+        alone = dict(self._alone[sequence])
+        for number, (name, got) in enumerate(trace):
+            if name not in alone:
+                continue
+            a, b = got[row : row + chunk.count], alone[name][chunk.start : chunk.start + chunk.count]
             if not np.array_equal(a, b):
                 return number, chunk.start + int((a != b).argmax())
         return None

@@ -43,8 +43,8 @@ def rms_norm(
     out, x, added, total, weight, scales, width, x_row, added_row, eps, bound,
     ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program t: row t of x [T, width], whose rows lie x_row apart; one block holds a row. ADD: of x + added, which goes
-    to total. FP8: out is quantised, scales [T]."""
+    """Program t: row t of x [T, width], whose rows lie x_row apart; one block holds a row. ADD: of x + added, which
+    goes to total. FP8: out is quantised, scales [T]."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, at = column < width, row * width + column
     values = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)

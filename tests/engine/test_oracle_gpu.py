@@ -31,7 +31,9 @@ pytestmark = [
 Logits = Callable[[list[int]], torch.Tensor]
 WIDE: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 2}
 """Heads that FlashInfer has kernels for; four query heads a KV head."""
-LATENT: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64}
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 64,
+}  # fmt: skip
 PLAIN = (
     "llama", "llama_tied", "llama_bias", "llama_llama3_rope", "llama_yarn_rope", "mistral", "qwen2_window", "qwen3",
     "qwen3_moe", "qwen3_moe_mixed", "mixtral", "glm4_moe", "deepseek_v3", "deepseek_v3_plain", "longcat_flash",

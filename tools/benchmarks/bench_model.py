@@ -39,8 +39,8 @@ NAMES = {"no-communication": "none", "carried": "standard"}  # carried: behind U
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A Llama's shape, as JSON carries it to the ranks; with `lanes`, of a model whose residual has so many copies. With
-    `known`, the model of that name, of so many layers and positions."""
+    """A Llama's shape, as JSON carries it to the ranks; with `lanes`, of a model whose residual has so many copies.
+    With `known`, the model of that name, of so many layers and positions."""
 
     name: str
     hidden: int

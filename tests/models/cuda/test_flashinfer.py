@@ -233,7 +233,9 @@ def test_on_a_gpu(heads: tuple[int, int], kv_dtype: torch.dtype) -> None:
     library = pytest.importorskip("flashinfer")
     layout = make_layout([1, 1, 1, 17, 40, 5], [0, 63, 200, 0, 33, 64], 16, CUDA)
     shape = (*heads, 128, 16)
-    compare(library, torch.bfloat16, kv_dtype, shape, layout, (None, 50), CUDA, norms=True, within=0.05)
+    # The portable backend reads a whole prompt's values as they were before fp8: half a step of values up to 4 apart.
+    within = 0.05 if kv_dtype == torch.bfloat16 else 0.3
+    compare(library, torch.bfloat16, kv_dtype, shape, layout, (None, 50), CUDA, norms=True, within=within)
 
 
 def in_chunks(library: Any, device: torch.device, dtype: torch.dtype, cuts: list[int]) -> torch.Tensor:

@@ -62,7 +62,8 @@ def _compile(
 
     kernel: Any = getattr(gpu_kernels, name)
     known = {"keys": f"*{cache}", "values": f"*{cache}", "cos": "*fp32", "sin": "*fp32", "blocks": "*i64"}
-    known |= {"offsets": "*i64", "eps": "fp32", "size": "i32", "width": "i32", "bound": "fp32"} | (types or {})
+    known |= {"offsets": "*i64", "eps": "fp32", "size": "i32", "width": "i32", "bound": "fp32"}
+    known |= {"x_row": "i32", "added_row": "i32"} | (types or {})
     signature = {p: "constexpr" if p in constants else known.get(p, f"*{kind}") for p in kernel.arg_names}
     compiled = triton.compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constants), target=GPUTarget("cuda", capability, 32)
