@@ -13,6 +13,7 @@ rest; beside it lies the Markdown that docs/performance.md takes as it is. What 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ ROOT = HERE.parents[1]
 PACKAGES = ("torch", "triton", "flashinfer-python", "flashinfer-jit-cache", "megatron-core", "transformers")
 TESTS = (
     "tests/engine/step/test_graphs.py",
+    "tests/engine/test_oracle_gpu.py",
     "tests/engine/sampling/test_philox.py",
     "tests/engine/sampling/test_device_draw.py",
     "tests/engine/sampling/test_noise_kernel.py",
@@ -64,11 +66,13 @@ def parts(device: str, tiny: bool) -> list[Part]:
     ours, two = (*few, "--engines", "ours"), ("--batch", "1,4" if tiny else "1,256")
     short = ("--steps", "2", "--rounds", "1", "--context", "64", "--batch", "1") if tiny else ("--batch", "1,16")
     tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", *(TESTS[:1] if tiny else TESTS))
+    tests += ("-n", "4") if importlib.util.find_spec("xdist") and not tiny else ()
     measured = [
         Part("tests", tests, 150),
         Part("decode", (*decode, *ours), 150),
         Part("decode fp8", (*decode, *ours, *two, "--fp8"), 80),
         Part("decode top_p", (*decode, *ours, *two, "--top-p", "0.9"), 80),
+        Part("decode experts", (*decode, *ours, *(() if tiny else ("--model", "qwen3-30b-a3b"))), 100),
         Part("shard 70b", (*shard, *short, "--cases", "70b"), 100),
         Part("shard 405b", (*shard, *short, "--cases", "405b"), 120),
     ]
@@ -147,13 +151,16 @@ def markdown(found: Mapping[str, Any]) -> str:
     shards = [line for name in results if name.startswith("shard") for line in _lines(results, name, "wiring")]
     if decodes:
         floor = max(line["copy_gb_s"] for result in results.values() for line in result["lines"] if "copy_gb_s" in line)
-        words = f"{decodes[0]['model']}; the copy bandwidth is {floor:,.0f} GB/s; predicted: by `plan`."
+        words = f"The copy bandwidth is {floor:,.0f} GB/s; predicted: by `plan`."
         out += ["", words, "", speed_table(decodes, floor * 1e9)]
     mixed = [line for line in decodes if "mixed_ms" in line]
-    rows = [(f"{line['batch']} decodes and a prompt of {line['prompt']}", line["mixed_ms"]) for line in mixed]
-    rows += [(f"a prompt of {line['prompt']}", line["prompt"] / line["prefill_tok_s"] * 1e3) for line in prompts]
+    rows = [(line, f"{line['batch']} decodes and a prompt of {line['prompt']}", line["mixed_ms"]) for line in mixed]
+    rows += [(line, f"a prompt of {line['prompt']}", line["prompt"] / line["prefill_tok_s"] * 1e3) for line in prompts]
     if rows:
-        out += ["", *table("step | ms", ((name, f"{ms:.2f}") for name, ms in rows))]
+        out += [
+            "",
+            *table("model | weights | step | ms", ((*_what(line), name, f"{ms:.2f}") for line, name, ms in rows)),
+        ]
     if shards:
         out += ["", shard_table(shards)]
     return "\n".join([*out, "", *bars(decodes, shards), ""])
@@ -167,6 +174,7 @@ def bars(decodes: Sequence[Found], shards: Sequence[Found]) -> list[str]:
     """Each bar with its figure, reached or not; nothing for what was not measured."""
     out = []
     plain = [line for line in decodes if (line["weights"], line["draw"]) == ("bf16", "greedy")]
+    plain = [line for line in plain if line["model"] == plain[0]["model"]]
     ours = [line["share"] for line in plain if line["engine"] == "laddertron" and line["batch"] == 1]
     if ours:
         verdict = _verdict(max(ours) >= DECODE_BAR)
@@ -191,12 +199,13 @@ def _verdict(reached: bool) -> str:
 
 
 def child_environment(scratch: Path) -> dict[str, str]:
-    """PYTHONPATH for the parts: laddertron from this folder, installed or not."""
+    """PYTHONPATH for the parts, before the caller's: laddertron from this folder, installed or not."""
     scratch.mkdir(parents=True, exist_ok=True)
     link = scratch / "laddertron"
     if not link.is_symlink():
         link.symlink_to(ROOT)
-    return os.environ | {"PYTHONPATH": os.pathsep.join((str(scratch), str(HERE), str(HERE / "gpu")))}
+    paths = [str(scratch), str(HERE), str(HERE / "gpu"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def parse() -> argparse.Namespace:

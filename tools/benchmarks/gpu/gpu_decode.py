@@ -294,17 +294,18 @@ def theirs(size: Size, batches: list[int], args: argparse.Namespace, device: tor
 
 def speed_table(lines: list[Line], floor: float) -> str:
     """With each case's speed over transformers' at the same batch."""
-    peer = {line["batch"]: line["step_ms"] for line in lines if line["engine"] == "transformers"}
+    peer = {(line["model"], line["batch"]): line["step_ms"] for line in lines if line["engine"] == "transformers"}
     rows = []
     for line in lines:
         graphs = "on" if line["cuda_graphs"] else "off"
-        ratio = f"{peer[line['batch']] / line['step_ms']:.2f}x" if line["batch"] in peer else ""
+        same = line["model"], line["batch"]
+        ratio = f"{peer[same] / line['step_ms']:.2f}x" if same in peer else ""
         plan = f"{line['predicted_ms']:.2f}" if line["predicted_ms"] and line["engine"] != "transformers" else ""
         speeds = (f"{line['prefill_tok_s']:,.0f}", f"{line['step_ms']:.2f}", plan, f"{line['decode_tok_s']:,.0f}")
         share = f"{line['gb_s'] * 1e9 / floor:.0%}"
-        what = (line["engine"], line["attention"], graphs, line["weights"], line["draw"], line["batch"])
+        what = (line["model"], line["engine"], line["attention"], graphs, line["weights"], line["draw"], line["batch"])
         rows.append((*what, *speeds, share, ratio))
-    head = "engine | attention | graphs | weights | draw | batch | prefill tokens/s | step ms | predicted"
+    head = "model | engine | attention | graphs | weights | draw | batch | prefill tokens/s | step ms | predicted"
     return "\n".join(table(f"{head} | decode tokens/s | of the copy bandwidth | as fast as transformers", rows))
 
 
