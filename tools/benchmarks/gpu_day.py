@@ -157,10 +157,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     rows = [(line, f"{line['batch']} decodes and a prompt of {line['prompt']}", line["mixed_ms"]) for line in mixed]
     rows += [(line, f"a prompt of {line['prompt']}", line["prompt"] / line["prefill_tok_s"] * 1e3) for line in prompts]
     if rows:
-        out += [
-            "",
-            *table("model | weights | step | ms", ((*_what(line), name, f"{ms:.2f}") for line, name, ms in rows)),
-        ]
+        said = ((line["model"], line["weights"], name, f"{ms:.2f}") for line, name, ms in rows)
+        out += ["", *table("model | weights | step | ms", said)]
     if shards:
         out += ["", shard_table(shards)]
     return "\n".join([*out, "", *bars(decodes, shards), ""])

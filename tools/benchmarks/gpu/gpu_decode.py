@@ -223,16 +223,16 @@ def run_engine(
                 step.append(timing.step_s)
         mixed = {}
         if batch < seats:
-            mixed["mixed_ms"] = round(mixed_step_s(engine, batch, -(-batch * args.prompt // tokens), args) * 1e3, 4)
+            prompt_steps = -(-batch * args.prompt // tokens)
+            mixed["mixed_ms"] = round(mixed_step_s(engine, size.vocab, batch, prompt_steps, args) * 1e3, 4)
         memory = {"gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)} if device.type == "cuda" else {}
         yield case_line(what | mixed | memory, size, args, batch, prefill, step)
 
 
-def mixed_step_s(engine: Engine, batch: int, prompt_steps: int, args: argparse.Namespace) -> float:
+def mixed_step_s(engine: Engine, vocab: int, batch: int, prompt_steps: int, args: argparse.Namespace) -> float:
     """A step of `batch` decodes and one whole prompt: four steps in which a newcomer comes and goes, less
     three without. The median of --repeat newcomers. prompt_steps: what the prompts of the others take."""
     dice, found = random.Random(batch), []
-    vocab = engine.runner.model.config.vocab_size
 
     def add(name: str, generate: int) -> None:
         prompt = random_prompt(dice, vocab, args.prompt)
