@@ -216,7 +216,7 @@ def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voic
     warnings = [*share.warnings, *(() if stored is None else stored.warnings)]
     if deterministic and device.type != "cpu":
         warnings.append(
-            f"parallel.deterministic={str(deterministic).lower()} was never tried on a GPU of this kind: prove it by "
+            f"parallel.deterministic={str(deterministic).lower()} was proven on an H200 alone: prove it here by "
             "`laddertron verify` with this deployment"
         )
     return warnings

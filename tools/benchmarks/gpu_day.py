@@ -1,6 +1,6 @@
 """What one GPU shows, as one command (`make gpu`): its environment, the tests that need it, decoding beside
 transformers, in fp8 and with top_p, prompts and mixed steps, one rank's shard beside the published speeds, and what
-`plan` predicts beside each. Kernels are compiled first, which no figure counts. Never ran on a GPU.
+`plan` predicts beside each. Kernels are compiled first, which no figure counts.
 
     python tools/benchmarks/gpu_day.py                         under nine minutes on an H100; no network
     python tools/benchmarks/gpu_day.py --only shard --again    these parts again

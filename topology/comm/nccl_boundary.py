@@ -1,5 +1,5 @@
 """Hidden rows between pipeline stages on GPUs: NCCL's send and receive on a communicator and a stream of their own, the
-shares put together by the group's all-gather. Never ran on a GPU.
+shares put together by the group's all-gather. Never ran on several GPUs.
 """
 
 from __future__ import annotations
