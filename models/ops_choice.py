@@ -16,7 +16,7 @@ from .ops import TorchOps
 from .pages import HugePages
 from .stages import RankShard
 from .weights.mapping import Source
-from .weights.quantised import EXPERT_DEPTH, is_expert, may_stay
+from .weights.quantised import EXPERT_DEPTH
 from .weights.slices import expert_columns
 
 log = logging.getLogger(__name__)
@@ -77,11 +77,11 @@ def make_stored_products(
     triton, products, wide = _triton_ops(), source.quantised_products(shard), ""
     if deterministic:
         triton = _needed(triton, deterministic)
-    experts = frozenset(filter(is_expert, products))
+    experts = source.quantised_experts(shard)
     if experts and (triton is None or not converts_fp8(device)):
         wide = "they stay fp8 with Triton on a GPU of compute capability 8.9 or more"
         products -= experts
-    elif shard.config.experts is not None and any(not may_stay(n, source.block) for n in expert_columns(shard)):
+    elif experts - products:
         wide = (
             f"a rank's {expert_columns(shard)} columns of each and blocks of {source.block} share no multiple of "
             f"{EXPERT_DEPTH}; use parallel.expert_layout=spread or another tensor_parallel_size"

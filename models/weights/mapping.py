@@ -66,14 +66,21 @@ class Source:
     def quantised_products(self, shard: RankShard) -> frozenset[str]:
         """Products whose weights are stored quantised in full, and may stay so: "layers.3.gate_up", …,
         "layers.3.experts.down". Scales by block are multiplied into experts alone."""
+        columns = dict(zip(EXPERTS, expert_columns(shard), strict=True))
+        stay = [product for product in EXPERTS if may_stay(columns[product], self.block)]
+        return self._quantised(shard, (*stay, *(PRODUCTS if self.block is None else ())))
+
+    def quantised_experts(self, shard: RankShard) -> frozenset[str]:
+        """The experts' products among them, and those that must be widened."""
+        return self._quantised(shard, EXPERTS)
+
+    def _quantised(self, shard: RankShard, products: tuple[str, ...]) -> frozenset[str]:
         if self.quantisation is None:
             return frozenset()
-        columns = dict(zip(EXPERTS, expert_columns(shard), strict=True))
-        products = [product for product in EXPERTS if may_stay(columns[product], self.block)]
         return frozenset(
             f"layers.{layer}.{product}"
             for layer in range(shard.config.num_layers)
-            for product in (*products, *(PRODUCTS if self.block is None else ()))
+            for product in products
             if (names := self._names(shard, layer, product))
             and all(name in self.tensors and is_quantised(self.tensors[name]) for name in names)
         )

@@ -254,6 +254,18 @@ def test_a_gpu_without_a_kernel_for_fp8_widens_experts(tmp_path: Path, monkeypat
         assert len(stored.products) == kept
         assert not stored.widens
         assert [said in warning for warning in stored.warnings] == [True] * bool(said)
+    # The same blocks where the experts are stored in bfloat16: nothing is widened.
+    checkpoints.edit_tensors(
+        folder,
+        lambda tensors: {
+            name: tensor.to(torch.bfloat16) if tensor.dtype == FP8 and ".experts." in name else tensor
+            for name, tensor in tensors.items()
+            if not ("_scale" in name and ".experts." in name)
+        },
+    )
+    stored = ops_choice.make_stored_products(open_source(folder, shard), shard, cuda)
+    assert stored is not None
+    assert (stored.products, stored.warnings) == (frozenset(), ())
 
 
 def test_scales_of_another_block_are_refused(tmp_path: Path) -> None:
