@@ -90,7 +90,7 @@ class Standby:
         """One launch until it fails; None if it was taken, or is wanted no more."""
         try:
             launch = self._make(self, self._excluded)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             return JobFailure("launch", str(error))
         if (failure := await launch.begin()) is not None:
             return failure

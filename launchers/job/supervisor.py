@@ -165,7 +165,7 @@ class MpiJob:
             self._taken_over = launch is not None
             if launch is None:
                 launch = self._make_launch(self, self._excluded, standby=self._held)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, OSError) as error:
             return JobFailure("launch", str(error))
         self._launch = launch
         if not self._taken_over and (failure := await launch.begin()) is not None:
@@ -236,7 +236,7 @@ class MpiJob:
         """A node makes room for a spare, if there is one."""
         if node is None or node in self._excluded:
             return
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OSError):
             self._command(self._excluded | {node})
             self._excluded |= {node}
             log.warning("%s is left out from now on: a spare host takes its place", node, extra={"node": node})

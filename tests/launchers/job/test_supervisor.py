@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -458,6 +459,28 @@ def test_a_rank_that_cannot_be_killed_quarantines_its_node(monkeypatch: pytest.M
             assert asked == [frozenset(), frozenset({os.uname().nodename})]
             assert "add a spare to launch.hosts" in s.job.state.reason
             assert f"rank 1 (node {os.uname().nodename}, pid {pid}) cannot be killed" in s.job.failures[0].reason
+
+    bounded(run)
+
+
+def test_an_operating_system_error_while_a_launch_is_composed_is_one_failure() -> None:
+    """The next launch may get what this one did not, such as a descriptor."""
+    calls = 0
+
+    def compose(excluded: frozenset[str]) -> LaunchCommand:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return fake_mpirun()
+
+    async def run() -> None:
+        async with story(compose, max_failures=3, longest_backoff_s=0.0) as s:
+            await s.phase("ready")
+            os.kill(await s.pid(1), signal.SIGKILL)
+            await s.listener.until(partial(is_ready, s, 2))
+            assert [failure.kind for failure in s.job.failures] == ["rank_lost", "launch"]
+            assert "Too many open files" in s.job.failures[1].reason
 
     bounded(run)
 
