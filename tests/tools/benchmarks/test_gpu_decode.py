@@ -52,7 +52,7 @@ def test_a_step_is_predicted_as_plan_does(gpu_decode: Any, monkeypatch: pytest.M
 def test_the_table_has_shares_and_ratios(gpu_decode: Any) -> None:
     """15 ms against 30 is 2.00x; 1.2 of 2 TB/s are 60%."""
     both = {"batch": 1, "prefill_tok_s": 1000.0, "decode_tok_s": 66.0, "draw": "greedy", "weights": "bf16"}
-    both |= {"predicted_ms": 14.2}
+    both |= {"predicted_ms": 14.2, "model": "8B"}
     ours = {"engine": "laddertron", "attention": "flashinfer", "cuda_graphs": True, "step_ms": 15.0, "gb_s": 1200.0}
     theirs = {"engine": "transformers", "attention": "sdpa", "cuda_graphs": False, "step_ms": 30.0, "gb_s": 600.0}
     rows = gpu_decode.speed_table([both | ours, both | theirs], 2e12).splitlines()

@@ -153,6 +153,7 @@ def test_a_hangup_while_serve_starts_does_not_end_it() -> None:
     """While the commands are imported: it waits until a reload is possible. Another command ends as ever."""
     code = """
 import importlib.abc, os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's children ignore it
 class Hangup(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "laddertron.launchers.cli.__main__":
