@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from laddertron.engine.step.engine import Engine, StepProgress, drain, follow
 from laddertron.topology.comm.groups import CommOptions, Communicator
 from laddertron.topology.json_codec import build as build_section
 from rank_pool import Rank
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 CPU = torch.device("cpu")
 
@@ -81,8 +82,10 @@ def generate(
     comm: dict[str, Any] | None = None,
     per_node: int | None = None,
     parallel: dict[str, Any] | None = None,
+    logits: str | None = None,
 ) -> dict[str, list[list[int]]] | None:
-    """Greedy unless `params` say otherwise; `comm` are CommOptions' keywords, `parallel` the section's keys."""
+    """Greedy unless `params` say otherwise; `comm` are CommOptions' keywords, `parallel` the section's keys. Into the
+    folder `logits` each rank first writes its logits of the prompts (`read_logits`)."""
     stages = (parallel or {}).get("pipeline_parallel_size", 1)
     if stages > 1:
         rank.close_kept()
@@ -96,6 +99,9 @@ def generate(
             d = replace(d, parallel=replace(d.parallel, **known))
         d = replace(d, parallel=build_section(ParallelConfig, asdict(d.parallel) | (parallel or {})))
         built = build_on(rank, d, communicator)
+        if logits is not None:
+            save_file({"logits": forward_all(built, prompts)}, Path(logits) / f"{rank.rank}.safetensors")
+            built.runner._apply(Batch(len(prompts), (0,), (), (), (), ()))
         requests = [request(i, prompt, **(params or {})) for i, prompt in enumerate(prompts)]
         return run_requests(rank, built, communicator, requests)
     finally:
@@ -116,6 +122,11 @@ def forward_all(built: Built, prompts: list[list[int]]) -> torch.Tensor:
             layout, tokens, wanted = runner._layout([chunk])
             rows.append(runner.model.forward(tokens, layout, runner.attention, wanted))
     return torch.cat(rows)
+
+
+def read_logits(folder: Path, size: int, vocab: int) -> torch.Tensor:
+    """What `size` ranks of `generate` wrote, [positions, vocab]: ranks hold consecutive ids, the last some padding."""
+    return torch.cat([load_file(folder / f"{rank}.safetensors")["logits"] for rank in range(size)], -1)[:, :vocab]
 
 
 def logits_distance(

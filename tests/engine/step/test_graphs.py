@@ -91,7 +91,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-@pytest.mark.parametrize(("recipe", "size"), [("ladder", 2), ("qwen3", 2), ("mistral", 1), ("lanes", 2)])
+@pytest.mark.parametrize(
+    ("recipe", "size"), [("ladder", 2), pytest.param("qwen3", 2, marks=pytest.mark.slow), ("mistral", 1), ("lanes", 2)]
+)
 def test_ids_are_the_same_with_and_without_graphs(
     ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, size: int
 ) -> None:
@@ -119,7 +121,11 @@ def test_ids_are_the_same_with_and_without_graphs(
 
 @pytest.mark.parametrize(
     ("recipe", "size", "stages"),
-    [("llama", 2, 2), pytest.param("ladder", 4, 2, marks=pytest.mark.slow), ("ladder", 3, 3), ("lanes", 4, 2)],
+    [
+        ("ladder", 3, 3),
+        ("lanes", 4, 2),
+        *(pytest.param(*case, 2, marks=pytest.mark.slow) for case in (("llama", 2), ("ladder", 4))),
+    ],
 )
 def test_stages_record_their_steps(
     ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, size: int, stages: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import checkpoints
 import pytest
@@ -83,12 +84,17 @@ def test_large_models_are_written_in_several_files(tmp_path: Path, monkeypatch: 
 
 
 IDS = torch.randint(6, checkpoints.VOCAB, (2, 40), generator=torch.Generator().manual_seed(3))
-COMPUTED = [
-    *[pytest.param(recipe, "laddertron", marks=[pytest.mark.slow] * (at > 2)) for at, recipe in enumerate(STOCK)],
-    *[(recipe, "laddertron") for recipe in (*EXPERTS, *checkpoints.DECLARED, "moe_ladder", "moe_desync4_tp2")],
-    *[("llamaLadder_last", "llama-ladder"), ("hybrid_early", "llama-ladder")],
-    *[("ladder", "ladder-residual"), ("dolomite", "ladder-residual"), ("dolomite_bias", "ladder-residual")],
+COMPUTED: list[Any] = [
+    *[(recipe, "laddertron") for recipe in ("llama_llama3_rope", "qwen2_window", *EXPERTS)],
+    *[
+        (recipe, "laddertron")
+        for recipe in ("ladder", "parallel", "hybrid", "delay2", "desync4_tp2", "moe_desync4_tp2")
+    ],
+    *[("llamaLadder_last", "llama-ladder"), ("hybrid_early", "llama-ladder"), ("dolomite_bias", "ladder-residual")],
 ]
+MORE = [(recipe, "laddertron") for recipe in (*STOCK, *checkpoints.DECLARED, "moe_ladder")]
+MORE += [("ladder", "ladder-residual"), ("dolomite", "ladder-residual")]
+COMPUTED += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case not in COMPUTED]
 
 
 def remote(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> transformers.PreTrainedModel:

@@ -262,6 +262,7 @@ def test_variants_that_cannot_be_are_refused_before_any_is_loaded(words: list[st
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow  # the same mix with a clock of its own is above
 def test_a_mix_from_a_file_on_real_ranks(tmp_path: Path) -> None:
     """Three lines of a batch file; the row says how the mix compares with full batches of its mean lengths."""
     lines = [

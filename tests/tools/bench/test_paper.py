@@ -22,35 +22,23 @@ from waiting import HANG_S
 BIN = Path(sys.executable).parent
 
 
+def on_two_ranks(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A sweep of a scaled 8B under mpirun."""
+    if not (BIN / "mpirun").exists():
+        pytest.skip("no mpirun beside this Python")
+    paper = ["bench", "paper", "--model", "8b", "--scale", "64", "--set", "engine.device=cpu"]
+    command = [BIN / "mpirun", "--oversubscribe", "-np", "2", BIN / "laddertron", *paper, *words]
+    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "NO_COLOR": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
+
+
 def test_the_sweep_under_mpirun(tmp_path: Path) -> None:
     """Every wiring of a scaled model on two ranks; the picture; the file's other rows stay."""
     pytest.importorskip("matplotlib")
-    if not (BIN / "mpirun").exists():
-        pytest.skip("no mpirun beside this Python")
     out, old = tmp_path / "rows.json", rows_of("8B", 8, True, {"ladder": 12.0}, 4)
     out.write_text(json.dumps(old))
-    words: list[str | Path] = [
-        BIN / "mpirun",
-        "--oversubscribe",
-        "-np",
-        "2",
-        BIN / "laddertron",
-        "bench",
-        "paper",
-        "--model",
-        "8b",
-    ]
-    words += ["-o", out, "--scale", "64", "--repeats", "1", "--batch", "2", "--set", "engine.device=cpu"]
-    words += ["--plot", tmp_path / "p.svg"]
-    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "NO_COLOR": "1"}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
+    done = on_two_ranks("-o", out, "--repeats", "1", "--batch", "2", "--plot", tmp_path / "p.svg")
     assert done.returncode == 0, done.stderr
-    refused = subprocess.run(
-        [*words, "--p2p", "off"], env=env, capture_output=True, text=True, timeout=HANG_S, check=False
-    )
-    assert refused.returncode != 0
-    assert "--p2p off disables a path of NCCL, and backend native has none: leave it out" in refused.stderr
-    assert "Traceback" not in refused.stderr
     kept, *rows = json.loads(out.read_text())
     assert [kept] == old
     assert [row["wiring"] for row in rows] == list(WIRINGS)
@@ -59,6 +47,14 @@ def test_the_sweep_under_mpirun(tmp_path: Path) -> None:
         assert row["decode_tok_s"][0] > 0
     assert "desync-4" in done.stdout
     assert (tmp_path / "p.svg").read_text().lstrip().startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_a_path_that_the_backend_has_not_cannot_be_disabled(tmp_path: Path) -> None:
+    refused = on_two_ranks("-o", tmp_path / "rows.json", "--p2p", "off")
+    assert refused.returncode != 0
+    assert "--p2p off disables a path of NCCL, and backend native has none: leave it out" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def rows_of(model: str, tp: int, peer: bool, rates: dict[str, float], batch: int) -> list[dict[str, Any]]:

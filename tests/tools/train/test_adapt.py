@@ -330,6 +330,7 @@ def test_compiled_pieces_lose_what_plain_ones_lose(tmp_path: Path, monkeypatch: 
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.slow  # resuming bit for bit is asserted above, in one process
 def test_a_killed_command_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     """SIGKILL once a state is there: --resume loses at most --save-every steps, and nothing of the result."""
     folder = checkpoints.save(tmp_path / "m", "llama")

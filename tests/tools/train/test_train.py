@@ -88,6 +88,7 @@ def test_documentation_is_parsed_in_order_and_never_run(documents: list[Document
     assert corpus.digest(again[1:]) != corpus.digest(documents)
 
 
+@pytest.mark.slow
 def test_this_pythons_own_library_is_a_corpus(own_library: list[Document]) -> None:
     """Thousands of texts, each once, about one in twenty held out; nothing of it is imported."""
     bodies = [document.renderings[0].split("\n", 1)[1] for document in own_library]
@@ -278,6 +279,7 @@ def test_the_command_trains_and_says_how_good_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_trains(tmp_path: Path) -> None:
     """Under mpirun, one tokenizer for both; from a state of two ranks one rank goes on."""
     (tmp_path / "text.txt").write_text("\n\n".join(f"The {noun} of the ladder. " * 90 for noun in NOUNS * 3))

@@ -120,7 +120,7 @@ print(torch.backends.cpu.get_cpu_capability(), torch.ops.mkldnn._is_mkldnn_bf16_
 """
 
 
-@pytest.mark.parametrize("tier", ["avx2", "generic"])
+@pytest.mark.parametrize("tier", ["avx2", pytest.param("generic", marks=pytest.mark.slow)])
 def test_torch_and_its_libraries_follow_even_when_it_is_imported_already(tier: Tier) -> None:
     """What a rank does, whose modules import torch before it knows its environment."""
     if tier not in TIERS[TIERS.index(own()) :]:

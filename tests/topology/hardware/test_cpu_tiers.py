@@ -33,8 +33,12 @@ def skip_unless_lower(tier: Tier) -> None:
         pytest.skip(f"{tier} is above this machine's tier, {own()}")
 
 
+LOWER = TIERS[TIERS.index(own()) + 1 :][:1]
+"""The next tier below this machine's; the others are in `make slow-test`."""
+
+
 @pytest.mark.parametrize(
-    "tier", [tier if tier in ("avx2", "generic") else pytest.param(tier, marks=pytest.mark.slow) for tier in TIERS]
+    "tier", [tier if tier in LOWER else pytest.param(tier, marks=pytest.mark.slow) for tier in TIERS]
 )
 def test_operators_and_oracle_hold_in_every_tier(tier: Tier) -> None:
     play(tier, PLAYED)
@@ -74,9 +78,8 @@ def play(tier: Tier, files: tuple[str, ...], *chosen: str) -> None:
     assert done.returncode == 0, f"in tier {tier}:\n{done.stdout[-20000:]}{done.stderr[-2000:]}"
 
 
-@pytest.mark.parametrize(
-    "tier", [tier if tier == "avx2" else pytest.param(tier, marks=pytest.mark.slow) for tier in TIERS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
 def test_a_bf16_llama_is_run_as_transformers_has_it(tier: Tier, tmp_path: Path) -> None:
     """`dtype: auto` from the shell: what the ranks compute is near. Half a unit at logits of a scale of ten
     is the tolerance of the oracle tests."""
