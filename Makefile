@@ -114,7 +114,7 @@ judges: env ## openai, litellm, guidellm, aiperf, vllm bench, LoadGen and lm-eva
 	@$(PY) tools/benchmarks/judges.py $(JUDGES)
 
 .PHONY: gpu-dry
-gpu-dry: ## The GPU path without a GPU, its figures as in docs/performance.md (WRITE=yes renews them; 7 GB in build/gpu-dry)
+gpu-dry: ## The GPU path without a GPU, its figures as in docs/gpu_dry.md (WRITE=yes renews them; 7 GB in build/gpu-dry)
 	@[ -x build/gpu-dry/bin/python ] || [ $$(df --output=avail -k . | tail -n 1) -gt 12000000 ] || { echo "gpu-dry: its environment needs 12 GB of disk while it is made"; exit 1; }
 	@$(MAKE) env ACCEL=cuda VENV=build/gpu-dry
 	@build/gpu-dry/bin/python tools/gpu_dry/gpu_dry.py $(if $(filter yes,$(WRITE)),--write)

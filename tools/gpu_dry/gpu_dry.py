@@ -1,7 +1,7 @@
 """`make gpu-dry`: the GPU path on a machine without a GPU, under ten minutes on two cores.
 
 Runs every case of cases.py in a process of its own (run_case.py), two at a time, compares the collectives of all ranks,
-runs the tests that need Triton or FlashInfer, and compares the figures with the table in docs/performance.md; --write
+runs the tests that need Triton or FlashInfer, and compares the figures with the table in docs/gpu_dry.md; --write
 renews it. `gpu_dry.py NAME…` runs these cases and their rows alone. Exits with 1 for a fault or a figure that is not in
 the table.
 """
@@ -28,7 +28,7 @@ from typing import Any
 from cases import CASES, RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs" / "performance.md"
+DOCS = ROOT / "docs" / "gpu_dry.md"
 BEGIN, END = "<!-- make gpu-dry writes this -->", "<!-- up to here -->"
 TESTS = (
     "tests/models/cuda",

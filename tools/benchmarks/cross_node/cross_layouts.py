@@ -3,7 +3,7 @@ of trained wirings against L/c, on two nodes that tests/cluster makes on this ma
 bfloat16 with dummy weights, measured by `laddertron bench`'s ranks in turns.
 
     python tools/benchmarks/cross_node/cross_layouts.py            three runs, a quarter of an hour; as root
-    python tools/benchmarks/cross_node/cross_layouts.py --write    and renews docs/performance.md, figure and data
+    python tools/benchmarks/cross_node/cross_layouts.py --write    and renews docs/layouts.md, figure and data
     python tools/benchmarks/cross_node/cross_layouts.py --report   the table of what was measured
 
 Each point of each run becomes a line of tools/benchmarks/results/cross_layouts.jsonl, from which an interrupted call
@@ -160,7 +160,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32, help="of each sequence")
     parser.add_argument("--nice", type=int, default=0, help="of all ranks: below 0 where the machine has other work")
     parser.add_argument("--report", action="store_true", help="no measuring")
-    parser.add_argument("--write", action="store_true", help="renew docs/performance.md, its figure and its data")
+    parser.add_argument("--write", action="store_true", help="renew docs/layouts.md, its figure and its data")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
@@ -183,7 +183,7 @@ def main() -> int:
     lines = report(found)
     print("\n".join(lines))
     if args.write:
-        page, pictures = DOCS / "performance.md", DOCS / "pictures"
+        page, pictures = DOCS / "layouts.md", DOCS / "pictures"
         page.write_text(renewed(page.read_text(), lines))
         (pictures / "layouts.json").write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
         (pictures / "layouts.svg").write_text(layouts_picture(found))

@@ -1,4 +1,4 @@
-"""The pictures of docs/performance.md as SVG, against L/c: speed-up of ladder over standard, tokens/s of layouts."""
+"""The pictures of docs/layouts.md as SVG, against L/c: speed-up of ladder over standard, tokens/s of layouts."""
 
 from __future__ import annotations
 
