@@ -27,7 +27,6 @@ HW_COUNTERS: Mapping[str, tuple[Any, ...]] = {
     "local_ack_timeout_err": ("infiniband_errors_total", 1, "ack_timeout"),
     "rnr_nak_retry_err": ("infiniband_errors_total", 1, "receiver_not_ready"),
 }
-PORT_ERRORS = tuple(error for _, _, *errors in (*PORT_COUNTERS.values(), *HW_COUNTERS.values()) for error in errors)
 
 Figures = dict[tuple[str, ...], float]
 """By the name of the figure and its labels."""

@@ -132,13 +132,6 @@ def read_groups(
         yield held
 
 
-def read_changes(folder: Path) -> Iterator[Change]:
-    """Every change of the latest generation, in order. Raises ExportError."""
-    if found := generations(folder):
-        for group in read_groups(found[max(found)]):
-            yield from group.changes
-
-
 def _report(damage: Damage, damaged: Callable[[Damage], None] | None) -> None:
     if damaged is None:
         raise ExportError(f"{damage} (the export is damaged)")

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.disk import DiskError, Files, NewFile, check_type, mount_of
-from laddertron.engine.daemon.store.frames import ExportError, generations, read_changes
+from laddertron.engine.daemon.store.frames import ExportError, generations, read_groups
 from laddertron.engine.daemon.store.open import open_store
 from laddertron.engine.daemon.store.rows import BatchRow, FileRow, Result
 from laddertron.engine.daemon.store.schema import MIGRATIONS, Rows, migrate
@@ -500,14 +500,15 @@ def test_a_torn_end_is_left_out_and_damage_in_the_middle_is_an_error(tmp_path: P
     last, middle = segments[-1], segments[-2]
     data = last.read_bytes()
     last.write_bytes(data[:-3])
-    found = [change[2]["number"] for change in read_changes(tmp_path / "export") if change[1] == "results"]
+    changes = [change for group in read_groups(segments) for change in group.changes]
+    found = [change[2]["number"] for change in changes if change[1] == "results"]
     assert found == [0, 1, 2, 3, 4]
     last.write_bytes(data)
     broken = bytearray(middle.read_bytes())
     broken[-10] ^= 1
     middle.write_bytes(broken)
     with pytest.raises(ExportError, match="damaged"):
-        list(read_changes(tmp_path / "export"))
+        list(read_groups(segments))
 
 
 def _make(path: Path, files: Files) -> None:
