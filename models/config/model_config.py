@@ -269,7 +269,9 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
         vocab_size=fields.integer("vocab_size"),
         max_position_embeddings=max_positions,
         norm_eps=fields.number("rms_norm_eps"),
-        rope=read_rope(fields, max_positions, head_dim, 0.5 if family == "glm4_moe" else 1.0),
+        rope=read_rope(
+            fields, max_positions, head_dim, 0.5 if family == "glm4_moe" else 1.0, 1e6 if family == "mixtral" else 1e4
+        ),
         wiring=wiring,
         dtype=_dtype(fields),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),

@@ -192,10 +192,12 @@ def _yarn(fields: ConfigFields, theta: float, original: int, max_positions: int)
     )
 
 
-def read_rope(config: ConfigFields, max_positions: int, head_dim: int = 0, partial: float = 1.0) -> Rope:
-    """From `rope_scaling` (with `rope_theta` beside it) or from transformers 5's `rope_parameters`. partial: the share
-    of `head_dim` that is rotated where nothing says so; of a family that rotates all of it, 1. Raises ValueError on a
-    kind, or a partial or per-layer rotation, that the model code does not compute."""
+def read_rope(
+    config: ConfigFields, max_positions: int, head_dim: int = 0, partial: float = 1.0, theta: float = 1e4
+) -> Rope:
+    """From `rope_scaling` (with `rope_theta` beside it) or from transformers 5's `rope_parameters`. partial, theta: the
+    family's defaults; partial is the share of `head_dim` that is rotated, 1 where a family rotates all of it. Raises
+    ValueError on a kind, or a partial or per-layer rotation, that the model code does not compute."""
     named = [key for key in ("rope_scaling", "rope_parameters") if key in config]
     fields = config.object(named[0]) if named else ConfigFields(config.where, {})
     nested = sorted(key for key, value in fields.data.items() if isinstance(value, dict))
@@ -212,7 +214,7 @@ def read_rope(config: ConfigFields, max_positions: int, head_dim: int = 0, parti
             raise holder.fail(f"partial_rotary_factor: {rotated} of {head_dim} dimensions must be an even number")
         if (kind := fields.string("rope_type", fields.string("type", "default"))) != "default":
             raise fields.fail(f"rope_type {kind!r} with a partial rotation is not computed here; default is")
-    theta = fields.number("rope_theta") if "rope_theta" in fields else config.number("rope_theta", 10000.0)
+    theta = fields.number("rope_theta") if "rope_theta" in fields else config.number("rope_theta", theta)
     kind = fields.string("rope_type", fields.string("type", "default"))
     holder = config if "original_max_position_embeddings" in config else fields
     match kind:

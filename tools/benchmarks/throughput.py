@@ -30,7 +30,7 @@ from laddertron.tools.demos.serving import batch_seconds, serving
 
 HERE = Path(__file__).resolve().parent
 CONFIG = """\
-model: {{path: {folder}/model, served_model_name: llama}}
+model: {{path: {folder}/llama, served_model_name: llama}}
 parallel: {{tensor_parallel_size: {tp}}}
 engine: {{device: cpu, max_num_seqs: {seats}, kv_cache_memory: 512MiB, enable_prefix_caching: false}}
 """
@@ -129,7 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="laddertron-throughput-") as name:
         folder = Path(name)
-        subprocess.run([sys.executable, str(HERE / "peers" / "model.py"), str(folder / "model")], check=True)
+        subprocess.run([sys.executable, str(HERE / "peers" / "model.py"), str(folder / "llama")], check=True)
         config = folder / "deploy.yaml"
         config.write_text(CONFIG.format(folder=folder, tp=args.tp, seats=args.seats))
         {"run": run_beside_pure, "daemon": daemon_beside_run}[args.what](config, folder, args)
