@@ -32,6 +32,7 @@ def on_two_ranks(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
+@pytest.mark.slow  # ranks of a sweep: test_bench.py
 def test_the_sweep_under_mpirun(tmp_path: Path) -> None:
     """Every wiring of a scaled model on two ranks; the picture; the file's other rows stay."""
     pytest.importorskip("matplotlib")
