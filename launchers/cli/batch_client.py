@@ -35,7 +35,7 @@ class BatchClient:
     def __init__(self, url: str, key: str | None = None, timeout: float = 60.0) -> None:
         parts = urlsplit(url.rstrip("/"))
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ApiError(f"{url!r} is no URL: such as http://127.0.0.1:8000/v1")
+            raise ApiError(f"{url!r} must be an http or https URL, such as http://127.0.0.1:8000/v1")
         self._url, self._key, self._timeout, self._parts = url, key, timeout, parts
 
     def upload(self, path: Path, sent: Callable[[int], None] = lambda size: None) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def _expand(part: str, whole: str) -> list[str]:
     found: list[str] = []
     for item in match[2].split(","):
         low, dash, high = item.partition("-")
-        if not low.isdecimal() or (dash and not high.isdecimal()) or int(high or low) - int(low) > MAX_HOSTS:
-            raise LaunchError(f"node list {whole!r}: {item!r} is no range such as 01-03")
+        if not low.isdecimal() or (dash and not high.isdecimal()) or not 0 <= int(high or low) - int(low) <= MAX_HOSTS:
+            raise LaunchError(f"node list {whole!r}: {item!r} must be a number or an ascending range, such as 01-03")
         for number in range(int(low), int(high or low) + 1):
             head, rest = part[: match.start()] + match[1] + str(number).zfill(len(low)), part[match.end() :]
             found.extend(head + tail for tail in (_expand(rest, whole) if rest else [""]))

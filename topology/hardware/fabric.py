@@ -210,8 +210,10 @@ class Fabric:
 
     def __post_init__(self) -> None:
         twice = [host for host, count in Counter(n.hostname for n in self.nodes).items() if count > 1]
-        if twice or not self.nodes:
-            raise ValueError(f"a fabric has at least one node and every host once, got {twice[0] if twice else '[]'}")
+        if twice:
+            raise ValueError(f"duplicate host {twice[0]!r} in the fabric: name each host once")
+        if not self.nodes:
+            raise ValueError("nodes=[]: a fabric has at least one node")
 
     @property
     def digest(self) -> str:

@@ -47,7 +47,7 @@ def test_slurm_node_lists(text: str, names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "n[1-", "n[a-b]", "n[1-2-3]", "n[1-999999999]", "n[]", "n1]", "a[1-9999]b[1-9999]"]
+    "text", ["", "n[1-", "n[a-b]", "n[1-2-3]", "m,n[3-1]", "n[1-999999999]", "n[]", "n1]", "a[1-9999]b[1-9999]"]
 )
 def test_broken_node_lists(text: str) -> None:
     """Refused, the huge ones before anything is built."""

@@ -101,7 +101,7 @@ def _set(*path: str | int, value: Any) -> Fault:
         (_set("nodes", 0, "numa", 0, "cores", value="0-x"), r"nodes\[0\].numa\[0\]: cores '0-x'"),
         (_set("nodes", 0, "numa", 0, "cores", value="0-99999999"), "numbers below 65536"),
         (_set("nodes", 0, "numa", 1, "cores", value="55-60"), "duplicate core 55"),
-        (_set("nodes", 0, "hostname", value="dgx-02"), "every host once, got dgx-02"),
+        (_set("nodes", 0, "hostname", value="dgx-02"), "duplicate host 'dgx-02' in the fabric: name each host once"),
         (_set("nodes", 0, "hostname", value=None), r"nodes\[0\].hostname: expected a string, got null"),
         (lambda d: d["nodes"][0].pop("numa"), r"nodes\[0\].numa: missing"),
         (
