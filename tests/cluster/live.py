@@ -1,8 +1,8 @@
 """A daemon with four ranks on two emulated nodes under a real Prometheus, and the ways to harm it.
 
 Everything is what users run, but for: the rules' durations (rule_scale.py), a tree of port counters in the place of
-/sys/class/infiniband, figures of GPUs as data from a second target, a disk whose fsync can be held up (slow_disk.c),
-and ranks that obey two faults (rank_faults/).
+/sys/class/infiniband, figures of GPUs as data from a second target, a disk whose fsync can be held up, a clock that can
+be moved (both host_faults.c), and ranks that obey two faults (rank_faults/).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Live:
 
     @contextlib.contextmanager
     def fault(self, name: str) -> Iterator[None]:
-        """The file that slow_disk.c and rank_faults look for, inside the block."""
+        """The file that host_faults.c and rank_faults look for, inside the block."""
         path = self.folder / "faults" / name
         path.touch()
         try:
@@ -187,9 +187,9 @@ def living(folder: Path) -> Iterator[Live]:
         mounted = cluster.run(0, ["mount", "-t", "tmpfs", "-o", "size=40g", "tmpfs", str(folder / "data")])
         assert mounted.returncode == 0, mounted.stderr
         _write_configs(cluster, folder, gpus.target)
-        library = folder / "slow_disk.so"
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "slow_disk.c", "-ldl"], check=True)
-        faults = {"LD_PRELOAD": str(library), "LADDERTRON_DISK": str(folder / "faults")}
+        library = folder / "host_faults.so"
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "host_faults.c", "-ldl"], check=True)
+        faults = {"LD_PRELOAD": str(library), "LADDERTRON_FAULTS": str(folder / "faults")}
         serve = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(folder / "deploy.yaml")]
         prometheus = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", "--web.listen-address=127.0.0.1:9090"]
         prometheus.append(f"--storage.tsdb.path={folder / 'tsdb'}")

@@ -236,6 +236,14 @@ def test_a_slow_store_and_a_broken_one(live: Live) -> None:
     live.quiet("LaddertronStoreReadOnly")
 
 
+def test_the_clock_jumps(live: Live) -> None:
+    """Two hours ahead, then back."""
+    live.quiet("LaddertronClockJump")
+    with live.fault("clock"):
+        live.fires("LaddertronClockJump", seconds=120.0)
+    live.quiet("LaddertronClockJump")
+
+
 def test_the_daemon_is_killed(live: Live) -> None:
     """SIGKILL: nothing answers the scrape. By then every alert there is has fired, and every panel had a series."""
     live.quiet("LaddertronDaemonDown")

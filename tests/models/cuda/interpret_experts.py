@@ -123,7 +123,8 @@ def in_pieces() -> bool:
     x, weight = normal(50, 16), torch.rand(50, 2, generator=DICE)
     want = GroupedExperts(gate_up, down, 2)(x, chosen, weight)
     with patch("laddertron.models.cuda.experts.expert_rows", lambda *_: 16):
-        return torch.allclose(want, GroupedExperts(gate_up, down, 2)(x, chosen, weight), atol=1e-6)
+        got = GroupedExperts(gate_up, down, 2)(x, chosen, weight)
+    return bool((got - want).abs().max() < 1e-6 * want.abs().max())  # another order of summation
 
 
 def latents() -> dict[str, float]:
