@@ -71,21 +71,8 @@ def connect(
             pipeline.boundary = SocketBoundary(pipeline, lines, gathers, rank, layout.size, ledger, link)
         if options.emulation is not None:
             all_reduce = emulate(all_reduce, options.emulation, ledger, on_gpu=backend == "nccl")
-        if options.node_group and backend == "nccl":
-            from .comm.nccl import nccl_collective
-
-            inside = groups.subgroups.get("intra")
-            node_reduce = Alone()
-            if inside is not None:
-                node_reduce = nccl_collective(inside, ledger, "node", options.deterministic)
-        elif options.node_group:
-            inner, node_reduce = _join_node(bootstrap, layout, options, backend), Alone()
-            if inner is not None:
-                node = inner
-                closers.insert(0, node.close)
-                limits.append(node.set_timeout)
-                ledger.add_source(lambda: node.entries(lambda _: "node"), node.records, node.place)
-                node_reduce = transport.NativeCollective(node, _inside(options))
+        if options.node_group:
+            node_reduce = _node_collective(bootstrap, layout, options, backend, groups, ledger, closers, limits)
         if not options.overlap:
             all_reduce = Blocking(all_reduce)
             node_reduce = node_reduce and Blocking(node_reduce)
@@ -103,6 +90,31 @@ def connect(
     return Communicator(
         rank, layout, backend, all_reduce, gathers, plans, ledger, groups, closers, set_timeouts, pipeline, node_reduce
     )
+
+
+def _node_collective(
+    bootstrap: Bootstrap,
+    layout: GroupLayout,
+    options: CommOptions,
+    backend: str,
+    groups: TorchGroups,
+    ledger: Ledger,
+    closers: list[Callable[[], None]],
+    limits: list[Callable[[float], None]],
+) -> Collective:
+    """The all-reduce of the group's ranks on this node; adds to closers and limits what it needs of them."""
+    if backend == "nccl":
+        from .comm.nccl import nccl_collective
+
+        inside = groups.subgroups.get("intra")
+        return Alone() if inside is None else nccl_collective(inside, ledger, "node", options.deterministic)
+    node = _join_node(bootstrap, layout, options, backend)
+    if node is None:
+        return Alone()
+    closers.insert(0, node.close)
+    limits.append(node.set_timeout)
+    ledger.add_source(lambda: node.entries(lambda _: "node"), node.records, node.place)
+    return transport.NativeCollective(node, _inside(options))
 
 
 def _join_node(

@@ -223,6 +223,19 @@ def lead(engine: Engine, channel: Channel, status: Status) -> None:
             snapshot_due = time.monotonic() + SNAPSHOT_S
 
 
+def _loading(say: Callable[[messages.StateMessage], None]) -> Callable[[int, int], None]:
+    """Reports bytes loaded of all, at most twice a second."""
+    begun, last_said = time.monotonic(), 0.0
+
+    def loaded(done: int, total: int) -> None:
+        nonlocal last_said
+        if done == total or time.monotonic() - last_said > 0.5:
+            last_said = time.monotonic()
+            say(messages.Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_said - begun)))
+
+    return loaded
+
+
 def run_rank(
     deployment: Deployment,
     identity: Identity,
@@ -264,16 +277,13 @@ def run_rank(
             if found is None:
                 return
             weights_file = found
-        begun, last_said = time.monotonic(), 0.0
-
-        def loaded(done: int, total: int) -> None:
-            nonlocal last_said
-            if done == total or time.monotonic() - last_said > 0.5:
-                last_said = time.monotonic()
-                say(messages.Loading(0.1 + 0.9 * done / max(total, 1), loading_words(done, total, last_said - begun)))
-
         built = build(
-            deployment, communicator, device, loaded, lambda doing: say(messages.Loading(1.0, doing)), weights_file
+            deployment,
+            communicator,
+            device,
+            _loading(say),
+            lambda doing: say(messages.Loading(1.0, doing)),
+            weights_file,
         )
         if reports_for_all:
             status.computes_with = tuple(
