@@ -195,9 +195,9 @@ def _yarn(fields: ConfigFields, theta: float, original: int, max_positions: int)
 def read_rope(
     config: ConfigFields, max_positions: int, head_dim: int = 0, partial: float = 1.0, theta: float = 1e4
 ) -> Rope:
-    """From `rope_scaling` (with `rope_theta` beside it) or from transformers 5's `rope_parameters`. partial, theta: the
-    family's defaults; partial is the share of `head_dim` that is rotated, 1 where a family rotates all of it. Raises
-    ValueError on a kind, or a partial or per-layer rotation, that the model code does not compute."""
+    """From `rope_scaling` (and a top-level `rope_theta`) or from transformers 5's `rope_parameters`. partial, theta:
+    the family's defaults; partial is the share of `head_dim` that is rotated, 1 where a family rotates all of it.
+    Raises ValueError on a kind, or a partial or per-layer rotation, that the model code does not compute."""
     named = [key for key in ("rope_scaling", "rope_parameters") if key in config]
     fields = config.object(named[0]) if named else ConfigFields(config.where, {})
     nested = sorted(key for key, value in fields.data.items() if isinstance(value, dict))

@@ -1,8 +1,8 @@
 """A daemon with four ranks on two emulated nodes under a real Prometheus, and the ways to harm it.
 
 Everything is what users run, but for: the rules' durations (rule_scale.py), a tree of port counters in the place of
-/sys/class/infiniband, figures of GPUs as data from a second target, a disk whose fsync can be held up, a clock that can
-be moved (both host_faults.c), and ranks that obey two faults (rank_faults/).
+/sys/class/infiniband, figures of GPUs as data from a second target, a disk whose fsync can be held up (slow_disk.c),
+a wall clock that can be set (world.c), and ranks that obey two faults (rank_faults/).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from laddertron.launchers.cli.batch_client import BatchClient
 from laddertron.tools.demos.serving import ROOT, ask, wait_until, write_lines
 from monitoring_queries import panel_queries
 from rule_scale import scaled
+from world import World
 
 from cluster.launching import ranks_on
 from cluster.live_parts import MONITORING, Gpus, Ports, poisoned_model, query
@@ -52,8 +53,9 @@ def send_batch(daemon: str, lines: int, window: str = "24h", **more: Any) -> str
 class Live:
     """What a test asks and harms. `seen`: panels' expressions that have found a series; `fired`: alerts that fired."""
 
-    def __init__(self, cluster: Cluster, folder: Path, ports: Ports, gpus: Gpus, daemon: Any) -> None:
-        self.cluster, self.folder, self.ports, self.gpus, self.daemon = cluster, folder, ports, gpus, daemon
+    def __init__(self, cluster: Cluster, folder: Path, ports: Ports, gpus: Gpus, world: World, daemon: Any) -> None:
+        self.cluster, self.folder, self.ports, self.gpus = cluster, folder, ports, gpus
+        self.world, self.daemon = world, daemon
         self.seen: set[str] = set()
         self.fired: dict[str, float] = {}
 
@@ -119,7 +121,7 @@ class Live:
 
     @contextlib.contextmanager
     def fault(self, name: str) -> Iterator[None]:
-        """The file that host_faults.c and rank_faults look for, inside the block."""
+        """The file that slow_disk.c and rank_faults look for, inside the block."""
         path = self.folder / "faults" / name
         path.touch()
         try:
@@ -187,15 +189,17 @@ def living(folder: Path) -> Iterator[Live]:
         mounted = cluster.run(0, ["mount", "-t", "tmpfs", "-o", "size=40g", "tmpfs", str(folder / "data")])
         assert mounted.returncode == 0, mounted.stderr
         _write_configs(cluster, folder, gpus.target)
-        library = folder / "host_faults.so"
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "host_faults.c", "-ldl"], check=True)
-        faults = {"LD_PRELOAD": str(library), "LADDERTRON_FAULTS": str(folder / "faults")}
+        library = folder / "slow_disk.so"
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, HERE / "slow_disk.c", "-ldl"], check=True)
+        world = World(folder)
+        faults = world.environment | {"LADDERTRON_DISK": str(folder / "faults")}
+        faults["LD_PRELOAD"] += f":{library}"
         serve = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(folder / "deploy.yaml")]
         prometheus = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", "--web.listen-address=127.0.0.1:9090"]
         prometheus.append(f"--storage.tsdb.path={folder / 'tsdb'}")
         with (folder / "daemon.log").open("w") as log:
             daemon = cluster.start(0, serve, {**QUIET, **faults}, stdout=log, stderr=log)
-        live = Live(cluster, folder, ports, gpus, daemon)
+        live = Live(cluster, folder, ports, gpus, world, daemon)
         with _words(folder):
             wait_until("the daemon", lambda: ask(f"{DAEMON}/ready"), 120, daemon)
             with (folder / "prometheus.log").open("w") as log:

@@ -17,8 +17,6 @@ import random
 import shutil
 import socket
 import sqlite3
-import struct
-import subprocess
 import threading
 import time
 from collections import Counter
@@ -29,6 +27,7 @@ from typing import TypeVar
 
 import pytest
 from laddertron.launchers.cli.batch_client import ApiError
+from world import World
 
 from faults.night import Night, line, until
 from faults.test_kill_points import answers
@@ -50,31 +49,6 @@ SETS = (
     "daemon.limits.header_timeout=2s",
     "daemon.limits.body_timeout=2s",
 )
-
-
-class World:
-    """The daemon's wall clock and disk (world.c)."""
-
-    def __init__(self, folder: Path) -> None:
-        library = folder / "world.so"
-        source = Path(__file__).with_name("world.c")
-        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, source, "-ldl"], check=True)
-        self._file = folder / "world"
-        self._offset, self._full = 0, False
-        self._write()
-        self.environment = {"LD_PRELOAD": str(library), "SOAK_WORLD": str(self._file)}
-
-    def _write(self) -> None:
-        with self._file.open("r+b" if self._file.exists() else "w+b") as file:
-            file.write(struct.pack("<qq", self._offset, self._full))
-
-    def step_clock(self, seconds: int) -> None:
-        self._offset += seconds
-        self._write()
-
-    def disk(self, full: bool) -> None:
-        self._full = full
-        self._write()
 
 
 class Clients:
@@ -322,8 +296,9 @@ def test_soak(tmp_path: Path) -> None:
         finally:
             clients.close()
         until("every batch's end", ended, 240.0, 0.5)
-        batches = dict.fromkeys(batches, False)
+        batches, counted = dict.fromkeys(batches, False), did.copy()
         until("all of them once more", ended, 240.0, 0.5)
+        did = counted
         night.ready()
         at_rest = 64 + descriptors_of_ranks(night)
         until("descriptors as at rest", lambda: descriptors(night.process.pid) <= at_rest, 60.0, 0.5)

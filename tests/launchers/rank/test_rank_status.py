@@ -23,7 +23,7 @@ from laddertron.launchers.control.messages import Cancel, Command, Shutdown, fro
 from laddertron.launchers.rank.rank import lead
 from laddertron.launchers.rank.rank_status import HealthWatch, Status, collective_rows, make_look, run_delay_s
 from laddertron.topology.comm.ledger import Entry, Ledger
-from laddertron.topology.hardware.health import Figures, gpu_figures, port_counters
+from laddertron.topology.hardware.health import PORT_COUNTERS, Figures, gpu_figures, port_counters
 from laddertron.topology.hardware.sysfs import Sysfs
 from laddertron.topology.transport.transport import STRATEGIES
 from rank_pool import Rank
@@ -270,6 +270,7 @@ def test_port_counters_in_bytes_and_by_error(port: Path, tmp_path: Path) -> None
     assert found["infiniband_errors_total", "out_of_sequence", "mlx5_0", "1"] == 7.0
     assert found["infiniband_port_up", "mlx5_0", "1"] == 1.0
     assert ("infiniband_errors_total", "receive", "mlx5_0", "1") not in found
+    assert ("infiniband_errors_total", 1, "receive") in PORT_COUNTERS.values()
     (port / "state").write_text("1: DOWN\n")
     assert port_counters(Sysfs(tmp_path))["infiniband_port_up", "mlx5_0", "1"] == 0.0
     assert port_counters(Sysfs(tmp_path / "nowhere")) == {}

@@ -25,7 +25,7 @@ BIN = Path(sys.executable).parent
 def on_two_ranks(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """A sweep of a scaled 8B under mpirun."""
     if not (BIN / "mpirun").exists():
-        pytest.skip("no mpirun beside this Python")
+        pytest.skip("no mpirun next to this Python")
     paper = ["bench", "paper", "--model", "8b", "--scale", "64", "--set", "engine.device=cpu"]
     command = [BIN / "mpirun", "--oversubscribe", "-np", "2", BIN / "laddertron", *paper, *words]
     env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "NO_COLOR": "1"}

@@ -1,4 +1,4 @@
-/* Another clock and another disk for one process and its children: preloaded. The file SOAK_WORLD holds two 64-bit
+/* Another clock and another disk for one process and its children: preloaded. The file LADDERTRON_WORLD holds two 64-bit
  * integers, read at each call: seconds that the wall clock is off, and whether fsync finds the disk full. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,7 +14,7 @@
 static const volatile int64_t *world(void) {
     static const volatile int64_t *found;
     if (!found) {
-        int file = open(getenv("SOAK_WORLD"), O_RDONLY | O_CLOEXEC);
+        int file = open(getenv("LADDERTRON_WORLD"), O_RDONLY | O_CLOEXEC);
         void *at = file < 0 ? MAP_FAILED : mmap(NULL, 16, PROT_READ, MAP_SHARED, file, 0);
         if (at == MAP_FAILED) abort();
         close(file);
