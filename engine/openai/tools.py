@@ -40,6 +40,7 @@ class ToolChoice(StrictModel):
 
 _CHOICE: TypeAdapter[ToolChoice] = TypeAdapter(ToolChoice)
 _WORDS = ("none", "auto", "required")
+_DEFINITIONS = ("#/$defs/", "#/definitions/")
 
 
 def _choice(value: Any) -> tuple[Choice, str]:
@@ -85,11 +86,13 @@ def tools_of(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
-    """The schema of one or more calls. Definitions that parameters refer to move to the top, where they look."""
+    """The schema of one or more calls. Definitions that parameters refer to move to the top, where they look; other
+    references are led to where the parameters stand now."""
     shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     calls = []
-    for tool in tools:
-        parameters = dict(tool.function.parameters or {"type": "object"})
+    for number, tool in enumerate(tools):
+        here = f"#/items/anyOf/{number}/properties/parameters"
+        parameters = dict(_moved(tool.function.parameters or {"type": "object"}, here))
         for where, known in shared.items():
             own = parameters.pop(where, None) or {}
             if not isinstance(own, dict):
@@ -108,3 +111,16 @@ def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
         "items": {"anyOf": calls},
         **{where: known for where, known in shared.items() if known},
     }
+
+
+def _moved(node: Any, here: str) -> Any:
+    """A schema whose references to its own root, "#" and "#/…" but for definitions, lead to `here`."""
+    if isinstance(node, list):
+        return [_moved(item, here) for item in node]
+    if not isinstance(node, dict):
+        return node
+    moved = {key: _moved(item, here) for key, item in node.items()}
+    to = node.get("$ref")
+    if isinstance(to, str) and (to == "#" or to.startswith("#/")) and not to.startswith(_DEFINITIONS):
+        moved["$ref"] = here + to[1:]
+    return moved

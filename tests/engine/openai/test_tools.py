@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +115,16 @@ def test_a_long_call_costs_what_its_length_does() -> None:
     assert message_of(found)["tool_calls"][0]["function"]["name"] == "now"
 
 
-@pytest.mark.skipif(not grammar.available, reason="no llguidance")
-def test_a_required_call_is_grammatical_by_force(tmp_path: Path) -> None:
-    """What the grammars take and refuse, by the library itself."""
+@pytest.fixture
+def takes(tmp_path: Path) -> Callable[[str | None, str], bool]:
+    """Whether a grammar takes a whole text, by the library itself."""
+    if not grammar.available:
+        pytest.skip("no llguidance")
     write_folder(tmp_path)
     text = TextModel.from_folder(tmp_path)
     slots = grammar.GrammarSlots(tmp_path, text.vocab_size, (1,))
 
-    def takes(spec: str | None, said: str) -> bool:
+    def whole(spec: str | None, said: str) -> bool:
         assert spec is not None
         grammar.validate(spec)
         slots.admit(0, spec, ())
@@ -132,6 +134,11 @@ def test_a_required_call_is_grammatical_by_force(tmp_path: Path) -> None:
             slots.state(0).advance(token)
         return True
 
+    return whole
+
+
+def test_a_required_call_is_grammatical_by_force(takes: Callable[[str | None, str], bool]) -> None:
+    """What the grammars take and refuse."""
     required = chat(tools=TOOLS, tool_choice="required").params.grammar
     one = chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).params.grammar
     named = chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}}).params.grammar
@@ -145,6 +152,28 @@ def test_a_required_call_is_grammatical_by_force(tmp_path: Path) -> None:
         ('{"city": "much too long"}', False, False, False),
     ):
         assert (takes(required, said), takes(one, said), takes(named, said)) == (by_required, by_one, by_named), said
+
+
+NODE = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "w": {"$ref": "#/properties/v"}, "next": {"$ref": "#"}},
+    "required": ["v"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_arguments_may_refer_to_their_own_schema(takes: Callable[[str | None, str], bool], tool_choice: Any) -> None:
+    """# is the schema of the arguments, also where that stands within the schema of an array of calls."""
+    tools = [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": NODE}}]
+    spec = chat(tools=tools, tool_choice=tool_choice).params.grammar
+    for arguments, fits in (
+        ('{"v": 1, "w": 2, "next": {"v": 3}}', True),
+        ('{"v": 1, "next": {"w": 3}}', False),
+        ('{"v": 1, "w": "2"}', False),
+        (f'{{"v": 1, "next": [{llama("now", "{}")}]}}', False),
+    ):
+        assert takes(spec, f"[{llama('f', arguments)}]" if tool_choice == "required" else arguments) == fits, arguments
 
 
 @pytest.mark.parametrize(
