@@ -28,6 +28,8 @@ _ALL_ONES = {
 }
 """An element as an integer (array's code), all but its sign, and the least of those that are NaN or infinite."""
 SAMPLE = 256
+COMPARED = 1 << 20
+"""Bytes that are compared at once."""
 MAX_HEADER_BYTES = 16 << 20
 """A tenth of a million tensors in one file; the format itself would allow 100 MB, which takes a gigabyte to parse."""
 MAX_INDEX_BYTES = 64 << 20
@@ -153,6 +155,22 @@ def check_finite(tensors: Iterable[StoredTensor]) -> None:
                             f"{file}: tensor {shown(tensor.name)} has a value that is NaN or infinite: fetch the file "
                             "again"
                         )
+
+
+def same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors are the same, byte by byte."""
+    left = one.end - one.begin
+    if (one.dtype, left) != (other.dtype, other.end - other.begin):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.begin)
+        second.seek(other.begin)
+        while left > 0:
+            part = first.read(min(left, COMPARED))
+            if not part or part != second.read(len(part)):
+                return False
+            left -= len(part)
+    return True
 
 
 def _index_files(folder: Path, index: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..config.model_config import ModelConfig
 from ..config.quantisation import Quantisation, read_quantisation
 from ..stages import RankShard
-from .checkpoint import HARMLESS, ITEMSIZES, CheckpointError, StoredTensor, read_folder, shown
+from .checkpoint import HARMLESS, ITEMSIZES, CheckpointError, StoredTensor, read_folder, same_values, shown
 from .manifest import weights_digest
 from .quantised import (
     CALIBRATION,
@@ -32,6 +32,7 @@ from .slices import (
     EXPERTS,
     PRODUCTS,
     Fill,
+    embedding_of,
     expected_shapes,
     expert_columns,
     fused_experts,
@@ -173,6 +174,8 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
             raise CheckpointError(f"{stored.file}: tensor {name} is stored as {stored.dtype}; readable are {READABLE}")
         if len(shape) > 2:  # of lanes: rows are counted over all of them
             tensors[name] = replace(stored, shape=(prod(shape[:-1]), shape[-1]))
+    if config.tied_embeddings:
+        _check_tied(tensors, head_of(config), embedding_of(config))
     idle = _idle(config)
     known = scales | ({head_of(config)} if config.tied_embeddings else set())
     for name, stored in tensors.items():
@@ -184,6 +187,15 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
                 f"({config.family}, {config.num_layers} layers): wrong config.json, or an architecture not supported"
             )
     return tensors
+
+
+def _check_tied(tensors: dict[str, StoredTensor], head: str, embedding: str) -> None:
+    """A head beside the embedding that it is said to be must be a copy: transformers computes with another one."""
+    if head in tensors and not same_values(tensors[head], tensors[embedding]):
+        raise CheckpointError(
+            f"{tensors[head].file}: tensor {head} is not {embedding}, which tie_word_embeddings in config.json says it "
+            "is: set that to false, or remove the tensor"
+        )
 
 
 def _idle(config: ModelConfig) -> tuple[str, ...]:

@@ -245,6 +245,7 @@ _ENDS: dict[Layout, tuple[str, str, str]] = {
     "dolomite": ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight"),
 }
 """The embedding, the final norm and the head."""
+_LANE_EMBEDDING = "model.tok_embeddings.weight"
 PRODUCTS, EXPERTS = ("qkv", "o", "gate_up", "down"), ("experts.gate_up", "experts.down")
 """What may stay quantised of a layer."""
 
@@ -378,6 +379,11 @@ def head_of(config: ModelConfig) -> str:
     return _ENDS[config.layout][2]
 
 
+def embedding_of(config: ModelConfig) -> str:
+    """The embedding's tensor."""
+    return _LANE_EMBEDDING if config.lanes is not None else _ENDS[config.layout][0]
+
+
 def _lane_fills(shard: RankShard, lanes: Lanes, replicate_embedding: bool) -> list[Fill]:
     """A stored tensor has a matrix for each lane, [L, out, in]: read as [L * out, in]. A parameter has those of this
     rank's lanes, one behind the other; of fused products, lane by lane."""
@@ -391,9 +397,9 @@ def _lane_fills(shard: RankShard, lanes: Lanes, replicate_embedding: bool) -> li
         fills.append(one)
 
     if shard.embeds and replicate_embedding:
-        fills.append(Fill("embedding.weight", 0, config.vocab_size, "model.tok_embeddings.weight"))
+        fills.append(Fill("embedding.weight", 0, config.vocab_size, _LANE_EMBEDDING))
     elif shard.embeds:
-        fills.extend(_vocabulary("embedding.weight", "model.tok_embeddings.weight", shard.embedded, config.vocab_size))
+        fills.extend(_vocabulary("embedding.weight", _LANE_EMBEDDING, shard.embedded, config.vocab_size))
     for layer in range(config.num_layers):
         here, there = (
             f"layers.{layer}.",
@@ -414,7 +420,7 @@ def _lane_fills(shard: RankShard, lanes: Lanes, replicate_embedding: bool) -> li
     if shard.samples:
         norm("norm.weight", "model.norm", lanes.norm_each and not lanes.sum_first)
     if shard.has_head(replicate_embedding):
-        head = "model.tok_embeddings.weight" if config.tied_embeddings else head_of(config)
+        head = _LANE_EMBEDDING if config.tied_embeddings else head_of(config)
         fills.extend(_vocabulary("head.weight", head, shard.vocab, config.vocab_size))
     return fills
 
@@ -422,7 +428,7 @@ def _lane_fills(shard: RankShard, lanes: Lanes, replicate_embedding: bool) -> li
 def _lane_shapes(config: ModelConfig, lanes: Lanes) -> dict[str, tuple[int, ...]]:
     d, dim, count = config.hidden_size, config.head_dim, lanes.count
     q, kv, f = (size // count for size in (config.num_heads * dim, config.num_kv_heads * dim, config.ffn_size))
-    shapes: dict[str, tuple[int, ...]] = {"model.tok_embeddings.weight": (config.vocab_size, d)}
+    shapes: dict[str, tuple[int, ...]] = {_LANE_EMBEDDING: (config.vocab_size, d)}
 
     def norm(name: str, each: bool) -> None:
         shapes[f"{name}.{'scale' if each else 'weight'}"] = (count, d) if each else (d,)

@@ -112,7 +112,8 @@ def test_missing_misshapen_extra_and_mistyped_tensors_are_named(folder: Path) ->
         ({"num_hidden_layers": 2}, ("model.layers.2.", "belongs to nothing")),
         ({"hidden_size": 128, "head_dim": 8}, ("model.embed_tokens.weight", "shape (323, 64)", "(323, 128)")),
         ({"num_key_value_heads": 8}, ("k_proj", "shape (32, 64)", "(64, 64)")),
-        ({"tie_word_embeddings": True, "attention_bias": False}, ("bias", "belongs to nothing")),
+        ({"attention_bias": False}, ("bias", "belongs to nothing")),
+        ({"tie_word_embeddings": True}, ("lm_head.weight is not model.embed_tokens.weight", "set that to false")),
         ({"vocab_size": 324}, ("embed_tokens", "(323, 64)", "(324, 64)")),
     ],
 )
@@ -121,6 +122,20 @@ def test_another_models_config_is_refused_by_the_first_tensor_that_differs(
 ) -> None:
     checkpoints.edit_config(folder, **changes)
     refused(folder, *words)
+
+
+def test_a_copy_of_a_tied_head_may_stand_beside_the_embedding(folder: Path) -> None:
+    """Some checkpoints hold one; transformers computes with a head that is no copy."""
+    checkpoints.edit_config(folder, tie_word_embeddings=True)
+    file, embedding = first_shard(folder, "lm_head.weight"), "model.embed_tokens.weight"
+    table = load_file(folder / first_shard(folder, embedding))[embedding]
+    edit(folder, file, lambda t: t.update({"lm_head.weight": table.clone()}))
+    open_checkpoint(folder, from_folder(folder))
+    table[-1, -1] += 1
+    edit(folder, file, lambda t: t.update({"lm_head.weight": table.clone()}))
+    refused(folder, file, "lm_head.weight is not")
+    edit(folder, file, lambda t: t.update({"lm_head.weight": table[:-1].clone()}))
+    refused(folder, file, "lm_head.weight is not")
 
 
 def marked(word: str) -> list[int]:
