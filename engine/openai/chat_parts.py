@@ -17,6 +17,7 @@ Part = dict[str, Any]
 _THINK, _THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 _PYTHON = "<|python_tag|>"
+_BLANK = " \n\t\r"  # JSON's white space
 
 
 class _Braces:
@@ -132,7 +133,7 @@ class ChatParts:
         return call
 
     def _objects(self, last: bool) -> Part | None:
-        text = self._held.lstrip(" \n\t;,[]" if self.calls or self._form == "array" else " \n\t")
+        text = self._held.lstrip(_BLANK + ";,[]" if self.calls or self._form == "array" else _BLANK)
         if self._form == "llama" and not self.calls:
             text = text.removeprefix(_PYTHON)
             if _PYTHON.startswith(text) and not last:
@@ -170,7 +171,8 @@ class ChatParts:
     def _call(self, raw: str) -> Part | None:
         try:
             value = json.loads(raw)
-            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text to send
+            # no text to send: a lone surrogate, NaN or an infinity (which 1e999 is)
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError):
             return None
         name = value.get("name") if isinstance(value, dict) else None
