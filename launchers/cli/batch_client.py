@@ -117,6 +117,8 @@ class BatchClient:
                 while chunk := response.read(_CHUNK):
                     file.write(chunk)
                     size += len(chunk)
+                if response.length:  # which http.client leaves to its callers
+                    raise http.client.IncompleteRead(b"", response.length)
             if not replace and path.exists():
                 raise FileExistsError(f"{path} has been written meanwhile")
             temporary.rename(path)

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -274,6 +275,25 @@ def test_a_waiting_client_says_that_the_daemon_is_away_and_how_to_come_back(
     said = capsys.readouterr().err
     assert f"laddertron batch --url {url} wait batch_1 -o a.jsonl" in said
     assert said.count("asking again") == 1, "a pipe, which has no bar, is told once"
+
+
+def test_a_download_that_ends_early_leaves_no_file(tmp_path: Path) -> None:
+    """A daemon that is killed closes the connection as if all had been sent."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n{}\n")
+
+        killed = threading.Thread(target=answer)
+        killed.start()
+        client = BatchClient(f"http://127.0.0.1:{server.getsockname()[1]}/v1")
+        with pytest.raises(ApiError, match="broke off"):
+            client.download("file-1", tmp_path / "a.jsonl")
+        killed.join()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_pace_of_a_watched_batch() -> None:
