@@ -7,11 +7,12 @@ it for its slot, masks its shard and advances it with each drawn id. Without the
 from __future__ import annotations
 
 import json
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,10 @@ available = llguidance is not None
 MAX_SPEC = 1 << 19
 """Characters of a grammar; the plan that admits a request carries it to every rank."""
 MAX_PROTOTYPES = 64
+COMPILE_SECONDS, _HELD_SECONDS = 0.5, 4.0
+"""Processor time that one grammar may take to compile, which holds up a step of every request, and all prototypes that
+are held, since what costs time costs memory. A prime `multipleOf` of a million takes 5 s and 300 MB, and none of the
+library's fuel."""
 _TRIAL_IDS, _STRIDE = 16, 7919  # a prime: ids from all over what is allowed
 MAX_WHITESPACE = 32
 """Characters of white space in a row, where nothing else may be repeated: small models like to go on with blanks for
@@ -151,6 +156,13 @@ class GrammarState:
         return _brief(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
+class _Prototype(NamedTuple):
+    """A grammar's matcher at its beginning, and the seconds that it took to make."""
+
+    matcher: Any
+    seconds: float
+
+
 class Grammars:
     """Structured output, by slot; those that keep nothing of a slot have a `state` alone."""
 
@@ -207,7 +219,7 @@ class GrammarSlots(Grammars):
         self._tokenizer = _library().LLTokenizer(str(tokenizer_folder / "tokenizer.json"), **options)
         self._blanks = _Blanks(self._tokenizer, max_whitespace)
         self._slots: dict[int, GrammarState] = {}
-        self._prototypes: OrderedDict[str, Any] = OrderedDict()
+        self._prototypes: OrderedDict[str, _Prototype] = OrderedDict()
 
     def check(self, spec: str) -> None:
         """For the door: `validate`, then a walk of _TRIAL_IDS ids into the grammar, which finds those that allow no
@@ -218,6 +230,9 @@ class GrammarSlots(Grammars):
         everything, at = range(self._tokenizer.vocab_size), -1
         try:
             self.admit(at, spec, ())
+            if (seconds := self._prototypes[spec].seconds) > COMPILE_SECONDS:
+                why = f"it takes {seconds:.1f} s to compile, at most {COMPILE_SECONDS:g} s are allowed"
+                raise ValueError(f"the grammar cannot be used: {why} (is a multipleOf large?)")
             for step in range(_TRIAL_IDS):
                 state = self._slots[at]
                 ids = np.flatnonzero(state.allowed(everything))
@@ -236,15 +251,19 @@ class GrammarSlots(Grammars):
             self.release(at)
 
     def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
-        prototype = self._prototypes.pop(spec, None)
-        if prototype is None:
-            prototype = _library().LLMatcher(self._tokenizer, self._options(spec), log_level=0, limits=_limits())
+        prototype = self._prototypes.pop(spec, None) or self._compiled(spec)
         self._prototypes[spec] = prototype
-        if len(self._prototypes) > MAX_PROTOTYPES:
-            self._prototypes.popitem(last=False)
-        state = self._slots[slot] = GrammarState(prototype.deep_copy(), self._blanks)
+        held = sum(each.seconds for each in self._prototypes.values())
+        while len(self._prototypes) > MAX_PROTOTYPES or (held > _HELD_SECONDS and len(self._prototypes) > 1):
+            held -= self._prototypes.popitem(last=False)[1].seconds
+        state = self._slots[slot] = GrammarState(prototype.matcher.deep_copy(), self._blanks)
         for token in output:
             state.advance(token)
+
+    def _compiled(self, spec: str) -> _Prototype:
+        began = time.thread_time()
+        matcher = _library().LLMatcher(self._tokenizer, self._options(spec), log_level=0, limits=_limits())
+        return _Prototype(matcher, time.thread_time() - began)
 
     def _options(self, spec: str) -> str:
         try:

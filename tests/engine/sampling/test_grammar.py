@@ -367,6 +367,30 @@ def test_a_grammar_that_would_fail_at_work_is_refused_at_the_door(folder: Path, 
     assert cheapest(check, 1) < 2.0
 
 
+def test_a_grammar_that_takes_long_to_compile_is_refused_and_few_are_held(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library counts no fuel for it, and a step of all requests would wait. Half a gigabyte for each of 64 would be
+    held."""
+    slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
+    with pytest.raises(ValueError, match=r"takes .* s to compile, at most 0.5 s are allowed \(is a multipleOf large"):
+        slots.check(spec(json={"type": "integer", "multipleOf": 500_009}))
+    compiled: list[str] = []
+
+    def seconds_each(spec: str) -> grammar._Prototype:
+        compiled.append(spec)
+        return grammar._Prototype(grammar._library().LLMatcher(slots._tokenizer, spec), 0.4)
+
+    monkeypatch.setattr(slots, "_compiled", seconds_each)
+    words = [spec(choice=[f"word {i}"]) for i in range(12)]
+    for word in words:
+        slots.admit(0, word, ())
+    slots.admit(0, words[-5], ())
+    assert compiled == words, "the latest are held"
+    slots.admit(0, words[0], ())
+    assert compiled[-1] == words[0], "the first made room"
+
+
 def test_the_door_lets_good_grammars_pass_and_knows_them_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
     good = [
