@@ -11,11 +11,12 @@ from typing import Literal, Protocol
 
 from tokenizers import Tokenizer
 
-Kind = Literal["bytes", "fallback", "window"]
+Kind = Literal["bytes", "fallback", "unstripped", "window"]
 
 _REPLACEMENT = "�"
 _MAX_HELD = 8  # tokens: a character has at most four bytes; a model that never completes one must not hold for ever
 _FALLBACK = ["Replace", "ByteFallback", "Fuse", "Strip"]
+_BYTES_AS_TOKENS = ("fallback", "unstripped")
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -57,7 +58,7 @@ class Pieces:
 
     def is_byte(self, token: int) -> bool:
         """Whether a token is one raw byte of the byte fallback (`<0xAB>`)."""
-        return self.kind == "fallback" and _fallback_byte(self.tokenizer.id_to_token(token) or "") is not None
+        return self.kind in _BYTES_AS_TOKENS and _fallback_byte(self.tokenizer.id_to_token(token) or "") is not None
 
     def show(self, token: int) -> str:
         """A token as logprobs print it: its text, or `bytes:\\xNN…` where it is no whole character."""
@@ -72,8 +73,8 @@ class Pieces:
         skip = self.special if skip_special else frozenset[int]()
         if self.kind == "bytes":
             return _Bytes(self, skip)
-        if self.kind == "fallback":
-            return _Fallback(self, skip, strip=not continues)
+        if self.kind in _BYTES_AS_TOKENS:
+            return _Fallback(self, skip, strip=self.kind == "fallback" and not continues)
         return _Window(self.tokenizer, skip)
 
     def _find(self, token: int) -> bytes:
@@ -85,7 +86,7 @@ class Pieces:
                 return bytes([self._byte_of_char[char] for char in word])
             except KeyError:
                 return word.encode()
-        if self.kind == "fallback":
+        if self.kind in _BYTES_AS_TOKENS:
             byte = _fallback_byte(word)
             return word.replace("▁", " ").encode() if byte is None else bytes([byte])
         return str(self.tokenizer.decode([token], skip_special_tokens=False)).encode()
@@ -97,12 +98,14 @@ def _kind(decoder: dict[str, object] | None) -> Kind:
     if decoder.get("type") == "ByteLevel":
         return "bytes"
     steps = decoder.get("decoders")
-    if decoder.get("type") == "Sequence" and isinstance(steps, list) and [s.get("type") for s in steps] == _FALLBACK:
-        replace, _, _, strip = steps
-        if (replace.get("pattern"), replace.get("content")) == ({"String": "▁"}, " ") and (
-            (strip.get("content"), strip.get("start"), strip.get("stop")) == (" ", 1, 0)
+    if decoder.get("type") != "Sequence" or not isinstance(steps, list):
+        return "window"
+    if [step.get("type") for step in steps] in (_FALLBACK, _FALLBACK[:-1]):
+        replace, _, _, *strip = steps
+        if (replace.get("pattern"), replace.get("content")) == ({"String": "▁"}, " ") and all(
+            (each.get("content"), each.get("start"), each.get("stop")) == (" ", 1, 0) for each in strip
         ):
-            return "fallback"
+            return "fallback" if strip else "unstripped"
     return "window"
 
 

@@ -55,6 +55,14 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
+def unprefixed() -> Tokenizer:
+    """The same without a space before each text."""
+    tokenizer = byte_fallback()
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
 def metaspace() -> Tokenizer:
     """A decoder that is not written out in engine/text/detokenizer.py."""
     words = ["<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz", "▁t", "th"]

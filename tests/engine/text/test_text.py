@@ -22,11 +22,16 @@ from laddertron.engine.text.detokenizer import OutputText, Pieces
 from laddertron.engine.text.pool import PoolLimits, PromptError, TextPool, WorkerProcess
 from laddertron.engine.text.tokenizer import ChatOptions, TextError, TextModel
 from laddertron.engine.text.worker import frame, read_frame
-from tiny_text import byte_fallback, byte_level, metaspace, write_folder
+from tiny_text import byte_fallback, byte_level, metaspace, unprefixed, write_folder
 from tokenizers import Tokenizer
 from waiting import HANG_S
 
-KINDS: dict[str, Callable[[], Tokenizer]] = {"bytes": byte_level, "fallback": byte_fallback, "window": metaspace}
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "bytes": byte_level,
+    "fallback": byte_fallback,
+    "unstripped": unprefixed,
+    "window": metaspace,
+}
 
 
 def chunks(ids: list[int], rng: random.Random) -> list[list[int]]:
