@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sqlite3
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -80,10 +81,19 @@ class Batches:
 
     # for the doors
 
-    async def create(self, batch: BatchRow, repeat_key: str | None, digest: str) -> BatchRow | None:
+    async def create(
+        self, batch: BatchRow, repeat_key: str | None, digest: str, check: Callable[[sqlite3.Connection], None]
+    ) -> BatchRow | None:
         """The batch, stored; or the one that the same idempotency key made; None where the key was used for another
-        body. Raises StoreUnavailable."""
-        found = await self._store.write(lambda rows: records.add_batch(rows, batch, repeat_key, digest))
+        body. `check` of a new one may raise. Raises StoreUnavailable."""
+
+        def work(rows: Rows) -> BatchRow | None:
+            found = records.add_batch(rows, batch, repeat_key, digest)
+            if found is not None and found.id == batch.id:
+                check(rows.db)
+            return found
+
+        found = await self._store.write(work)
         if found is not None and found.id == batch.id:
             self._take_up(found)
         return found
@@ -118,8 +128,10 @@ class Batches:
             raise
 
     async def remove_file(self, file: FileRow) -> None:
-        """Raises StoreUnavailable."""
-        await self._store.write(lambda rows: records.drop_file(rows, file))
+        """Raises ApiError where a batch still needs it, StoreUnavailable."""
+        user = await self._store.write(lambda rows: records.drop_file(rows, file))
+        if user is not None:
+            raise ApiError(f"{user} still needs this file: cancel it first", "file_in_use", status=409)
         self._store.remove_bytes(file.id)
 
     async def remove(self, batch: BatchRow) -> None:

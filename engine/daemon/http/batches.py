@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sqlite3
 from functools import partial
 from typing import Annotated, Any
 
@@ -79,18 +80,19 @@ def batches_router(services: Services) -> APIRouter:
         """Start a batch over an uploaded file."""
         wanted = checked(NewBatch, parsed(await request.body())).model_dump(exclude_none=True)
         owner, now = owner_of(request), services.store.clock.stamp()
-        file = await services.read(lambda db: records.get_file(db, wanted["input_file_id"], owner))
-        if file is None or file.purpose != "batch":
-            message = f"input_file_id={wanted['input_file_id'][:80]!r}: no such file of purpose batch"
-            raise ApiError(message, "invalid_input_file", "input_file_id")
-        model = services.model_digest()
-        if (reuse := wanted.get("reuse_batch_id")) is not None and (
-            reason := await services.read(lambda db: records.why_not_reuse(db, reuse, owner, model))
-        ):
-            raise ApiError(f"reuse_batch_id={reuse[:80]!r}: {reason}", "invalid_reuse_batch", "reuse_batch_id")
+        model, reuse = services.model_digest(), wanted.get("reuse_batch_id")
+
+        def check(db: sqlite3.Connection) -> None:
+            file = records.get_file(db, wanted["input_file_id"], owner)
+            if file is None or file.purpose != "batch":
+                message = f"input_file_id={wanted['input_file_id'][:80]!r}: no such file of purpose batch"
+                raise ApiError(message, "invalid_input_file", "input_file_id")
+            if reuse is not None and (reason := records.why_not_reuse(db, reuse, owner, model)):
+                raise ApiError(f"reuse_batch_id={reuse[:80]!r}: {reason}", "invalid_reuse_batch", "reuse_batch_id")
+
         batch = _row(wanted, owner, now, model or None)
         digest = hashlib.blake2b(json.dumps(wanted, sort_keys=True).encode(), digest_size=16).hexdigest()
-        made = await services.write(services.batches.create(batch, idempotency_key, digest))
+        made = await services.write(services.batches.create(batch, idempotency_key, digest, check))
         if made is None:
             raise ApiError("this Idempotency-Key came with another body before", "idempotency_conflict", status=409)
         if made.id == batch.id:

@@ -140,9 +140,6 @@ def files_router(services: Services) -> APIRouter:
     async def delete(request: Request, file_id: str) -> dict[str, Any]:
         """Delete a file. Deleting an output file deletes the results that it was made of."""
         file = await find(request, file_id)
-        user = await services.read(lambda db: records.users_of(db, file_id))
-        if user is not None:
-            raise ApiError(f"{user} still needs this file: cancel it first", "file_in_use", status=409)
         await services.write(services.batches.remove_file(file))
         audit(request, "file.deleted", file_id)
         return {"id": file_id, "object": "file", "deleted": True}

@@ -48,8 +48,8 @@ class Cleaner:
             count += len(batches)
         while files := await self._store.read(lambda db: records.old_files(db, before, now)):
             for file in files:
-                await self._store.write(partial(records.drop_file, file=file))
-                self._store.remove_bytes(file.id)
+                if await self._store.write(partial(records.drop_file, file=file)) is None:
+                    self._store.remove_bytes(file.id)
             count += len(files)
         if count:
             log.info("deleted %d old files and batches", count, extra={"event": "retention"})

@@ -69,8 +69,10 @@ def users_of(db: sqlite3.Connection, file_id: str) -> str | None:
     return None if row is None else str(row["id"])
 
 
-def drop_file(rows: Rows, file: FileRow) -> None:
-    """With the results that it was made of, if it was."""
+def drop_file(rows: Rows, file: FileRow) -> str | None:
+    """With the results that it was made of, if it was. The batch that still needs it, which then stays, or None."""
+    if (user := users_of(rows.db, file.id)) is not None:
+        return user
     rows.delete("files", {"id": file.id})
     if file.batch_id is not None:
         batch = get_batch(rows.db, file.batch_id)
@@ -78,6 +80,7 @@ def drop_file(rows: Rows, file: FileRow) -> None:
             ok = int(file.id == batch.output_file_id)
             rows.delete("results", {"batch_id": file.batch_id, "ok": ok})
             rows.update("batches", {"id": batch.id, "output_file_id" if ok else "error_file_id": None})
+    return None
 
 
 # batches

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from daemon_tools import NAME, Served, deployment, line, lines_of, served, submit, wait_batch
 from openai import OpenAI
 from tiny_text import write_folder
+from waiting import HANG_S, until
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +194,11 @@ def test_idempotency_key(client: OpenAI) -> None:
     assert client.batches.create(**options, extra_headers=key).id == first.id  # type: ignore[arg-type]
     with pytest.raises(openai.ConflictError):
         client.batches.create(**options, metadata={"a": "b"}, extra_headers=key)  # type: ignore[arg-type]
+    wait_batch(client, first.id)
+    client.files.delete(file.id)  # a late repeat gets the batch all the same
+    assert client.batches.create(**options, extra_headers=key).id == first.id  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="no such file"):
+        client.batches.create(**options, extra_headers={"Idempotency-Key": "new"})  # type: ignore[arg-type]
 
 
 def test_lists_are_paged(client: OpenAI) -> None:
@@ -221,3 +231,32 @@ def test_a_deleted_file_is_gone_and_one_in_use_is_not(daemon: Served, client: Op
     finally:
         daemon.on_loop(daemon.jobs[0].release)
     wait_batch(client, running.id)
+
+
+def test_a_file_that_is_deleted_as_its_batch_is_created(daemon: Served, client: OpenAI) -> None:
+    """Both look at the store while it is clear for either; the one that is written first wins."""
+    store, busy, go_on = daemon.daemon.services.store, threading.Event(), threading.Event()
+    file = client.files.create(file=("in.jsonl", line("a")), purpose="batch")
+
+    def create() -> str:
+        return client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h").id
+
+    def hold_up(rows: object) -> None:
+        busy.set()
+        go_on.wait(HANG_S)
+
+    with ThreadPoolExecutor() as threads:
+        try:
+            asyncio.run_coroutine_threadsafe(store.write(hold_up), daemon.loop)
+            assert busy.wait(HANG_S)
+            calls: list[Future[Any]] = [threads.submit(create), threads.submit(client.files.delete, file.id)]
+            until(lambda: store._queue.qsize() == len(calls))
+        finally:
+            go_on.set()
+        created, deleted = (call.exception() for call in calls)
+    if created is None:
+        assert isinstance(deleted, openai.ConflictError)
+        assert wait_batch(client, calls[0].result()).status == "completed"
+    else:
+        assert isinstance(created, openai.BadRequestError)
+        assert deleted is None
