@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -108,11 +108,24 @@ class _Builder:
         return Table(self.where(node), entries)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses half of a surrogate pair, which YAML can escape and no UTF-8 can say."""
+
+    def compose_scalar_node(self, anchor: Any) -> ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        try:
+            node.value.encode()
+        except UnicodeEncodeError as error:
+            half = ord(node.value[error.start])
+            raise yaml.MarkedYAMLError(None, None, f"\\u{half:04x} is half of a character", node.start_mark) from None
+        return node
+
+
 def _compose(text: str, name: str) -> Node | None:
     if len(text) > MAX_BYTES:
         raise ConfigError([f"{name}:1: {len(text)} characters, at most {MAX_BYTES}: is this a deployment file?"])
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1

@@ -180,6 +180,8 @@ daemon: {host: 0.0.0.0, tls_key: k.pem}
         ("daemon: {limits: {max_linse: 5}}", "(did you mean max_lines?)"),
         ("base: &b {max_num_seqs: 8}\nengine: {<<: *b}", "merge keys (<<) are not allowed"),
         ("? [a]\n: 1", "a key must be a word"),
+        ('model: {path: "a\\udfff"}', r"not YAML: \udfff is half of a character"),
+        ('"\\ud800": 1', r"not YAML: \ud800 is half of a character"),
         ("max_num_seqs: 8", "(did you mean engine.max_num_seqs?)"),
     ],
 )
