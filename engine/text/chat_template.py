@@ -105,9 +105,17 @@ def template_source(folder: Path, config: dict[str, Any]) -> str | None:
     if found is None:
         found = config.get("chat_template")
     if found is None and (folder / "chat_template.json").is_file():
-        found = json.loads((folder / "chat_template.json").read_text(encoding="utf-8")).get("chat_template")
+        try:
+            other = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
+        except RecursionError:
+            other = None
+        if not isinstance(other, dict):
+            raise TemplateError("chat_template.json is not an object with a chat_template")
+        found = other.get("chat_template")
     if isinstance(found, list):
-        named = {t["name"]: t["template"] for t in found if isinstance(t, dict) and {"name", "template"} <= t.keys()}
+        named = {
+            str(t["name"]): t["template"] for t in found if isinstance(t, dict) and {"name", "template"} <= t.keys()
+        }
         if "default" not in named:
             raise TemplateError(f'chat_template is a list of {sorted(named)} without "default": name one so')
         found = named["default"]

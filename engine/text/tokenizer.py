@@ -188,7 +188,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _bos_rule(config: dict[str, Any]) -> bool | None:
     """True or False where the config decides on the beginning token, None where tokenizer.json does."""
     rule = config.get("add_bos_token")
-    return rule if isinstance(rule, bool) and config.get("tokenizer_class") in _LLAMA_CLASSES else None
+    return rule if isinstance(rule, bool) and str(config.get("tokenizer_class")) in _LLAMA_CLASSES else None
 
 
 def _eos_ids(tokenizer: Tokenizer, config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:

@@ -272,6 +272,30 @@ def test_an_unusable_folder_is_refused_with_the_mend(tmp_path: Path) -> None:
         TextModel.from_folder(tmp_path).encode_chat([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.parametrize(
+    ("config", "beside", "said"),
+    [
+        ({"chat_template": [{"name": ["a"], "template": "x"}]}, None, 'without "default"'),
+        ({"chat_template": 5}, None, "chat_template is a int"),
+        ({}, "[1]", "chat_template.json is not an object"),
+        ({}, "[" * 100_000, "chat_template.json is not an object"),
+        ({"tokenizer_class": ["LlamaTokenizer"], "add_bos_token": True}, None, ""),
+    ],
+)
+def test_files_of_other_shapes_are_refused_by_name_or_passed_over(
+    tmp_path: Path, config: dict[str, Any], beside: str | None, said: str
+) -> None:
+    folder = write_folder(tmp_path)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if beside is not None:
+        (folder / "chat_template.json").write_text(beside)
+    if not said:
+        assert TextModel.from_folder(folder).bos_id is None
+        return
+    with pytest.raises(TextError, match=said):
+        TextModel.from_folder(folder)
+
+
 HOSTILE = (
     "{% if messages[0].content == 'loop' %}"
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
