@@ -68,6 +68,7 @@ def convert(folder: Path, target: Path, dialect: str, progress: Progress = lambd
     )
     if as_it_was != config:
         raise DialectError(f"{dialect} reads back as another model than {folder}: nothing was written to {target}")
+    open_checkpoint(part, read)
     copy_beside(folder, part)
     part.rename(target)
     return read
