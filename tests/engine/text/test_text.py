@@ -22,6 +22,7 @@ from laddertron.engine.text.detokenizer import OutputText, Pieces
 from laddertron.engine.text.pool import PoolLimits, PromptError, TextPool, WorkerProcess
 from laddertron.engine.text.tokenizer import ChatOptions, TextError, TextModel
 from laddertron.engine.text.worker import frame, read_frame
+from laddertron.launchers.control.processes import descendants, words_of
 from tiny_text import byte_fallback, byte_level, metaspace, unprefixed, write_folder
 from tokenizers import Tokenizer
 from waiting import HANG_S
@@ -442,10 +443,7 @@ def test_a_pool_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.M
 
 def children() -> list[int]:
     """Pids of this process's text workers."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        found += [int(pid) for pid in (task / "children").read_text().split()]
-    return [pid for pid in found if b"laddertron.engine.text.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [p.pid for p in descendants(os.getpid()) if "laddertron.engine.text.worker" in words_of(p.pid)]
 
 
 def test_nothing_at_the_door_loads_torch() -> None:

@@ -11,8 +11,8 @@ object:
   no_room_to_stand: rank that refuses for want of memory,
   room: whether there is room (true),
   poison: ids whose appearance in a prompt makes the rank of that index (or 0) kill itself in the step.
-Signals: SIGUSR1 raises in the main thread, SIGUSR2 hangs it (heartbeats go on). Token i of choice c is
-`fake_token(seed, c, i)`, whatever else runs; a request ends by "length".
+Signals, obeyed between two steps: SIGUSR1 raises in the main thread, SIGUSR2 hangs it (heartbeats go on). Token i of
+choice c is `fake_token(seed, c, i)`, whatever else runs; a request ends by "length".
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ from laddertron.launchers.control.processes import die_with_parent
 from laddertron.launchers.job.rank_logs import set_up_logs
 
 VOCAB = 50000
+ORDERS = {signal.SIGUSR1, signal.SIGUSR2}
+IDLE_S = 0.02
 
 
 def fake_token(seed: int, choice: int, position: int) -> int:
@@ -173,28 +175,29 @@ class Beats:
         return Beat(self.step, busy, self.tokens, self.tokens, self.last_s, self.step, self.waiting, rows)
 
 
-def _raise(*_: object) -> None:
-    raise AskedToRaise("asked to raise")
+def obey(beats: Beats, seconds: float) -> None:
+    """What a signal that comes within so many seconds asks for. A handler would run amid any line, also one that holds
+    the control client's lock."""
+    if (told := signal.sigtimedwait(ORDERS, seconds)) is None:
+        return
+    if told.si_signo == signal.SIGUSR1:
+        raise AskedToRaise("asked to raise")
+    beats.since, never = time.monotonic(), threading.Event()
+    never.wait()
 
 
 def main() -> None:
     die_with_parent()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ORDERS)  # before any thread starts
     rank, local = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])
     address, secret = address_and_secret(os.environ)
-    beats, never = Beats(), threading.Event()
-
-    def hang(*_: object) -> None:
-        beats.since = time.monotonic()
-        never.wait()
-
+    beats = Beats()
     versions = json.loads(os.environ.get("FAKE_VERSIONS", "{}"))
     extra = {"version": versions[str(rank)]} if str(rank) in versions else {}
     client = ControlClient(
         address, secret, rank, local, beats, lambda: {"collectives": [f"step {beats.step}"]}, **extra
     )
     try:
-        signal.signal(signal.SIGUSR1, _raise)
-        signal.signal(signal.SIGUSR2, hang)
         work(client, beats, rank)
     except Exception:
         client.fail(traceback.format_exc())
@@ -247,9 +250,10 @@ def work(client: ControlClient, beats: Beats, rank: int) -> None:
     client.send_state(Ready(limits, int(config.get("weights_file", -1))))
     print(f"fake rank {rank} is ready", flush=True)
     engine = FakeEngine(client, config, beats)
-    pace, step_s = threading.Event(), float(config.get("step_s", 0.005))
+    step_s = float(config.get("step_s", 0.005))
     while True:
-        for command in client.poll(None if engine.idle else 0.0):
+        obey(beats, 0.0 if engine.idle else step_s)
+        for command in client.poll(IDLE_S if engine.idle else 0.0):
             engine.handle(command)
         if client.shutdown_announced:
             return
@@ -257,7 +261,6 @@ def work(client: ControlClient, beats: Beats, rank: int) -> None:
             continue
         beats.since, beats.tokens = time.monotonic(), len(engine.running) or 1
         engine.step()
-        pace.wait(step_s)
         beats.last_s, beats.since = time.monotonic() - beats.since, None
         beats.step += 1
 
