@@ -24,14 +24,14 @@ UNEVEN_TURNS = bytes.fromhex(
 
 
 @example(UNEVEN_TURNS, 2)
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(st.binary(min_size=60, max_size=300), st.integers(2, 5))
 def test_random_schedules_keep_the_books_and_end(data: bytes, microbatches: int) -> None:
     """As with one plan on its way: no block is lost, every choice ends with the tokens of its prompt alone."""
     play(data, microbatches)
 
 
-@settings(max_examples=1000, deadline=None, database=None, print_blob=True)
+@settings(max_examples=300, deadline=None, database=None, print_blob=True)
 @given(st.binary(min_size=60, max_size=300), st.integers(1, 3))
 def test_requests_go_on_in_another_engine(data: bytes, microbatches: int) -> None:
     """Engines die at any moment, and others go on with what was reported: every choice ends with the tokens, the

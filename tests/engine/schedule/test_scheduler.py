@@ -52,7 +52,7 @@ STOPPED_WITH_NAN = bytes.fromhex(
 
 
 @settings(
-    max_examples=2000,
+    max_examples=600,
     deadline=None,
     database=None,
     print_blob=True,

@@ -50,6 +50,7 @@ SHORT = ("--requests", "4", "--longest", "40", "--cases", "3")
 
 
 @pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built here")
+@pytest.mark.slow
 def test_two_layouts_with_the_same_bits(verify: Any, tmp_path: Path) -> None:
     one, two = (deployment(tmp_path, f"{n}.yaml", n, "everywhere") for n in (1, 2))
     code, said = verify(one, "--against", two, *SHORT)

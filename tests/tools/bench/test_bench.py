@@ -188,6 +188,7 @@ def test_experts_that_a_step_reads() -> None:
     assert step_bytes(about | {"microbatches": 2}, Case(2, 8, 4)) == pytest.approx(2 * 400)
 
 
+@pytest.mark.slow
 def test_a_sweep_on_real_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two wirings on two ranks, loaded together, in turns: rows, JSON and picture; shares of a measured floor. Told to
     end, the ranks do so by themselves: what mpirun does with the end of its input is not waited for."""

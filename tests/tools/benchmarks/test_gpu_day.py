@@ -136,6 +136,7 @@ def test_a_part_that_hangs_or_fails_keeps_what_it_said(gpu_day: Any, monkeypatch
     assert failed["said"][-1] == "ValueError: why"
 
 
+@pytest.mark.slow
 def test_a_part_runs_on_a_cpu(tmp_path: Path) -> None:
     """As `make gpu` would: a process a part, laddertron from this folder, its figures in the page."""
     words = "--device cpu --tiny --only shard --out"

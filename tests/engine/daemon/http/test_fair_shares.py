@@ -40,7 +40,7 @@ from waiting import HANG_S, until
 
 STALL_S = 0.2
 PROBE_S = 0.25
-CLIENTS = 30
+CLIENTS = 12
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_key_with_large_files_does_not_hold_up_anothers(folder: Path, tmp_path
     alice, bob = (add_key(keys, name)[1] for name in ("alice", "bob"))
     with served(deployment(tmp_path), folder, keys=keys, probes=True) as daemon:
         one, other = daemon.client(alice), daemon.client(bob)
-        data = b"".join(line(str(number), "x" * 300) for number in range(12_000))
+        data = b"".join(line(str(number), "x" * 300) for number in range(6_000))
         with watched(daemon):
             large = [submit(one, data) for _ in range(4)]
             small = submit(other, b"".join(line(str(number)) for number in range(5)))
@@ -129,7 +129,7 @@ def test_blank_lines_are_passed_over_off_the_loop(folder: Path, tmp_path: Path) 
 
 
 def test_long_lists_are_made_off_the_loop(folder: Path, tmp_path: Path) -> None:
-    """A hundred failed batches of a hundred errors each, and ten thousand files; 30 clients ask at once."""
+    """A hundred failed batches of a hundred errors each, and ten thousand files; a dozen clients ask at once."""
     error = {"code": "invalid_json_line", "message": "x" * 300, "param": None, "line": 1}
     with served(deployment(tmp_path), folder, probes=True) as daemon:
 
@@ -159,7 +159,7 @@ def body_of(daemon: Served, path: str) -> bytes:
 
 def test_bad_words_are_spelt_in_a_text_worker(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small and of a large body, and of a batch's lines: never on the loop."""
-    words = [f"{number} zebras" for number in range(128)]
+    words = [f"{number} zebras" for number in range(64)]
     want = TextModel.from_folder(folder).bad_word_ids(words)
 
     def on_the_loop(self: TextModel, words: object) -> None:
@@ -177,13 +177,13 @@ def test_bad_words_are_spelt_in_a_text_worker(folder: Path, tmp_path: Path, monk
 
 
 MANY = replace(LIMITS, max_num_seqs=64, kv_tokens=1 << 20)
-HUGE: dict[str, Any] = {"prompt": ["x"] * 128, "n": 8, "logprobs": 20, "max_tokens": 16, "ignore_eos": True}
+HUGE: dict[str, Any] = {"prompt": ["x"] * 64, "n": 8, "logprobs": 20, "max_tokens": 16, "ignore_eos": True}
 
 
 def test_a_huge_answer_is_made_off_the_loop(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,024 choices with 20 log probabilities a token, asked for alone and as a batch's line; in pieces it has the
+    """Of 512 choices with 20 log probabilities a token, asked for alone and as a batch's line; in pieces it has the
     bytes that it has whole."""
-    limits = replace(LimitsConfig(), max_choices=1024)
+    limits = replace(LimitsConfig(), max_choices=512)
 
     def job() -> list[FakeJob]:
         return [FakeJob(MANY)]
@@ -195,7 +195,7 @@ def test_a_huge_answer_is_made_off_the_loop(folder: Path, tmp_path: Path, monkey
         large = json.loads(posted(daemon, data))["choices"]
         batch = wait_batch(client, submit(client, line("a", seed=3, **HUGE)).id)
         assert lines_of(client, batch.output_file_id)["a"]["response"]["body"]["choices"] == large
-        assert len(large) == 1024
+        assert len(large) == 512
     for module in (generate, line_flights, batch_feed):
         monkeypatch.setattr(module, "LARGE_VALUES", 1 << 60)
     with served(deployment(tmp_path / "again", limits), folder, job) as daemon:
