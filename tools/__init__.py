@@ -1,1 +1,1 @@
-"""Tools on top of the engine that serve no token: plans, benchmarks, training and demos. No floor imports it."""
+"""Tools on top of the engine, imported by none of its layers: plans, benchmarks, training and demos."""

@@ -21,7 +21,7 @@ TOOLS: Mapping[str, tuple[str, ...]] = {
     "bench": ("acceptance", "bench", "profile", "timeline", "trial"),
     "train": ("train", "scan", "adapt", "evaluate"),
 }
-"""Commands of tools/, by folder: no floor imports those."""
+"""Commands of tools/, by folder: none of the four layers imports them."""
 
 ROLES: Mapping[str, Mapping[str, str]] = {
     "Answer a file of prompts": {
