@@ -242,8 +242,9 @@ def _wire(folder: Path) -> str:
 
 
 def _fields() -> str:
-    """Every field of the request bodies, as docs/serving.md lists them: those without a remark by name alone."""
+    """Every field of the request bodies, as docs/serving.md lists them: without a remark or ignored by name alone."""
     rows: dict[str, str] = {}
+    ignored: list[str] = []
     plain: dict[str, list[str]] = {"both": [], "chat": [], "completions": []}
     of = {CHAT: "chat", COMPLETIONS: "completions"}
     schemas = {endpoint: json_schema(endpoint)["properties"] for endpoint in of}
@@ -254,15 +255,18 @@ def _fields() -> str:
         if said is None:
             plain[of_which].append(name)
             continue
+        if said.startswith("Ignored"):
+            ignored.append(f"`{name}`")
+            continue
         if said.startswith("Not supported"):
             harmless = ", ".join(f"`{json.dumps(value)}`" for value in node["enum"])
             said = f"{said} Accepts: {harmless}."
-        elif not said.startswith("Ignored"):
-            said = f"Implemented. {said}"
         rows[name] = f"| `{name}` | {of_which} | {said} |"
     lists = [f"{short}: {', '.join(f'`{name}`' for name in sorted(names))}." for short, names in plain.items()]
     head = ["Implemented without restriction:", *(f"- {text}" for text in lists), ""]
-    return "\n".join([*head, "| field | of | |", "|---|---|---|", *(rows[name] for name in sorted(rows))]) + "\n"
+    head += [f"Accepted and ignored (`/docs` gives the reasons): {', '.join(sorted(ignored))}.", ""]
+    head += ["| field | endpoint | behaviour |", "|---|---|---|"]
+    return "\n".join([*head, *(rows[name] for name in sorted(rows))]) + "\n"
 
 
 def test_the_documented_fields_are_the_schemas() -> None:
