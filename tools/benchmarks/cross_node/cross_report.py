@@ -45,8 +45,8 @@ def reduce_tables(results: Results) -> list[str]:
     rows = [
         "### One all-reduce of 16 KB, 1 ms one way",
         "",
-        "Milliseconds, median (90th percentile), from the last rank's entry to the last one's return; all three take "
-        "turns in one set of ranks. Open MPI is set to use recursive doubling, its best here.",
+        "Milliseconds, median (90th percentile), from the last rank's entry to the last one's return. Open MPI is set "
+        "to use recursive doubling, its best here.",
         "",
         *table("nodes x ranks | laddertron | gloo | Open MPI", small),
     ]
@@ -60,8 +60,8 @@ def reduce_tables(results: Results) -> list[str]:
             "",
             "### One all-reduce of a prompt",
             "",
-            "Milliseconds, median, in turns as above. Both send the fewest bytes possible, and the link has no limit "
-            "of bandwidth: the processor time of ranks and switch on their shared cores is the bound.",
+            "Milliseconds, median. Both send the fewest bytes possible, and the link's bandwidth is not limited: the "
+            "limit is the processor time of ranks and switch on their shared cores.",
             "",
             *table("nodes x ranks, one-way delay | size | laddertron | gloo | gloo / laddertron", large),
         ]

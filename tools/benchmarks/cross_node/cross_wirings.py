@@ -169,18 +169,18 @@ def wiring_tables(lines: Sequence[Line]) -> list[str]:
     return [
         f"### Wirings ({lines[0]['model']}, tp 2 over 2 nodes, one core a rank)",
         "",
-        f"Decode tokens/s, medians of {number} runs; speed-up is ladder over standard, in brackets the slowest and the "
-        "fastest run. Carried: every message is sent, delivered and received, and no rank waits for one. Its "
-        "difference from no communication is the core time of communication, which no wiring hides.",
+        f"Decode tokens/s, medians of {number} runs. Speed-up: ladder over standard (slowest to fastest run). Carried: "
+        "every message is sent and received, and no rank waits for one; its difference from no communication is the "
+        "core time of communication, which no wiring hides.",
         "",
         *table("one way, batch | standard | parallel | ladder | carried | no-comm. | speed-up", speeds),
         "",
-        "The same steps against the law, in milliseconds, with times from the same run: attention and MLP are a "
-        "sub-block's computation, L is one all-reduce of the step's size by itself, carrying is the core time of an "
-        "all-reduce, outside is the step without its sub-blocks (embedding, head, gather, sampling). The law's step is "
+        "The same steps against the law, in milliseconds, with times from the same run. Attention, MLP: the "
+        "computation of a sub-block. L: one all-reduce of the step's size by itself. Carrying: the core time of an "
+        "all-reduce. Outside: the step without its sub-blocks (embedding, head, gather, sampling). The law's step: "
         "ladder's with the largest overlap that the wiring allows (`tools/benchmarks/cross_node/cross_wirings.py`). Of "
-        "the law: that step over ladder's, in brackets the worst and the best run. Standard, of c + L: the same for "
-        "standard, which overlaps nothing.",
+        "the law: the law's step over ladder's (worst to best run). Standard, of c + L: the same for standard, which "
+        "overlaps nothing.",
         "",
         *table(
             "one way, batch | attention | MLP | L | L/c | carrying | outside | the law's step | ladder's step | "
@@ -188,9 +188,8 @@ def wiring_tables(lines: Sequence[Line]) -> list[str]:
             steps,
         ),
         "",
-        f"The switch between the nodes, which a real cluster does not have, took {min(shares):.1%} to "
-        f"{max(shares):.1%} of one core, and a rank's other threads {min(others):.1%} to {max(others):.1%}: both on "
-        "the cores that compute.",
+        f"The emulated switch took {min(shares):.1%} to {max(shares):.1%} of one core, and a rank's other threads "
+        f"{min(others):.1%} to {max(others):.1%}, both on the cores that compute.",
     ]
 
 
@@ -206,8 +205,8 @@ def later_table(lines: Sequence[Line]) -> list[str]:
     if not rows:
         return []
     return [
-        f"{LATER.capitalize()} against ladder: each output is read a sub-block later, so two are in flight, and the "
-        "law's step is max(c, (c + L) / 3). Decode tokens/s; in brackets the slowest and the fastest run.",
+        f"{LATER.capitalize()} against ladder: each output is read one sub-block later than with ladder, so a "
+        "sub-block takes max(c, (c + L) / 3). Decode tokens/s (slowest to fastest run).",
         "",
         *table(f"one way, batch | L/c | standard | ladder | {LATER} | over standard | of the law", rows),
     ]
