@@ -45,11 +45,7 @@ def _yarn(rope: Rope, dim: int, inverse: Tensor) -> tuple[Tensor, float]:
     low, high = max(low, 0), min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     extrapolate = 1 - ramp.clamp(0, 1)
-    steps = inverse / rope.factor * (1 - extrapolate) + inverse * extrapolate
-    attention = rope.attention_factor
-    if attention is None:
-        attention = 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0
-    return steps, attention
+    return inverse / rope.factor * (1 - extrapolate) + inverse * extrapolate, rope.attention_factor or 1.0
 
 
 class RotaryTable:

@@ -12,19 +12,6 @@ FAMILIES = {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3", "longcat_fla
 """Values of model_type, and the family that each is computed as."""
 WRAPPED = ("kimi_k25",)
 """Those whose `text_config` is the language model."""
-_SIZES: dict[str, Any] = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-_DEFAULTS = {
-    "deepseek_v3": _SIZES | {"first_k_dense_replace": 3, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
-    "longcat_flash": _SIZES
-    | {"rms_norm_eps": 1e-5, "rope_theta": 1e7, "routed_scaling_factor": 6.0, "zero_expert_num": 256},
-}
-"""transformers', where a key is missing; null is a value."""
 _COMPUTED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     "longcat_flash": {
@@ -111,10 +98,9 @@ class Expansion:
         return length * made + tokens * length * 2 * key < absorbed
 
 
-def read_latent(fields: ConfigFields, family: str) -> tuple[ConfigFields, Latent, float]:
+def read_latent(words: ConfigFields, family: str) -> tuple[ConfigFields, Latent, float]:
     """The words that describe the rest of the model, with attention in absorbed form: heads of one width over one key
     head; its latents; and the scale of its scores. Raises ValueError."""
-    words = ConfigFields(fields.where, _DEFAULTS[family] | dict(fields.data))
     for key, value in _COMPUTED[family].items():
         if key in words and (found := words.data[key]) != value:
             raise words.fail(f"{key}={found!r} is not computed here; {value!r} is")

@@ -32,6 +32,16 @@ STOCK_FAMILIES = {
 }
 """Families that transformers has, and its class of each. `model_type: laddertron` is one of them, named in
 `laddertron_family`, under a name that stops programs which do not know its wiring."""
+_SIZES = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128},
+    "mixtral": {"rope_theta": 1e6},
+    "glm4_moe": {"partial_rotary_factor": 0.5},
+    "deepseek_v3": _SIZES | {"first_k_dense_replace": 3, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
+    "longcat_flash": _SIZES
+    | {"rms_norm_eps": 1e-5, "rope_theta": 1e7, "routed_scaling_factor": 6.0, "zero_expert_num": 256},
+}
+"""A family's values of keys that are not given, as transformers has them, where they are not every family's."""
 MAX_LAYERS = 4096
 """Far above any model: one wiring kind a layer is held in memory."""
 
@@ -228,18 +238,26 @@ def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | 
     return tuple(window if sliding else None for sliding in slides)
 
 
+def _defaulted(fields: ConfigFields, family: str) -> ConfigFields:
+    """With the family's DEFAULTS. A query's rank may be null: then queries are made of the residual."""
+    given = [key for key in fields.data if key in fields or key == "q_lora_rank"]
+    absent = {key: value for key, value in DEFAULTS.get(family, {}).items() if key not in given}
+    return ConfigFields(fields.where, {**fields.data, **absent})
+
+
 def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelConfig:
     families = [each for each in STOCK_FAMILIES if each not in mla.FAMILIES]
     if family == "laddertron" and (family := fields.string("laddertron_family", "llama")) not in families:
         raise fields.fail(f"laddertron_family {family!r} must be one of {', '.join(families)}")
+    fields = _defaulted(fields, family)
     if (activation := fields.string("hidden_act", "silu")) not in ("silu", "swish"):
         raise fields.fail(f"hidden_act {activation!r} is not computed here; silu is")
     layers, hidden = fields.integer("num_hidden_layers", maximum=MAX_LAYERS), fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads if family.startswith("llama") else None)
     _grouped(fields, heads, kv_heads, "num_attention_heads, num_key_value_heads")
-    head_dim = fields.integer("head_dim", 128 if family == "qwen3" else hidden // heads or 1)
-    if "head_dim" not in fields and family != "qwen3" and hidden % heads:
+    head_dim = fields.integer("head_dim", hidden // heads or 1)
+    if "head_dim" not in fields and hidden % heads:
         raise fields.fail(
             f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}; head_dim is not given"
         )
@@ -269,9 +287,7 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
         vocab_size=fields.integer("vocab_size"),
         max_position_embeddings=max_positions,
         norm_eps=fields.number("rms_norm_eps"),
-        rope=read_rope(
-            fields, max_positions, head_dim, 0.5 if family == "glm4_moe" else 1.0, 1e6 if family == "mixtral" else 1e4
-        ),
+        rope=read_rope(fields, max_positions, head_dim, "partial_rotary_factor" in DEFAULTS.get(family, ())),
         wiring=wiring,
         dtype=_dtype(fields),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
@@ -290,7 +306,7 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
 
 
 def _latent(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelConfig:
-    words, latent, scale = mla.read_latent(fields, family)
+    words, latent, scale = mla.read_latent(_defaulted(fields, family), family)
     config = _huggingface(words, family, eos)
     rope = replace(config.rope, rotated=latent.rotated)
     config = replace(config, num_kv_heads=1, rope=rope, attention_scale=scale, latent=latent, layout="latent")

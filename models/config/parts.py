@@ -174,6 +174,8 @@ def _yarn(fields: ConfigFields, theta: float, original: int, max_positions: int)
     """YaRN (arXiv 2309.00071) with transformers' defaults."""
     if not fields.boolean("truncate", True):
         raise fields.fail("truncate=false is not computed here; only YaRN with a truncated correction range is")
+    if theta <= 1:
+        raise fields.fail(f"rope_theta={theta:g} must be above 1: YaRN divides by its logarithm; most have 10000")
     factor = fields.number("factor") if "factor" in fields else max_positions / original
     attention = fields.number("attention_factor") if "attention_factor" in fields else None
     if attention is None:
@@ -192,30 +194,26 @@ def _yarn(fields: ConfigFields, theta: float, original: int, max_positions: int)
     )
 
 
-def read_rope(
-    config: ConfigFields, max_positions: int, head_dim: int = 0, partial: float = 1.0, theta: float = 1e4
-) -> Rope:
-    """From `rope_scaling` (and a top-level `rope_theta`) or from transformers 5's `rope_parameters`. partial, theta:
-    the family's defaults; partial is the share of `head_dim` that is rotated, 1 where a family rotates all of it.
-    Raises ValueError on a kind, or a partial or per-layer rotation, that the model code does not compute."""
+def read_rope(config: ConfigFields, max_positions: int, head_dim: int = 0, partial: bool = False) -> Rope:
+    """From `rope_scaling` (and a top-level `rope_theta`) or from transformers 5's `rope_parameters`. partial: the
+    family may rotate a share of `head_dim`, which it names. Raises ValueError on a kind, or a partial or per-layer
+    rotation, that the model code does not compute."""
     named = [key for key in ("rope_scaling", "rope_parameters") if key in config]
     fields = config.object(named[0]) if named else ConfigFields(config.where, {})
     nested = sorted(key for key, value in fields.data.items() if isinstance(value, dict))
     if nested:
         raise fields.fail(f"rotary embeddings that differ by layer type ({', '.join(nested)}) are not computed here")
-    rotated = 0
-    for place in (fields, config) if partial == 1.0 else ():
-        if place.number("partial_rotary_factor", 1.0) != 1.0:
-            raise place.fail("a partial_rotary_factor other than 1 is not computed here")
-    if partial != 1.0:
+    kind, rotated = fields.string("rope_type", fields.string("type", "default")), 0
+    if partial:
         holder = fields if "partial_rotary_factor" in fields else config
-        rotated = int(head_dim * holder.number("partial_rotary_factor", partial))
+        rotated = int(head_dim * holder.number("partial_rotary_factor"))
         if rotated < 2 or rotated > head_dim or rotated % 2:
             raise holder.fail(f"partial_rotary_factor: {rotated} of {head_dim} dimensions must be an even number")
-        if (kind := fields.string("rope_type", fields.string("type", "default"))) != "default":
+        if kind != "default":
             raise fields.fail(f"rope_type {kind!r} with a partial rotation is not computed here; default is")
-    theta = fields.number("rope_theta") if "rope_theta" in fields else config.number("rope_theta", theta)
-    kind = fields.string("rope_type", fields.string("type", "default"))
+    elif place := next((p for p in (fields, config) if p.number("partial_rotary_factor", 1.0) != 1.0), None):
+        raise place.fail("a partial_rotary_factor other than 1 is not computed here")
+    theta = fields.number("rope_theta") if "rope_theta" in fields else config.number("rope_theta", 1e4)
     holder = config if "original_max_position_embeddings" in config else fields
     match kind:
         case "default":
