@@ -14,7 +14,7 @@ import click
 
 from ... import __version__
 from ...topology.hardware.cpu_tier import LOOKS, LOOKS_VARIABLE, limit_libraries
-from .errors import report
+from .errors import drop_unwritten, report
 
 TOOLS: Mapping[str, tuple[str, ...]] = {
     "plan": ("plan", "simulate"),
@@ -142,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         if (code := report(error)) is None:
             raise
         return code
+    finally:
+        drop_unwritten()
     return result if isinstance(result, int) else 0
 
 

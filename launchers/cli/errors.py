@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import click
 
@@ -22,6 +25,8 @@ EXIT_CODES = {
 }
 ENGINE = ("torch", "megatron", "mpi4py", "numpy", "prometheus_client", "safetensors", "fastapi", "starlette", "uvicorn")
 """Modules of the extra `engine`, which planner and client do without."""
+_MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+"""Errors of the machine or its user's rights wherever they occur, on standard output too: never a defect."""
 
 
 class UsageError(click.ClickException):
@@ -62,7 +67,21 @@ def report(error: BaseException) -> int | None:
         case click.Abort():
             click.echo("interrupted", err=True)
             return INTERRUPTED
+        case OSError() if error.errno in _MACHINE:
+            where = error.filename2 or error.filename or "the output, or a file that it needs"
+            show_error(f"{where} cannot be written or read: {error.strerror}")
+            return FAILED
     return None
+
+
+def drop_unwritten() -> None:
+    """What standard output and error could not take is dropped: Python would try again at exit, and exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # disk full or reader gone; closed; none
+            with suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _key_of(error: click.UsageError) -> str:
@@ -86,4 +105,6 @@ def ended_by(*kinds: type[Exception], end: type[click.ClickException] = UsageErr
     except BrokenPipeError:  # the output's reader exited: click handles this
         raise
     except kinds as error:
+        if isinstance(error, OSError) and error.errno in _MACHINE and error.filename is None:
+            raise  # such as a full disk under standard output: `report` says so
         raise (UsageError if isinstance(error, (FileNotFoundError, NotADirectoryError)) else end)(str(error)) from error

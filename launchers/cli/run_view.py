@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Self
+from typing import IO, Any, Self, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -44,6 +45,30 @@ def speed(snapshot: Snapshot) -> str:
     if here:
         text += f", {clock(snapshot.seconds * (snapshot.total - snapshot.done) / here)} left"
     return text
+
+
+class _Lossy:
+    """Standard error whose failures, such as a full disk or a reader that exited, end no work: the text is lost."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def progress_console() -> Console:
+    """Standard error for progress and logs of work that must not end with them."""
+    return Console(file=cast(IO[str], _Lossy(sys.stderr))) if sys.stderr is not None else Console(stderr=True)
 
 
 def say(console: Console, text: str | Text) -> None:

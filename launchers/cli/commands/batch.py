@@ -19,7 +19,7 @@ from rich.table import Column, Table
 
 from ..batch_client import ENDED, ApiError, BatchClient
 from ..errors import FAILED, OK, UsageError, ended_by
-from ..run_view import clock, say, say_error
+from ..run_view import clock, progress_console, say, say_error
 
 _URL = "http://127.0.0.1:8000/v1"
 _LIST_WIDTH, _WHY, _SHOWN_MODELS = 1000, 100, 5
@@ -102,7 +102,7 @@ def submit(
     chosen = endpoint or chosen
     if chosen is None:
         raise UsageError(f"{file}: its lines say no url: name --endpoint")
-    console = Console(stderr=True)
+    console = progress_console()
     with Progress(TextColumn("upload"), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
         task = bar.add_task("upload", total=file.stat().st_size)
         uploaded = client.upload(file, lambda size: bar.advance(task, size))
@@ -130,7 +130,7 @@ def status(client: BatchClient, batch_id: str) -> None:
 def wait(client: BatchClient, batch_id: str, output: Path | None) -> int:
     """Watch a batch until it has ended. Exit code 0 if it completed, 1 otherwise."""
     _check_output(output)
-    console = Console(stderr=True)
+    console = progress_console()
     return _finish(client, _watched(client, batch_id, output, console), output, console)
 
 
@@ -153,7 +153,7 @@ def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
     batch = client.batch(batch_id)
     if batch["status"] not in ENDED:
         raise click.ClickException(f"{batch_id} is {batch['status']}: wait for it")
-    return _finish(client, batch, output, Console(stderr=True), replace=True)
+    return _finish(client, batch, output, progress_console(), replace=True)
 
 
 @command.command()

@@ -32,7 +32,7 @@ from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
 from ..errors import FAILED, OK, USAGE, UsageError, ended_by
 from ..fabric_source import fabric_option
-from ..run_view import ConsoleLog, RunView, say, say_error, summary_table
+from ..run_view import ConsoleLog, RunView, progress_console, say, say_error, summary_table
 from .check import dummy_faults, memory_faults, missing_files, model_faults
 
 _SHOWN_CAUSES = 5
@@ -276,7 +276,7 @@ def command(errors: Path | None, **options: Any) -> int:
     one failed; 2 the command line or CONFIG is wrong; 130 interrupted (^C: at once); 143 stopped by SIGTERM, running
     requests having finished (daemon.drain_timeout). A second signal ends it at once.
     """
-    console = Console(stderr=True)
+    console = progress_console()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", handlers=[ConsoleLog(console)])
     with ended_by(IdentityError):
         identity = identify()

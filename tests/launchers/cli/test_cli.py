@@ -23,10 +23,12 @@ import yaml
 from click.testing import CliRunner, Result
 from laddertron import __version__
 from laddertron.engine.config.load import load, read
+from laddertron.engine.run.progress import Snapshot
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.commands import check
 from laddertron.launchers.cli.commands.check import summary
-from laddertron.launchers.cli.errors import ENGINE, UsageError, ended_by
+from laddertron.launchers.cli.errors import ENGINE, FAILED, UsageError, ended_by
+from laddertron.launchers.cli.run_view import RunView, progress_console, say_error
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights.slices import expected_shapes
 from laddertron.topology.hardware.cuda_stack import look
@@ -486,6 +488,31 @@ def test_a_reader_that_has_gone_is_no_error_of_the_command() -> None:
         raise BrokenPipeError
     with pytest.raises(UsageError), ended_by(OSError):
         raise FileNotFoundError
+
+
+@pytest.mark.parametrize("words", [("config",), ("metrics",), ("--version",), ("topo",)])
+def test_a_full_disk_under_the_output_is_one_line(words: tuple[str, ...]) -> None:
+    """Not a traceback, and not Python's exit code 120 for what it could not flush."""
+    command = [sys.executable, "-m", "laddertron.launchers.cli", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "error: the output, or a file that it needs cannot be written or read: No space left on device\n"
+    assert (done.returncode, done.stderr) == (FAILED, said)
+
+
+def test_progress_that_cannot_be_shown_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of hours, whose log's disk is full or whose reader has exited, goes on."""
+    read, write = os.pipe()
+    os.close(read)
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full, open(write, "w") as broken:
+        for stream in (full, broken):
+            monkeypatch.setattr(sys, "stderr", stream)
+            console = progress_console()
+            with RunView(console) as view:
+                view.update(Snapshot("ready", total=2, skipped=0, ok=1, failed=0, in_flight=1, tokens=5, seconds=1.0))
+            say_error(console, "x")
+    monkeypatch.setattr(sys, "stderr", None)
+    say_error(progress_console(), "x")
 
 
 @pytest.mark.parametrize(

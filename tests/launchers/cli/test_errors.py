@@ -134,6 +134,9 @@ def test_kinds_of_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pip install 'laddertron[engine]'" in capsys.readouterr().err
     assert report(ModuleNotFoundError("laddertron.no", name="laddertron.no")) is None
     assert report(KeyError("x")) is None
+    assert report(PermissionError(13, "Permission denied", "there")) == FAILED
+    assert capsys.readouterr().err.endswith("error: there cannot be written or read: Permission denied\n")
+    assert report(ConnectionResetError(104, "Connection reset by peer")) is None
     assert OK == 0
 
 
