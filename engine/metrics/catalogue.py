@@ -76,7 +76,12 @@ def _engine() -> Iterator[Series]:
     yield Series("prompt_tokens_total", "counter", replica, "Prompt tokens of requests that entered the engine.")
     yield Series("surplus_tokens_total", "counter", replica, "Tokens generated past a sequence's end and discarded.")
     yield Series("split_steps_total", "counter", replica, "Steps computed as two streams (parallel.split_steps).")
-    yield Series("spec_decode_num_drafts_total", "counter", replica, "Decodes with drafts (engine.speculation).")
+    yield Series(
+        "spec_decode_num_drafts_total",
+        "counter",
+        replica,
+        "Decode steps of a sequence with a draft (engine.speculation).",
+    )
     yield Series("spec_decode_num_draft_tokens_total", "counter", replica, "Draft tokens verified.")
     yield Series("spec_decode_num_accepted_tokens_total", "counter", replica, "Draft tokens accepted.")
     yield Series(
@@ -90,7 +95,7 @@ def _engine() -> Iterator[Series]:
     yield Series("num_preemptions_total", "counter", replica, "Sequences preempted for lack of KV blocks.")
     for name, text in (
         ("iteration_tokens", "Tokens computed in one step."),
-        ("expert_rows", "Rows of one expert in one step, of every expert of a layer in the middle; on CPUs."),
+        ("expert_rows", "Rows computed by one expert in one step, for all experts of a middle layer (CPUs only)."),
         ("request_queue_time_seconds", "Time from arrival in the engine to the first step."),
         ("request_prefill_time_seconds", "Time from the first step to the first token."),
         ("request_decode_time_seconds", "Time from the first token to the last."),
@@ -103,7 +108,7 @@ def _requests() -> Iterator[Series]:
         "generation_tokens_total",
         "counter",
         ("replica",),
-        "Generated tokens, as usage counts them.",
+        "Generated tokens, counted as in usage.",
     )
     yield Series("request_success_total", "counter", ("finished_reason",), "Finished choices, by reason.")
     yield Series(
@@ -126,20 +131,24 @@ def _requests() -> Iterator[Series]:
     yield Series("request_prompt_tokens", "histogram", (), "Prompt tokens of a request.", TOKENS)
     yield Series("request_generation_tokens", "histogram", (), "Tokens generated for a request, all choices.", TOKENS)
     yield Series("key_requests_total", "counter", ("key",), "Requests and batch lines computed for a key.")
-    yield Series("key_tokens_total", "counter", ("key", "tokens"), "Tokens computed for a key, as usage counts them.")
+    yield Series("key_tokens_total", "counter", ("key", "tokens"), "Tokens computed for a key, counted as in usage.")
     yield Series("key_limited_total", "counter", ("key", "limit"), "Requests refused by a limit of their key.")
     yield Series("nonfinite_logits_total", "counter", (), "Choices ended because their logits were NaN or Inf.")
     yield Series(
         "http_requests_total", "counter", ("route", "code"), "HTTP requests by route template and status code."
     )
     yield Series(
-        "http_request_duration_seconds", "histogram", ("route",), "Time until the response's last byte.", HTTP_SECONDS
+        "http_request_duration_seconds",
+        "histogram",
+        ("route",),
+        "Time from the request to the last byte of the response.",
+        HTTP_SECONDS,
     )
 
 
 def _ranks() -> Iterator[Series]:
     yield Series(
-        "rank_info", "gauge", (*_RANK, "device", "cpu_tier", "threads"), "Always 1; labels give the rank's device."
+        "rank_info", "gauge", (*_RANK, "device", "cpu_tier", "threads"), "Always 1; labels describe the rank's device."
     )
     yield Series("rank_up", "gauge", _RANK, "1 while the rank's heartbeat is at most 3 s old.")
     yield Series("rank_heartbeat_timestamp_seconds", "gauge", _RANK, "Time of the rank's last heartbeat, unix seconds.")
@@ -165,38 +174,41 @@ def _ranks() -> Iterator[Series]:
         _RANK,
         "Time the rank's step thread was runnable but had no CPU.",
     )
-    middle = "Rows computed by the rank's experts of a layer in the middle."
+    middle = "Rows computed by the rank's experts in a middle layer."
     yield Series("rank_expert_rows_total", "counter", _RANK, middle)
     yield Series(
         "expert_imbalance",
         "gauge",
         ("replica",),
-        "Rows of the rank whose experts have most, divided by the mean of ranks with experts, last 15 s.",
+        "Rows of the rank with the most expert rows, divided by the mean of ranks with experts, last 15 s.",
     )
     yield Series("rank_resident_memory_bytes", "gauge", _RANK, "The rank process's memory on the host.")
     yield Series(
         "collective_seconds_total",
         "counter",
         (*_COLLECTIVE, "exposure"),
-        "Time of collectives: hidden behind computation, or exposed as waits.",
+        "Time of collectives: hidden (overlapped with computation) or exposed (waited for).",
     )
     yield Series(
         "layer_collective_seconds_total",
         "counter",
         (*_RANK, "layer", "link", "exposure"),
-        "Time of all-reduces, by the wiring and sub-block that they complete.",
+        "Time of all-reduces, by the wiring and the sub-block whose output they sum.",
     )
     yield Series("collective_bytes_total", "counter", _COLLECTIVE, "Message bytes of collectives.")
     yield Series("collectives_total", "counter", _COLLECTIVE, "Collectives completed.")
     yield Series(
-        "overlap_ratio", "gauge", ("replica", "op", "link"), "Hidden share of collective time, all ranks, last 15 s."
+        "overlap_ratio",
+        "gauge",
+        ("replica", "op", "link"),
+        "Share of collective time that is hidden, all ranks, last 15 s.",
     )
 
 
 def _hosts() -> Iterator[Series]:
     yield Series("infiniband_port_up", "gauge", _PORT, "1 while the RDMA port is active.")
-    yield Series("infiniband_received_bytes_total", "counter", _PORT, "Bytes received, by the port's counter.")
-    yield Series("infiniband_transmitted_bytes_total", "counter", _PORT, "Bytes sent, by the port's counter.")
+    yield Series("infiniband_received_bytes_total", "counter", _PORT, "Bytes received by the port.")
+    yield Series("infiniband_transmitted_bytes_total", "counter", _PORT, "Bytes sent by the port.")
     yield Series(
         "infiniband_transmit_wait_ticks_total",
         "counter",
@@ -210,7 +222,7 @@ def _hosts() -> Iterator[Series]:
     yield Series("gpu_temperature_celsius", "gauge", _RANK, "Temperature of the rank's GPU.")
     yield Series("gpu_power_watts", "gauge", _RANK, "Power drawn by the rank's GPU.")
     yield Series("gpu_sm_clock_hertz", "gauge", _RANK, "SM clock of the rank's GPU.")
-    yield Series("gpu_throttled", "gauge", (*_RANK, "reason"), "1 while clocks are lowered for the reason.")
+    yield Series("gpu_throttled", "gauge", (*_RANK, "reason"), "1 while the GPU's clocks are lowered for this reason.")
     yield Series("gpu_ecc_errors_total", "counter", (*_RANK, "error"), "Memory errors since the driver was loaded.")
 
 
@@ -222,7 +234,7 @@ def _daemon() -> Iterator[Series]:
         "engine_phase_start_timestamp_seconds", "gauge", ("replica",), "Time when the phase began, unix seconds."
     )
     yield Series("engine_load_seconds", "gauge", ("replica",), "Duration of the last load; 0 before the first.")
-    yield Series("kv_cache_tokens", "gauge", ("replica",), "Positions of the replica's KV cache.")
+    yield Series("kv_cache_tokens", "gauge", ("replica",), "Tokens that fit in the replica's KV cache.")
     yield Series(
         "engine_standby", "gauge", ("replica",), "1 while a hot standby is ready to take over (daemon.standby)."
     )
@@ -242,7 +254,9 @@ def _daemon() -> Iterator[Series]:
     )
     yield Series("batch_jobs", "gauge", ("status",), "Batches by status.")
     yield Series("batch_requests", "gauge", ("status",), "Lines of running batches: left, completed, failed.")
-    yield Series("dispatch_requests", "gauge", ("status",), "Bodies in the daemon: waiting for a replica, in flight.")
+    yield Series(
+        "dispatch_requests", "gauge", ("status",), "Requests in the daemon: waiting for a replica, or in flight."
+    )
     yield Series("batch_eta_seconds", "gauge", (), "Time until all queued lines are answered, at the present rate.")
     yield Series("oldest_queued_request_age_seconds", "gauge", (), "Age of the oldest batch with lines left.")
     yield Series("batch_deadline_seconds", "gauge", (), "Time until the first running batch expires.")
@@ -250,7 +264,7 @@ def _daemon() -> Iterator[Series]:
         "batch_overdue_seconds",
         "gauge",
         (),
-        "Largest delay past a batch's window at the present rate; negative: all complete in time.",
+        "Longest time by which a batch will miss its window at the present rate; negative if none will.",
     )
     yield Series(
         "store_commit_seconds",
@@ -261,7 +275,12 @@ def _daemon() -> Iterator[Series]:
     )
     yield Series("store_writable", "gauge", (), "1 while the store accepts writes.")
     yield Series("store_errors_total", "counter", (), "Failed writes to the store.")
-    yield Series("clock_jump_seconds", "gauge", (), "Size of the clock jump that pauses deletion and expiry; else 0.")
+    yield Series(
+        "clock_jump_seconds",
+        "gauge",
+        (),
+        "Size of the clock jump that paused deletion and expiry; 0 if they are not paused.",
+    )
     yield Series("disk_free_bytes", "gauge", (), "Free space on the data folder's disk.")
     yield Series("disk_size_bytes", "gauge", (), "Size of the data folder's disk.")
 
@@ -293,7 +312,7 @@ LABELS: Mapping[str, str] = {
     "node": "Host name of the rank.",
     "op": "all_reduce, gather, boundary (activations from the previous pipeline stage), or stage_wait (wait for that "
     "stage to send them).",
-    "layer": "What an all-reduce completes: wiring and sub-block (ladder mlp, ladder experts, …), embedding or head.",
+    "layer": "What the all-reduce sums: the output of a sub-block, with its wiring (ladder mlp, …), embedding or head.",
     "link": "Slowest link class crossed: node (shared memory), net, or the emulated link's name.",
     "exposure": "hidden or exposed.",
     "finished_reason": ", ".join(FINISH_REASONS) + ".",
@@ -302,15 +321,15 @@ LABELS: Mapping[str, str] = {
     "outcome": "done, refused or failed.",
     "status": "For batches "
     + ", ".join(BATCH_STATUSES)
-    + "; for lines left, completed, failed; for bodies waiting, in_flight.",
+    + "; for batch lines left, completed, failed; for requests waiting, in_flight.",
     "route": "The route's template, such as /v1/batches/{id}.",
     "code": "HTTP status code.",
-    "key": "A key's id (not the key); none without a key file, other above 256 keys.",
+    "key": "A key's id (not its secret); none without a key file, other beyond 256 keys.",
     "tokens": "prompt or completion.",
     "limit": "requests_per_minute, concurrent_requests, tokens_per_day, stored_bytes.",
     "hca": "RDMA adapter, such as mlx5_0.",
     "port": "Port number of the adapter.",
-    "device": "cpu or cuda; for failures with the GPU's index on its node.",
+    "device": "cpu or cuda; in failures also the GPU's index on its node.",
     "stage": "Pipeline stage, from 0; empty without a pipeline.",
     "collective": "Collective in which the failed rank waited, or that it started last.",
     "cpu_tier": "amx, avx512_bf16, avx512, avx2 or generic; lower if LADDERTRON_CPU_TIER is set.",

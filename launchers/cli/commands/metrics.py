@@ -15,9 +15,9 @@ from .config import FOLDER
 
 @click.command()
 @ended_by(OSError, end=click.ClickException)
-@click.option("--markdown", "as_markdown", is_flag=True, help="As docs/metrics.md.")
-@click.option("--dashboards", type=click.Path(path_type=Path), help="Write Grafana's dashboards into this folder.")
-@click.option("--json", "as_objects", is_flag=True, help="As JSON: name, type, labels, help, buckets.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print docs/metrics.md.")
+@click.option("--dashboards", type=click.Path(path_type=Path), help="Write the Grafana dashboards into this folder.")
+@click.option("--json", "as_objects", is_flag=True, help="Print JSON: name, type, labels, help, buckets.")
 def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> None:
     """Print every series that `/metrics` may contain: its name, type, labels and meaning.
 
@@ -53,17 +53,16 @@ def _print() -> None:
 
 _HEAD = """# Metrics
 
-Made by `laddertron metrics --markdown > docs/metrics.md` from engine/metrics/catalogue.py; a test holds the two
-together.
+`laddertron metrics --markdown > docs/metrics.md` writes this page from engine/metrics/catalogue.py.
 
-`GET /metrics` answers in OpenMetrics or in Prometheus' text form, as the scraper asks. Ranks send counters and gauges
-with their heartbeats, once a second; counters go on where they were after a relaunch. Every label has a closed set of
-values: no batch, request or key ever becomes one. The target label `deployment` is set by your Prometheus (see
-configs/monitoring/prometheus.yml); the dashboards' variables expect it and do without.
+`GET /metrics` answers in OpenMetrics or in Prometheus' text format, as the scraper requests. Ranks send counters and
+gauges once a second, with their heartbeats; counters continue after a relaunch. The number of label values is bounded:
+ids of batches and requests are never labels. Prometheus sets the target label `deployment` (see
+configs/monitoring/prometheus.yml), by which the dashboards filter; they also work without it.
 
-Names follow the serving engines that dashboards already know, with one exception: the histogram of tokens in a step is
-`iteration_tokens`, since `promtool check metrics` refuses `_total` on what is no counter.
-"""
+Names follow vLLM's where both have the metric. Exceptions: `kv_cache_usage_ratio`, and `iteration_tokens`, because
+`promtool check metrics` rejects a histogram whose name ends in `_total`. With `metrics.vllm_names: true` the metrics
+also have vLLM's own names."""
 
 
 def markdown() -> str:
