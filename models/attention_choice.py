@@ -14,9 +14,9 @@ from .config.json_fields import Refusal
 from .config.latent import Expansion
 from .config.model_config import ModelConfig
 from .cpu.attention import MOST_HEAD_DIM, CpuAttention, RowAttention, fits_kernels
+from .cpu.kernels import Kernels
 from .cpu.latent import MOST_WIDTH, CpuLatentAttention
 from .cpu.latent import fits_kernels as fits_latents
-from .cpu.ops import Kernels
 from .cuda import flashinfer_latent
 from .cuda.flashinfer import FlashInferAttention, FlashInferRows, Store, store_by_torch, unfit
 from .cuda.workspace import kernels_missing

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .cpu.experts import make_choice, pack_experts
-from .cpu.ops import CpuOps
 from .experts import Choice, ExpertProduct
 from .layers import Linear, Scale, prepare
 from .ops import Norm, Product, TorchOps
@@ -78,16 +76,13 @@ class MixtureWeights(nn.Module):
         router, shared = self.router.weight.detach(), self._shared(ops)
         bias = None if self.bias is None else self.bias.weight.detach()
         e, local = self._experts, local.to(router.device)
-        if isinstance(ops, CpuOps):
-            packed, choice = pack_experts(ops, gate_up, down), make_choice(ops, e.router, e.chosen, bias, local)
-        else:
-            packed, choice = None, ops.choice(e.router, e.chosen, bias, local)
+        experts = ops.experts(gate_up, down, e.routed, scales)
         mixture = Mixture(
             e.router.wide,
             ops.normed(norm),
             ops.exact.product(router, None),
-            choice,
-            packed or ops.experts(gate_up, down, e.routed, scales),
+            ops.choice(e.router, e.chosen, bias, local),
+            experts,
             shared,
             e.count if self._adds_identities else None,
         )

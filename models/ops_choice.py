@@ -10,7 +10,8 @@ import torch
 from ..topology.comm.groups import Deterministic
 from ..topology.hardware.cuda_stack import triton_missing
 from .config.json_fields import Refusal
-from .cpu.ops import CpuOps, Kernels
+from .cpu.kernels import Kernels
+from .cpu.ops import CpuOps
 from .cuda.fp8 import Fp8, converts_fp8, multiplies_fp8
 from .ops import TorchOps
 from .pages import HugePages

@@ -20,7 +20,7 @@ from ...models.attention import KVCache, StepLayout, block_bytes
 from ...models.attention_choice import make_attention, make_cache
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.shapes import check_draft
-from ...models.cpu.ops import Kernels
+from ...models.cpu.kernels import Kernels
 from ...models.lanes import model_class
 from ...models.ops_choice import make_ops
 from ...models.stages import RankShard

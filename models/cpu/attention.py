@@ -14,7 +14,7 @@ from torch import Tensor
 from ...topology.hardware import cpu_tier
 from ..attention import KVCache, StepLayout, TorchAttention
 from ..ops import Norm
-from .ops import TYPES, Kernels
+from .kernels import TYPES, Kernels
 
 MOST_HEAD_DIM = 1024
 """The decode kernel's scratch for one head."""

@@ -6,7 +6,6 @@ N rows, D hidden, E experts of this rank, k slots a row, F feed-forward of an ex
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 from itertools import accumulate
 
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from ...topology.transport.native import bind
 from ..config.experts import Router
-from ..experts import Choice
-from .ops import ROWS, TYPES, CpuOps, Kernels, OddInputsError
+from ..pages import HugePages
+from .kernels import ROWS, TYPES, Kernels
 
 SPACE = 64 << 20
 """Bytes of scratch space a call: a step that needs more is computed in chunks of rows."""
@@ -24,8 +23,6 @@ SPACE = 64 << 20
 
 MOST_EXPERTS = 4096
 """Of a choice, whose scratch is on the stack."""
-Weights = Sequence[Tensor] | Tensor
-"""A matrix an expert."""
 
 
 class _Expert(ctypes.Structure):
@@ -56,13 +53,6 @@ class _Choice(ctypes.Structure):
     ]
 
 
-def make_choice(ops: CpuOps, router: Router, k: int, bias: Tensor | None, local: Tensor) -> Choice:
-    """As TorchChoice."""
-    if ops.kernels is None or len(local) > MOST_EXPERTS:
-        return ops.choice(router, k, bias, local)
-    return CpuChoice(ops.kernels, router, k, bias, local)
-
-
 class CpuChoice:
     """TorchChoice in one kernel call, but for the weights' last bits."""
 
@@ -87,37 +77,23 @@ class CpuChoice:
         return chosen, numbers, weight
 
 
-def pack_experts(ops: CpuOps, gate_up: Weights, down: Weights) -> PackedExperts | None:
-    """None where the kernels do not serve these weights, so that torch's products are faster or the only ones. Raises
-    OddInputsError under `deterministic`."""
-    kernels, (width, inner) = ops.kernels, down[0].shape
-    odd = [inputs for inputs in (width, inner) if inputs % 2]
-    if kernels is not None and not odd and (ops.int8 or down[0].dtype in kernels.served):
-        return PackedExperts(ops, kernels, gate_up, down)
-    if kernels is not None and kernels.deterministic:
-        raise OddInputsError(
-            f"parallel.deterministic=true: an expert's product of {odd[0]} inputs on this rank, not an even number: "
-            "use another tensor_parallel_size, or false"
-        )
-    ops.pages.whole = False
-    return None
-
-
 class PackedExperts:
     """x [N, D], chosen [N, k] int32 (this rank's number of an expert, or -1), weight [N, k] fp32 -> partial sum [N, D]
     in x's type. Inner values are rounded to x's type, as transformers does; a row's slots are weighed and added in
-    ascending order in fp32. Holds its own copy of the weights, one piece of `ops.pages` an expert."""
+    ascending order in fp32. Holds its own copy of the weights, one piece of the pages an expert."""
 
-    def __init__(self, ops: CpuOps, kernels: Kernels, gate_up: Weights, down: Weights, *, space: int = SPACE) -> None:
+    def __init__(
+        self, kernels: Kernels, pages: HugePages, int8: bool, gate_up: Tensor, down: Tensor, *, space: int = SPACE
+    ) -> None:
         """gate_up: E times [2F, D], down: E times [D, F]."""
         self._width, inner = down[0].shape
         self._dtype, p = down[0].dtype, c_void_p
         self._call = bind(kernels.library.kernels_experts, c_int, p, p, p, p, p, c_int64, c_int64)
-        experts = [_pack(ops, kernels, *expert) for expert in zip(gate_up, down, strict=True)]
+        experts = [_pack(kernels, pages, int8, *expert) for expert in zip(gate_up, down, strict=True)]
         self._each = (_Expert * len(experts))(*[expert for expert, _ in experts])
         self._pieces = [piece for _, piece in experts]
         address, kind = ctypes.addressof(self._each), TYPES[self._dtype]
-        self._plan = _Experts(address, len(experts), self._width, inner, space, kind, ops.int8, kernels.threads)
+        self._plan = _Experts(address, len(experts), self._width, inner, space, kind, int8, kernels.threads)
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         slots = tuple(chosen.shape)
@@ -142,18 +118,18 @@ class PackedExperts:
         return out
 
 
-def _pack(ops: CpuOps, kernels: Kernels, gate_up: Tensor, down: Tensor) -> tuple[_Expert, Tensor]:
+def _pack(kernels: Kernels, pages: HugePages, int8: bool, gate_up: Tensor, down: Tensor) -> tuple[_Expert, Tensor]:
     """The scales of int8 weights, then gate and up, then down, in one piece."""
-    item, blocks = 1 if ops.int8 else down.element_size(), (-(-len(gate_up) // ROWS), -(-len(down) // ROWS))
-    scales = [4 * ROWS * count if ops.int8 else 0 for count in blocks]
+    item, blocks = 1 if int8 else down.element_size(), (-(-len(gate_up) // ROWS), -(-len(down) // ROWS))
+    scales = [4 * ROWS * count if int8 else 0 for count in blocks]
     packed = [item * ROWS * count * w.shape[1] for count, w in zip(blocks, (gate_up, down), strict=True)]
-    piece = ops.pages.take(sum(scales) + sum(packed))
+    piece = pages.take(sum(scales) + sum(packed))
     parts = [piece.data_ptr() + offset for offset in accumulate((*scales, packed[0]), initial=0)]
-    if not ops.pages.filled:
+    if not pages.filled:
         for number, weight in enumerate((gate_up.contiguous(), down.contiguous())):
             address, gated = weight.data_ptr(), number == 0
-            if ops.int8:
+            if int8:
                 kernels.pack_int8(parts[2 + number], parts[number], address, *weight.shape, gated, 1)
             else:
                 kernels.pack(TYPES[weight.dtype], parts[2 + number], address, *weight.shape, gated)
-    return _Expert(parts[2], parts[3], *(parts[:2] if ops.int8 else (None, None))), piece
+    return _Expert(parts[2], parts[3], *(parts[:2] if int8 else (None, None))), piece

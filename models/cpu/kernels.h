@@ -15,7 +15,7 @@
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
-/* Types of values, as models/cpu/ops.py numbers them. INT8: weights alone, of bf16 tokens. */
+/* Types of values, as models/cpu/kernels.py numbers them. INT8: weights alone, of bf16 tokens. */
 enum { FP32, BF16, FP16, INT8 };
 
 typedef uint16_t bf16;

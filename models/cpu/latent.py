@@ -16,7 +16,7 @@ from ..attention import StepLayout
 from ..config.latent import Expansion
 from ..latent import LatentAttention, LatentCache
 from ..ops import Norm
-from .ops import TYPES, Kernels
+from .kernels import TYPES, Kernels
 
 MOST_WIDTH = 2048
 """kernels.h's LATENT_WIDEST."""

@@ -5,30 +5,22 @@ the rest by models/cpu/kernels.c, at the CPU tier in force.
 from __future__ import annotations
 
 import ctypes
-import logging
-import time
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from ...topology.hardware import cpu_tier
-from ...topology.transport import native
-from ...topology.transport.native import bind
-from ..config.json_fields import Refusal
+from ..config.experts import Router
+from ..experts import Choice, ExpertProduct
 from ..ops import Lookup, Norm, Others, Product, TorchOps, Tree, rms_norm, silu_and_mul
 from ..pages import HugePages
-
-log = logging.getLogger(__name__)
+from .experts import MOST_EXPERTS, CpuChoice, PackedExperts
+from .kernels import ROWS, TYPES, Kernels, OddInputsError
 
 FEW_TOKENS = 64
 """Up to this many a step, norm and gating are kernel calls on one thread; beyond, torch spreads them over all."""
-ROWS = 32
-"""Output rows of a block of models/cpu/products.c's packed weights."""
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""kernels.h's numbers."""
-_INT8 = 3
 
 
 class _Product(ctypes.Structure):
@@ -50,67 +42,6 @@ class _Product(ctypes.Structure):
 
 _Plan = tuple[_Product, tuple[Tensor | None, ...]]
 """A product, and what it points to."""
-
-
-class OddInputsError(Refusal, ValueError):
-    """`parallel.deterministic` is wanted of a product that products.c does not serve."""
-
-
-class Kernels:
-    """The built library in the tier in force. `threads`: torch's number when it is made; `served`: types whose
-    products models/cpu/products.c computes (under `deterministic` all, else those of the tier `generic`, where
-    torch's libraries are not faster); `int8`: it can on int8 weights; `vector_floats`: fp32 values of a vector, by
-    which weights are packed."""
-
-    def __init__(self, library: ctypes.CDLL, deterministic: bool = False) -> None:
-        self.library = library
-        tiers, tier = cpu_tier.TIERS[::-1], cpu_tier.current()
-        self.tier: cpu_tier.Tier = tier
-        """As which it computes; without AMX's tiles, the one below."""
-        if not library.kernels_set_tier(tiers.index(tier)):
-            self.tier = "avx512_bf16"
-            log.warning(
-                "AMX is not to be had (the system refuses it, or the compiler knew none): products run on AVX-512 BF16"
-            )
-        self.deterministic = deterministic
-        self.threads = torch.get_num_threads()
-        p, i, n, f = c_void_p, c_int, c_int64, c_float
-        self.read = bind(library.kernels_read, c_uint64, p, n, i)
-        self.served = frozenset(TYPES if deterministic or tier != "generic" else ())
-        self.int8: bool = library.kernels_has_products(_INT8) == 1
-        self.vector_floats: int = library.kernels_vector_floats()
-        self.product = bind(library.kernels_product, i, p, p, p, n)
-        self.pack = bind(library.kernels_pack, None, i, p, p, n, n, i)
-        self.pack_int8 = bind(library.kernels_pack_int8, None, p, p, p, n, n, i, i)
-        self.rms_norm = bind(library.kernels_rms_norm, None, i, p, p, p, n, n, f)
-        self.lane_products = bind(library.kernels_lane_products, i, p, n, p, n, n, p, n)
-        self.join_lanes = bind(library.kernels_join_lanes, None, i, p, p, n, p, p, p, n, n)
-        self.sum_lanes = bind(library.kernels_sum_lanes, None, i, p, p, n, n)
-        self.by_head = bind(library.kernels_by_head, None, p, p, *[n] * 5)
-        self.silu_and_mul = bind(library.kernels_silu_and_mul, None, i, p, p, n, n)
-        self.attend = bind(library.kernels_attend, i, i, *[p] * 10, *[n] * 8, f, f, i, i)
-        self.attend_prompts = bind(library.kernels_attend_prompts, i, p, i)
-        self.has_prompts = bind(library.kernels_has_prompts, i, n)
-
-    @staticmethod
-    def find(deterministic: bool = False) -> Kernels | None:
-        library = native.load("laddertron.models.cpu._kernels")
-        return None if library is None else Kernels(library, deterministic)
-
-
-def read_bandwidth(size: int) -> float | None:
-    """Bytes a second that torch's threads together read of `size` bytes: the best of twelve rounds, None without
-    kernels. The floor of a decode step is what it must read divided by this."""
-    kernels = Kernels.find()
-    if kernels is None:
-        return None
-    data = HugePages().take(size).fill_(1)
-    best = float("inf")
-    for _ in range(12):
-        started = time.perf_counter()
-        kernels.read(data.data_ptr(), size, kernels.threads)
-        best = min(best, time.perf_counter() - started)
-    return size / best
 
 
 class CpuOps(TorchOps):
@@ -155,12 +86,7 @@ class CpuOps(TorchOps):
         kernels, weight = self.kernels, weight.contiguous()
         rows, inputs = weight.shape
         if kernels is None or inputs % 2 or not (self.int8 or weight.dtype in kernels.served):
-            if kernels is not None and kernels.deterministic:
-                raise OddInputsError(
-                    f"parallel.deterministic=true: a product of {inputs} inputs on this rank, not an even number: "
-                    "use another tensor_parallel_size, or false"
-                )
-            self.pages.whole = False
+            self._leave_to_torch(f"a product of {inputs}")
             return None
         outputs = rows // 2 if gated else rows
         blocks = -(-outputs // (ROWS // 2 if gated else ROWS))
@@ -176,6 +102,15 @@ class CpuOps(TorchOps):
             if not self.pages.filled:
                 kernels.pack(TYPES[weight.dtype], packed.data_ptr(), weight.data_ptr(), rows, inputs, gated)
         return self._plan(TYPES[weight.dtype], packed, scales, bias, norm, inputs, outputs, gated, tree)
+
+    def _leave_to_torch(self, product: str) -> None:
+        """Raises OddInputsError under `deterministic`, which torch's products are not."""
+        if self.kernels is not None and self.kernels.deterministic:
+            raise OddInputsError(
+                f"parallel.deterministic=true: {product} inputs on this rank, not an even number: use another "
+                "tensor_parallel_size, or false"
+            )
+        self.pages.whole = False
 
     def _plan(
         self,
@@ -224,19 +159,28 @@ class CpuOps(TorchOps):
 
         return product
 
+    def choice(self, router: Router, k: int, bias: Tensor | None, local: Tensor) -> Choice:
+        if self.kernels is None or len(local) > MOST_EXPERTS:
+            return super().choice(router, k, bias, local)
+        return CpuChoice(self.kernels, router, k, bias, local)
+
+    def experts(
+        self, gate_up: Tensor, down: Tensor, routed: int, scales: Sequence[Tensor | None] = (None, None)
+    ) -> ExpertProduct:
+        kernels, odd = self.kernels, next((inputs for inputs in down.shape[1:] if inputs % 2), 0)
+        if kernels is not None and not odd and (self.int8 or down.dtype in kernels.served):
+            return PackedExperts(kernels, self.pages, self.int8, gate_up, down)
+        self._leave_to_torch(f"an expert's product of {odd}")
+        return super().experts(gate_up, down, routed, scales)
+
     def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
         packed = [self._packed(weight, None, norm, gated) for weight, norm in zip(weights, norms, strict=True)]
         plans = [plan for plan in packed if plan is not None]
         if self.kernels is None or len(plans) < len(packed):
             return super().lane_products(weights, norms, gated)
         array = (_Product * len(plans))(*(plan for plan, _ in plans))
-        call, address, lanes, outputs = (
-            self.kernels.lane_products,
-            ctypes.addressof(array),
-            len(plans),
-            array[0].outputs,
-        )
-        held = array, plans
+        call, address, lanes = self.kernels.lane_products, ctypes.addressof(array), len(plans)
+        held, outputs = (array, plans), array[0].outputs
 
         def product(x: Tensor) -> Tensor:
             tokens = x.shape[1]
@@ -293,16 +237,10 @@ class CpuOps(TorchOps):
     def product(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None
     ) -> Product:
-        if fused := self._fused(weight, bias, norm, gated=False, tree=tree):
-            return fused
-        if tree is not None:
-            return super().product(weight, bias, norm, tree)
-        matmul = self._matmul(weight, bias)
-        return matmul if norm is None else self.around(matmul, norm)
+        return self._fused(weight, bias, norm, False, tree) or super().product(weight, bias, norm, tree)
 
     def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None) -> Product:
-        fused = self._fused(weight, bias, norm, gated=True)
-        return fused or self.around(self._matmul(weight, bias), norm, gated=True)
+        return self._fused(weight, bias, norm, True) or super().gated_product(weight, bias, norm)
 
     def tied(self, table: Tensor, norm: Norm | None) -> tuple[Product, Lookup | None]:
         """One packed table serves both: of a row, each input (bf16: pair of inputs) is a panel's width apart."""
@@ -323,6 +261,8 @@ class CpuOps(TorchOps):
         return self._call(*self._plan(kind, packed, None, None, norm, inputs, rows, False)), lookup
 
     def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
+        if norm is None and not gated:
+            return matmul
         normed, gate = None if norm is None else self._norm(norm), self._gate() if gated else None
 
         def product(x: Tensor) -> Tensor:

@@ -103,24 +103,12 @@ def _has_qk_norm(config: ModelConfig, layer: int) -> bool:
     return config.qk_norm
 
 
-def _is_dense(config: ModelConfig, layer: int) -> bool:
-    return config.has_mlp(layer)
-
-
 def _has_bias(config: ModelConfig, layer: int) -> bool:
     return config.experts is not None and config.experts.layers[layer] and config.experts.router.biased
 
 
 def _has_shared(config: ModelConfig, layer: int) -> bool:
     return config.experts is not None and config.experts.layers[layer] and config.experts.shared_ffn_size > 0
-
-
-def _has_query_latent(config: ModelConfig, layer: int) -> bool:
-    return _latent(config).query_rank > 0
-
-
-def _has_no_query_latent(config: ModelConfig, layer: int) -> bool:
-    return _latent(config).query_rank == 0
 
 
 def _in_head(part: str, other: str, first: bool) -> Callable[[ModelConfig, int], int]:
@@ -183,7 +171,14 @@ _PLAIN, _TURNED = _in_head("plain", "rotated", True), _in_head("rotated", "plain
 
 def _latent_attention(block: str) -> tuple[Row, ...]:
     """A layer's latent attention. Of each product all heads' first parts come before their second parts."""
-    with_queries, without, bias = _has_query_latent, _has_no_query_latent, "qkv_bias"
+    bias = "qkv_bias"
+
+    def with_queries(config: ModelConfig, layer: int) -> bool:
+        return _latent(config).query_rank > 0
+
+    def without(config: ModelConfig, layer: int) -> bool:
+        return not with_queries(config, layer)
+
     direct, made = f"{block}q_proj", f"{block}q_b_proj"
     both, pair = f"{block}kv_a_proj_with_mqa", f"{block}kv_b_proj"
     return (
@@ -204,9 +199,9 @@ def _latent_attention(block: str) -> tuple[Row, ...]:
 
 def _mlp(block: str) -> tuple[Row, ...]:
     return (
-        Row("gate_up", f"{block}gate_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
-        Row("gate_up", f"{block}up_proj", "ffn", "hidden", when=_is_dense, bias="mlp_bias"),
-        Row("down", f"{block}down_proj", "hidden", "ffn", when=_is_dense, bias="mlp_bias"),
+        Row("gate_up", f"{block}gate_proj", "ffn", "hidden", when=ModelConfig.has_mlp, bias="mlp_bias"),
+        Row("gate_up", f"{block}up_proj", "ffn", "hidden", when=ModelConfig.has_mlp, bias="mlp_bias"),
+        Row("down", f"{block}down_proj", "hidden", "ffn", when=ModelConfig.has_mlp, bias="mlp_bias"),
     )
 
 
@@ -237,13 +232,8 @@ _ROWS: dict[Layout, tuple[Row, ...]] = {
         Row("down", f"{_FUSED}mlp_block.c_proj", "hidden", "ffn", bias="mlp_bias"),
     ),
 }
-_ENDS: dict[Layout, tuple[str, str, str]] = {
-    "huggingface": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
-    "latent": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
-    "shortcut": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
-    "mixtral": ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
-    "dolomite": ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight"),
-}
+_ENDS = dict.fromkeys(_ROWS, ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"))
+_ENDS["dolomite"] = ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight")
 """The embedding, the final norm and the head."""
 _LANE_EMBEDDING = "model.tok_embeddings.weight"
 PRODUCTS, EXPERTS = ("qkv", "o", "gate_up", "down"), ("experts.gate_up", "experts.down")
@@ -401,10 +391,7 @@ def _lane_fills(shard: RankShard, lanes: Lanes, replicate_embedding: bool) -> li
     elif shard.embeds:
         fills.extend(_vocabulary("embedding.weight", _LANE_EMBEDDING, shard.embedded, config.vocab_size))
     for layer in range(config.num_layers):
-        here, there = (
-            f"layers.{layer}.",
-            _LAYER.format(layer if shard.stage is None else shard.stage.first_layer + layer),
-        )
+        here, there = f"layers.{layer}.", _LAYER.format(_stored_layer(shard, layer))
         norm(f"{here}attention_norm.weight", f"{there}attention_norm", lanes.norm_each)
         norm(f"{here}mlp_norm.weight", f"{there}ffn_norm", lanes.norm_each)
         for place, lane in enumerate(range(first, first + mine)):

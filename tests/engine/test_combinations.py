@@ -17,7 +17,7 @@ from laddertron.engine.step.build import split_rule
 from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.config.wiring import WiringError, check_split
-from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cpu.kernels import Kernels
 
 Ranks = Callable[..., list[Any]]
 

@@ -11,7 +11,7 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cpu.kernels import Kernels
 
 Ranks = Callable[..., list[Any]]
 

@@ -14,7 +14,7 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cpu.kernels import Kernels
 from laddertron.topology.hardware.cpu_tier import INT8, current
 from safetensors.torch import save_file
 

@@ -10,7 +10,7 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cpu.kernels import Kernels
 from test_oracle import assert_greedy, reference_logits, transformers_logits
 
 Ranks = Callable[..., list[Any]]

@@ -25,7 +25,7 @@ from laddertron.engine.sampling import grammar
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.batch_client import ApiError, BatchClient
 from laddertron.launchers.cli.commands.batch import BatchPace
-from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cpu.kernels import Kernels
 from openai import OpenAI
 from pydantic import BaseModel
 from tiny_text import write_folder

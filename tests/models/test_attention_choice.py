@@ -13,7 +13,7 @@ import torch
 from fake_flashinfer import LIBRARY
 from laddertron.models import attention_choice
 from laddertron.models.attention_choice import AttentionError, make_attention
-from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cpu.kernels import Kernels
 from laddertron.models.cuda.workspace import kernels_missing
 from test_flashinfer import CPU, CUDA, make_cache
 

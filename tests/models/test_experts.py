@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from laddertron.models.config.experts import Router
-from laddertron.models.cpu.experts import make_choice
-from laddertron.models.cpu.ops import CpuOps, Kernels
+from laddertron.models.cpu.kernels import Kernels
+from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.experts import TorchExperts
 from laddertron.models.llama import LlamaModel
 from laddertron.models.ops import TorchOps
@@ -40,9 +40,10 @@ def choose(request: pytest.FixtureRequest) -> Choose:
         number = torch.arange(logits.shape[1], dtype=torch.int32)
         local = torch.where(number % 2 == 1, number // 2, -1)
         if request.param == "torch":
-            choice = TorchOps().choice(router, k, bias, local)
+            ops: TorchOps = TorchOps()
         else:
-            choice = make_choice(CpuOps(kernels), router, k, bias, local)
+            ops = CpuOps(kernels)
+        choice = ops.choice(router, k, bias, local)
         chosen, numbers, weight = choice(logits)
         assert torch.equal(numbers, local[chosen.long()])
         return chosen, weight
@@ -133,7 +134,7 @@ def test_an_expert_whose_logit_is_nan_is_chosen(choose: Choose) -> None:
 def test_logits_of_another_router_are_refused() -> None:
     if (kernels := Kernels.find()) is None:
         pytest.skip("the C kernels were not built (no compiler)")
-    choice = make_choice(CpuOps(kernels), Router("softmax"), 2, None, torch.arange(8).int())
+    choice = CpuOps(kernels).choice(Router("softmax"), 2, None, torch.arange(8).int())
     with pytest.raises(ValueError, match="9 logits a row: they must be 8"):
         choice(torch.zeros(1, 9))
 

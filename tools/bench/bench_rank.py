@@ -124,7 +124,7 @@ def read_floor(size: int) -> float | None:
     weights', since a last-level cache may hold a share of those."""
     import torch
 
-    from ...models.cpu.ops import read_bandwidth
+    from ...models.cpu.kernels import read_bandwidth
 
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -23,7 +23,8 @@ from laddertron.models.attention import StepLayout
 from laddertron.models.attention_choice import make_attention
 from laddertron.models.attention_choice import make_cache as cache_for
 from laddertron.models.config.model_config import ModelConfig, from_folder
-from laddertron.models.cpu.ops import CpuOps, Kernels
+from laddertron.models.cpu.kernels import Kernels
+from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.llama import LlamaModel
 from laddertron.models.pages import HugePages
 from laddertron.models.stages import RankShard

@@ -17,7 +17,8 @@ from laddertron.models import ops_choice
 from laddertron.models.attention import KVCache
 from laddertron.models.attention_choice import AttentionError, make_attention
 from laddertron.models.config.model_config import from_folder
-from laddertron.models.cpu.ops import CpuOps, Kernels, OddInputsError
+from laddertron.models.cpu.kernels import Kernels, OddInputsError
+from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.ops_choice import WeightsError, make_ops
 from laddertron.models.stages import RankShard
 

@@ -21,7 +21,8 @@ from laddertron.engine.config.schema import DaemonConfig, Deployment
 from laddertron.engine.step import loading
 from laddertron.engine.step import share as sharing
 from laddertron.engine.step.build import Built, build
-from laddertron.models.cpu.ops import CpuOps, Kernels
+from laddertron.models.cpu.kernels import Kernels
+from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.llama import LlamaModel
 from laddertron.models.pages import HeldPages
 from laddertron.models.weights.manifest import make_manifest, write_manifest

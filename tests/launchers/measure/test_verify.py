@@ -9,7 +9,7 @@ import checkpoints
 import pytest
 from laddertron.launchers.cli.__main__ import main
 from laddertron.launchers.cli.commands.verify import compare
-from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cpu.kernels import Kernels
 
 PLANTED = Path(__file__).parents[2] / "helpers" / "planted"
 

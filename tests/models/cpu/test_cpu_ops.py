@@ -12,7 +12,8 @@ import torch
 from laddertron.models.attention import AttentionBackend, StepLayout, TorchAttention
 from laddertron.models.cpu import attention as cpu_attention
 from laddertron.models.cpu.attention import CpuAttention, fits_kernels
-from laddertron.models.cpu.ops import CpuOps, Kernels
+from laddertron.models.cpu.kernels import Kernels
+from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.ops import Norm, TorchOps, Tree
 from laddertron.models.pages import HugePages
 from laddertron.topology.hardware import cpu_tier

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from laddertron.models.cpu.experts import SPACE, PackedExperts, pack_experts
-from laddertron.models.cpu.ops import CpuOps, Kernels, OddInputsError
-from laddertron.models.pages import HeldPages
+from laddertron.models.cpu.experts import SPACE, PackedExperts
+from laddertron.models.cpu.kernels import Kernels, OddInputsError
+from laddertron.models.cpu.ops import CpuOps
+from laddertron.models.experts import TorchExperts
+from laddertron.models.pages import HeldPages, HugePages
 from laddertron.topology.hardware import cpu_tier
 from torch import Tensor
 from torch.nn import functional
@@ -67,7 +69,7 @@ def routed(form: str, rows: int, hidden: int, experts: int, k: int) -> Rows:
 
 
 def packed(kernels: Kernels, form: str, gate_up: Tensor, down: Tensor, **options: int) -> PackedExperts:
-    return PackedExperts(CpuOps(kernels, int8=form == "int8"), kernels, gate_up, down, **options)
+    return PackedExperts(kernels, HugePages(), form == "int8", gate_up, down, **options)
 
 
 def want(form: str, gate_up: Tensor, down: Tensor, rows: Rows) -> Tensor:
@@ -208,12 +210,12 @@ def test_experts_are_taken_from_held_pages(kernels: Kernels, form: str, monkeypa
     monkeypatch.setattr(HeldPages, "CHUNK", 4 << 20)
     held, rows = weights(form, 3, 70, 46), routed(form, 9, 70, 3, 2)
     pages = HeldPages()
-    first = PackedExperts(CpuOps(kernels, int8=form == "int8", pages=pages), kernels, *held)
+    first = PackedExperts(kernels, pages, form == "int8", *held)
     expected = first(*rows)
     pages.seal([0])
     again = HeldPages(os.dup(pages.file))
     nothing = [torch.zeros_like(weight) for weight in held]
-    second = PackedExperts(CpuOps(kernels, int8=form == "int8", pages=again), kernels, *nothing)
+    second = PackedExperts(kernels, again, form == "int8", *nothing)
     assert torch.equal(second(*rows), expected)
     assert (pages.whole, again.whole) == (True, True)
 
@@ -222,11 +224,11 @@ def test_weights_that_the_kernels_do_not_serve_are_left_to_torch(kernels: Kernel
     """Odd inputs, no kernels, and under `deterministic` a refusal."""
     odd, even = weights("bf16", 2, 64, 33), weights("bf16", 2, 64, 32)
     with pytest.raises(OddInputsError, match="an expert's product of 33 inputs on this rank, not an even number"):
-        pack_experts(CpuOps(kernels), *odd)
-    assert pack_experts(CpuOps(kernels), *even) is not None
+        CpuOps(kernels).experts(*odd, 2)
+    assert isinstance(CpuOps(kernels).experts(*even, 2), PackedExperts)
     kernels.deterministic = False
     for ops in (CpuOps(kernels), CpuOps(None)):
-        assert pack_experts(ops, *odd) is None
+        assert isinstance(ops.experts(*odd, 2), TorchExperts)
         assert not ops.pages.whole
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from laddertron.models.cpu.ops import CpuOps, Kernels
+from laddertron.models.cpu.kernels import Kernels
+from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.ops import LaneStream, Norm, Others, TorchOps
 
 KERNELS = Kernels.find(deterministic=True)

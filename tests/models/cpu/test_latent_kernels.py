@@ -14,8 +14,9 @@ import pytest
 import torch
 from laddertron.models.attention import StepLayout
 from laddertron.models.config.latent import EXPANDED_SPACE, Expansion, Latent
+from laddertron.models.cpu.kernels import Kernels
 from laddertron.models.cpu.latent import CpuLatentAttention, fits_kernels
-from laddertron.models.cpu.ops import CpuOps, Kernels
+from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.latent import LatentAttention, LatentCache
 from laddertron.models.latent_layer import LatentProducts, _by_head
 from laddertron.models.ops import Norm

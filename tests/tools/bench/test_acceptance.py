@@ -19,7 +19,7 @@ from laddertron.launchers.cli.__main__ import main
 from laddertron.launchers.control.processes import descendants
 from laddertron.launchers.measure.preflight import PreflightOutcome
 from laddertron.launchers.measure.preflight_plan import Finding, LinkTime, NodeTransport, Pair, RankReport
-from laddertron.models.cpu.ops import Kernels
+from laddertron.models.cpu.kernels import Kernels
 from laddertron.tools.bench import acceptance as pages
 from laddertron.tools.bench.commands import acceptance
 from laddertron.tools.plan.estimate import CapacityEstimate, make_plan
