@@ -9,6 +9,7 @@ import shlex
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Container
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import BinaryIO
 
@@ -121,13 +122,15 @@ def open_run(
     """Checks and opens the files of a run; with `resume` reads back what is finished: cuts off a torn last line, moves
     answers to lines that changed to a file of their own, and forgets error lines that are found again or may go better
     this time. `model`: digest of what answers; answers of another one are refused. Raises RunFileError."""
-    if str(source) == "-" or str(answers) == "-":
+    if "-" in (str(source), str(answers), str(errors)):
         raise RunFileError("'-' cannot be used: a run must be able to read its files again to resume; name files")
-    paths = [path.resolve() for path in (source, answers, errors)]
-    if len(set(paths)) < 3:
+    outdated = answers.with_name(f"{answers.name.removesuffix('.jsonl')}.outdated.jsonl")
+    if any(_same(*pair) for pair in combinations((source, answers, errors), 2)):
         raise RunFileError(f"input, output and errors must be three files: {source}, {answers}, {errors}")
     if resume and overwrite:
         raise RunFileError("--resume and --overwrite cannot be combined")
+    if resume and (taken := next((path for path in (source, errors) if _same(path, outdated)), None)):
+        raise RunFileError(f"{taken} is where a resumed run puts answers to lines that changed: name another file")
     if not source.is_file():
         raise RunFileError(f"{source} is {'not a file' if source.exists() else 'missing'}: name a JSONL file")
     for path in (answers, errors):
@@ -149,9 +152,7 @@ def open_run(
         past = Past()
         if resume:
             past = read_past(file, answers, opened[0], errors, opened[1], model, max_line_bytes)
-        outdated = None
         if past.outdated:
-            outdated = answers.with_name(f"{answers.name.removesuffix('.jsonl')}.outdated.jsonl")
             opened[0] = _set_aside(answers, opened[0], outdated, past.outdated)
         if resume:
             # within the locked file: replacing it would lose the lock; what is lost by dying here is found again
@@ -161,7 +162,15 @@ def open_run(
         total = _count_lines(file)
         stack.pop_all()
     files = LineFile(answers, opened[0]), LineFile(errors, opened[1])
-    return RunFiles(file, *files, _Lines(past.finished), total, model, past.changed, outdated)
+    aside = outdated if past.outdated else None
+    return RunFiles(file, *files, _Lines(past.finished), total, model, past.changed, aside)
+
+
+def _same(first: Path, second: Path) -> bool:
+    """Whether both are one file, by symbolic or hard links too."""
+    if os.path.realpath(first) == os.path.realpath(second):
+        return True
+    return first.exists() and second.exists() and first.samefile(second)
 
 
 def _input(source: Path) -> BinaryIO:

@@ -61,6 +61,16 @@ def test_wrong_files_are_exit_2_with_the_mend(lines: Path, tmp_path: Path, capsy
     out = tmp_path / "out.jsonl"
     assert run(DEMO, "-i", lines, "-o", lines) == 2
     assert "three files" in capsys.readouterr().err
+    (linked := tmp_path / "linked.jsonl").hardlink_to(lines)
+    assert run(DEMO, "-i", lines, "-o", linked, "--overwrite") == 2
+    assert run(DEMO, "-i", lines, "-o", out, "--errors", linked, "--overwrite") == 2
+    assert capsys.readouterr().err.count("three files") == 2
+    linked.rename(aside := tmp_path / "out.outdated.jsonl")
+    assert run(DEMO, "-i", aside, "-o", out, "--resume") == 2
+    assert "puts answers to lines that changed" in capsys.readouterr().err
+    (loop := tmp_path / "loop").symlink_to(loop)
+    assert run(DEMO, "-i", loop, "-o", out) == 2
+    assert "loop is missing" in capsys.readouterr().err
     assert run(DEMO, "-i", "-", "-o", out) == 2
     assert "'-' cannot be used" in capsys.readouterr().err
     assert run(DEMO, "-i", tmp_path / "nowhere", "-o", out) == 2
