@@ -89,7 +89,7 @@ wheel: env ## Build a wheel into dist/ and see that it installs and starts
 clean: ## Remove what was made, .venv included
 	rm -rf .venv build dist *.egg-info */*/_*.so
 
-plans: ## Renew docs/plans: two plans, the index of all, and how far the simulator carries (extra `plot`)
+plans: ## Renew docs/plans: two plans, the index of all, and the accuracy of the simulator (extra `plot`)
 	@$(PY) tools/benchmarks/plan_docs.py
 
 snapshots: ## Renew tests/golden/snapshots after a change of help, API, messages, metrics or wire forms that is meant

@@ -67,7 +67,7 @@ def _index(plans: Mapping[str, CapacityEstimate]) -> list[str]:
         console.print(plan_view(plans[SAMPLES[0]], whole=False))
     view = ["", f"`laddertron plan configs/{SAMPLES[0]}.yaml` in a terminal of 80 columns:", "", "```"]
     view += map(str.rstrip, captured.get().splitlines())
-    return [*table("plan | ranks | fits | ms a token, alone | advice", rows), *view, "```"]
+    return [*table("plan | ranks | fits | ms per token, batch 1 | advice", rows), *view, "```"]
 
 
 def crossing(found: Sequence[Layout], kind: tuple[str, str], batch: int, per_node: int) -> str:

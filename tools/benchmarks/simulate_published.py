@@ -231,13 +231,13 @@ def report(constants: Constants) -> list[str]:
     peak = GPU_MODELS["H100"].memory_bandwidth
     constant = [
         ("share of memory bandwidth", f"{r.weight_bytes_per_s / peak:.1%}"),
-        ("a sub-block beyond its bytes, one row / more", f"{r.call_one_s * 1e6:.1f} / {r.call_many_s * 1e6:.1f} us"),
-        ("reads of a key or value", f"{constants.kv_reads:.1f}"),
+        ("fixed cost of a sub-block, one row / more", f"{r.call_one_s * 1e6:.1f} / {r.call_many_s * 1e6:.1f} us"),
+        ("reads of each key and value", f"{constants.kv_reads:.1f}"),
     ]
     for name, link in constants.links.items():
-        constant.append((name, f"{link.latency_s * 1e6:.2f} us a hop, {link.bytes_per_s / 1e9:.1f} GB/s"))
+        constant.append((name, f"{link.latency_s * 1e6:.2f} us per hop, {link.bytes_per_s / 1e9:.1f} GB/s"))
     for name, slows in constants.contention.items():
-        slower = f"computing slower behind {name}: while waiting / moving"
+        slower = f"slowdown of computation by a collective, {name}: latency / transfer"
         constant.append((slower, f"{slows.waiting:.2f} / {slows.moving:.2f}"))
     lines = table("constant | fitted", constant)
     for title, rows in (
@@ -260,7 +260,7 @@ def report(constants: Constants) -> list[str]:
             "",
             *table("model | interconnect | batch | wiring | fitted | published | simulated | error", cells),
             "",
-            f"{len(tested)} rows that nothing was fitted on: mean error {mean:.1%}, worst {max(tested):.1%}, "
+            f"{len(tested)} rows not used in the fit: mean error {mean:.1%}, worst {max(tested):.1%}, "
             f"{missed} beyond {LIMIT:.0%}.",
         ]
     return lines

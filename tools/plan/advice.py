@@ -1,4 +1,4 @@
-"""The plan's advice in plain sentences, even where it is another layout, and what to write for it. Pure; no torch."""
+"""The plan's advice in sentences (it may name another layout), and a deployment file for it. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from .estimate import CapacityEstimate
 
 NEAR = 0.05
-"""Predictions that differ by less than this are the same to us."""
+"""Predictions that differ by less than this share are considered equal."""
 STOCK = ("standard", "split", "pipeline")
 """Layouts over two nodes that need no weights trained for them."""
 LADDER_UP_TO = ((1, 1.3), (8, 2.0), (math.inf, 0.4))
-"""For up to so many sequences, the L/c (what all-reduces add to a step without them) up to which ladder is the fastest
-layout of two nodes, and beyond which a pipeline of stock weights is: measured, docs/pictures/layouts.json."""
+"""Sequences (at most), and the L/c up to which ladder is the fastest layout of two nodes for them; above it, a pipeline
+of stock weights is. L/c: the time that all-reduces add to a step, over the step without them. Measured:
+docs/pictures/layouts.json."""
 
 
 def fastest(ratio: float, batch: int) -> str:
@@ -44,35 +45,35 @@ def recommend(plan: CapacityEstimate) -> tuple[str, ...]:
         said += _cost_words(plan, there)
         ladder = [x for x in by_cost(plan.layouts) if x.wiring.name == "ladder"]
         if wiring != "ladder" and ladder:
-            text = f"Were the model trained as ladder: {describe(ladder[0])}, {_price(ladder[0])}"
+            text = f"If the model were trained as ladder: {describe(ladder[0])}, {_price(ladder[0])}"
             said.append(f"{text}{_needs(ladder[0])}.")
         quick = min(there, key=lambda x: x.fastest.step_s if x.fastest else 0.0)
         if quick.fastest:
             said.append(
-                f"Quickest for a single user: {describe(quick)}, a token every {quick.fastest.step_s * 1e3:.1f} ms "
+                f"Fastest for one sequence: {describe(quick)}, {quick.fastest.step_s * 1e3:.1f} ms per token "
                 f"({quick.fastest.tokens_per_s:.0f} tokens/s){_needs(quick)}."
             )
     elif plan.layouts:
-        said.append("No layout on these devices has room for this model: add nodes, or take its fp8 weights.")
+        said.append("No layout on these devices has room for this model: add nodes, or use its fp8 weights.")
     return (*said, *_wiring_words(plan))
 
 
 def _cost_words(plan: CapacityEstimate, there: Sequence[Layout]) -> list[str]:
-    """The cheapest layout for weights of this wiring, and of these very weights; and what was asked about.
-    there: those of this wiring, the cheapest first."""
+    """The cheapest layout for weights of this wiring, the cheapest for these weights, and the layout that was asked
+    about. there: the layouts of this wiring, the cheapest first."""
     best, max_num_seqs = there[0], plan.memory.max_num_seqs
     own = next((x for x in plan.layouts if x.key == plan.question.key), None)
     if best is own:
-        text = f"Take it: of all layouts of these GPUs the one asked about is the cheapest, {_price(best)}"
+        text = f"This layout is the cheapest on these GPUs, {_price(best)}"
         return [f"{text}{_more(best, max_num_seqs)}."]
     said = [f"Cheapest: {describe(best)}, {_price(best)}{_needs(best)}; {_keys(best)}."]
     mine = [x for x in there if x.stored == plan.question.stored]
     if mine and mine[0] not in (best, own):
-        said.append(f"Cheapest with these very weights: {describe(mine[0])}, {_price(mine[0])}; {_keys(mine[0])}.")
+        said.append(f"Cheapest with these weights: {describe(mine[0])}, {_price(mine[0])}; {_keys(mine[0])}.")
     if own is not None and own.cheapest and best.cheapest:
         ratio = own.cheapest.dollars / best.cheapest.dollars
-        verdict = "no different within what this can tell" if ratio < 1 + NEAR else f"{ratio:.1f}x the cheapest"
-        said.append(f"The layout asked about: {describe(own)}, {_price(own)}, {verdict}{_more(own, max_num_seqs)}.")
+        verdict = "equal within the model's error" if ratio < 1 + NEAR else f"{ratio:.1f}x the cheapest"
+        said.append(f"This layout: {describe(own)}, {_price(own)}, {verdict}{_more(own, max_num_seqs)}.")
     return said
 
 
@@ -80,13 +81,13 @@ def _price(layout: Layout) -> str:
     speed = layout.cheapest
     if speed is None:
         return "does not fit"
-    return f"${speed.dollars:.2f} a million output tokens ({speed.output_per_s:,.0f} tokens/s at batch {speed.batch})"
+    return f"${speed.dollars:.2f} per million output tokens ({speed.output_per_s:,.0f} tokens/s at batch {speed.batch})"
 
 
 def _more(layout: Layout, max_num_seqs: int) -> str:
     speed = layout.cheapest
     each = -(-speed.batch // layout.replicas) if speed else 0
-    return f"; that takes engine.max_num_seqs of {each}, configured are {max_num_seqs}" if each > max_num_seqs else ""
+    return f"; set engine.max_num_seqs to {each} (now {max_num_seqs})" if each > max_num_seqs else ""
 
 
 def _needs(layout: Layout) -> str:
@@ -100,8 +101,9 @@ def keys_of(layout: Layout) -> dict[str, int]:
 
 
 def deployment_text(plan: CapacityEstimate, config: str | None) -> str:
-    """A deployment file of the cheapest layout for these very weights, or else the one asked about. `config`: the file
-    that was asked about, whose other keys may be wanted too. Raises ValueError where nothing fits."""
+    """A deployment file of the cheapest layout for these weights; the layout that was asked about if none fits.
+    `config`: the file that was asked about, named in a comment for its other keys. Raises ValueError if nothing
+    fits."""
     q = plan.question
     fits = [x for x in by_cost(plan.layouts) if x.stored == q.stored and x.wiring.name == q.config.wiring.name]
     if not fits and not plan.memory.fits:
@@ -127,17 +129,17 @@ def _keys(layout: Layout) -> str:
 
 
 def _wiring_words(plan: CapacityEstimate) -> list[str]:
-    """What ladder would bring to this very layout."""
+    """The gain of ladder in this layout."""
     by_key = {(p.wiring, p.batch): p for p in plan.predictions}
     batches = sorted({p.batch for p in plan.predictions if p.fits})
     if plan.question.placement.tensor_parallel_size == 1:
-        return ["One rank a replica: there is no all-reduce, and nothing for a ladder to hide."]
+        return ["One rank per replica: there are no all-reduces for ladder to overlap."]
     if not batches:
         return []
     low, high = batches[0], batches[-1]
     if plan.question.config.wiring.name == "shortcut":
         return [
-            "These weights read the experts' output three sub-blocks later, behind which its sum travels: at batch "
+            "These weights read the experts' output three sub-blocks later, which overlap its all-reduce: at batch "
             f"{low} they are {by_key['shortcut', low].speedup:.2f}x as fast as with experts and MLP in one sum."
         ]
     gain, most = by_key["ladder", low], by_key["ladder", high]
@@ -148,7 +150,7 @@ def _wiring_words(plan: CapacityEstimate) -> list[str]:
     )
     if plan.question.config.wiring.name == "standard":
         text += (
-            "; these weights are standard and would have to be retrained for it"
+            "; these standard weights must be retrained for it"
             if max(gain.speedup, most.speedup) > 1 + NEAR
             else ", not worth retraining for"
         )
@@ -157,11 +159,11 @@ def _wiring_words(plan: CapacityEstimate) -> list[str]:
     said = [f"{text}."]
     if plan.question.shape.nodes > 1:
         best = (f"{fastest(ratio, batch)} at batch {batch} (L/c {ratio:.1f})" for batch, ratio in ratios.items())
-        said.append(f"Fastest between two nodes at such an L/c, as measured on emulated ones: {', '.join(best)}.")
+        said.append(f"Fastest over two nodes at this L/c, as measured on emulated nodes: {', '.join(best)}.")
     if (lanes := plan.question.config.lanes) is not None:
         own, hides = by_key["lanes", low], 2 * lanes.delay
         said.append(
-            f"These weights are lanes, which read an output {hides} sub-blocks later: they hide all-reduces up to an "
+            f"These weights have lanes, which read an output {hides} sub-blocks later: they hide all-reduces up to an "
             f"L/c of {hides}; here it is {ratios[low]:.1f}, and they are {own.speedup:.2f}x as fast as standard at "
             f"batch {low}."
         )

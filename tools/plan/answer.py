@@ -41,18 +41,18 @@ def binary(count: float) -> str:
 
 
 def basis(plan: CapacityEstimate) -> str:
-    """The answer's basis: which machines, and how far off such answers were."""
+    """Which machines the answer is for, and the error of such predictions."""
     q = plan.question
     assumed = any("no fabric was named" in note for note in q.notes)
-    where = f"{_devices(plan)} assumed; --fabric for yours" if assumed else f"{_devices(plan)}, as named"
+    where = f"{_devices(plan)} assumed; name yours with --fabric" if assumed else f"{_devices(plan)}, as named"
     return f"{where}. {_MISSED[q.keys.gpu]}"
 
 
 _MISSED = {
-    True: "Predicted: published H100 runs were missed by 6.1% in tokens/s, 15.7% at most.",
-    False: "Predicted: steps over emulated links were missed by 4.0 %, by 14.0 % at most.",
+    True: "Predicted; mean error against published H100 runs: 6.1% in tokens/s, 15.7% at most.",
+    False: "Predicted; mean error against steps over emulated links: 4.0 %, 14.0 % at most.",
 }
-"""As docs/plans/validation.md has it."""
+"""From docs/plans/validation.md."""
 
 
 def _devices(plan: CapacityEstimate) -> str:
@@ -80,9 +80,9 @@ def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
     """The decisive figures, in 80 columns: where a rank's memory goes, how fast the layout is, and what is cheaper."""
     m, q = plan.memory, plan.question
     rest = m.device_bytes - m.weight_bytes - m.kv_bytes
-    parts = (("weights", m.weight_bytes), ("KV cache", m.kv_bytes), ("buffers, reserve, not used", rest))
+    parts = (("weights", m.weight_bytes), ("KV cache", m.kv_bytes), ("buffers, reserve, unused", rest))
     memory = [(name, binary(max(0, size)), f"{size / m.device_bytes:.0%}") for name, size in parts]
-    memory.append(("there is", binary(m.device_bytes), ""))
+    memory.append(("total", binary(m.device_bytes), ""))
     wirings = tuple(dict.fromkeys(w for w in ("standard", q.config.wiring.name, "ladder") if w in plan.wirings))
     fitting = sorted({p.batch for p in plan.predictions if p.fits})
     speeds = {(p.wiring, p.batch): p for p in plan.predictions}
@@ -97,9 +97,9 @@ def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
             name = _short(x)
             rate = f"{best.output_per_s:,.0f}"
             layouts.append((name, ms(quick.step_s), f"{best.batch:,}", rate, f"{best.dollars:.2f}"))
-    columns = ("layout", "ms alone", "batch", "tokens/s", "$ a million")
+    columns = ("layout", "ms at batch 1", "batch", "tokens/s", "$ per million")
     note = (
-        f"With prompts of {q.work.prompt}, at ${q.work.gpu_hour:g} a GPU hour. Wirings need weights trained for them."
+        f"With prompts of {q.work.prompt}, at ${q.work.gpu_hour:g} per GPU hour. Ladder needs weights trained for it."
     )
     return (
         Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(memory)),
@@ -132,8 +132,8 @@ def mixture_sheets(plan: CapacityEstimate) -> list[Sheet]:
         rows.append((x.name, f"{x.memory.weight_bytes / GIB:.1f}", str(x.messages), binary(x.sent[-1]), *times))
     note = " ".join(
         (
-            "Milliseconds a token, by batch; * the quickest. GiB: weights of a rank; messages: of a step, "
-            f"between nodes; sent: by a rank at batch {BATCHES[-1]}. Routing is taken for even.",
+            "Milliseconds per token, by batch; * the fastest. GiB: weights of a rank; messages: per step, between "
+            f"nodes; sent: by a rank at batch {BATCHES[-1]}. Assumes even routing.",
             *notes,
         )
     )
@@ -146,13 +146,13 @@ def _short(layout: Layout) -> str:
 
 
 def verdicts(plan: CapacityEstimate, priced: bool = True) -> list[Sheet]:
-    """The cheapest layout for the weights at hand, by what else is given."""
+    """The cheapest layout for each kind of weights, by sequences, by time per token and by context."""
     batches = [(x, s.batch, s.dollars) for x in plan.layouts for s in x.speeds]
     times = [(x, s.step_s * 1e3, s.dollars) for x in plan.layouts for s in x.speeds]
     depths = [(x, d.context, d.dollars) for x in plan.layouts for d in x.depths if d.sequences]
     return [
         _verdict("sequences", "{:,}", sorted({n for _, n, _ in batches}), eq, batches, priced),
-        _verdict("time a token", "{} ms", TOKEN_MS, le, times, priced),
+        _verdict("time per token", "{} ms", TOKEN_MS, le, times, priced),
         _verdict("context", "{:,}", sorted({n for _, n, _ in depths}), eq, depths, priced),
     ]
 
@@ -165,8 +165,8 @@ def _verdict(
     offers: Sequence[tuple[Layout, float, float]],
     priced: bool,
 ) -> Sheet:
-    """offers: a layout, what it offers of what is given, and what a million tokens cost then. A row that says what the
-    one before says is left out."""
+    """offers: a layout, its value of the given quantity, and dollars per million tokens then. A row equal to the
+    previous one is left out."""
     kinds = dict.fromkeys((x.stored.weights, x.wiring.name) for x, _, _ in offers)
     rows: list[tuple[str, ...]] = []
     for limit in limits:
@@ -180,4 +180,4 @@ def _verdict(
         if set(cells) != {"-"} and (not rows or tuple(cells) != rows[-1][1:]):
             rows.append((form.format(limit), *cells))
     columns = (given, *(f"{weights.replace('bfloat', 'bf')} {wiring}" for weights, wiring in kinds))
-    return Sheet(f"Cheapest for the weights at hand, by {given}", columns, tuple(rows))
+    return Sheet(f"Cheapest layout for these weights, by {given}", columns, tuple(rows))

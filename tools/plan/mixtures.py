@@ -153,14 +153,14 @@ def best_of(found: tuple[MixtureLayout, ...], index: int) -> MixtureLayout | Non
 
 
 def mixture_words(found: tuple[MixtureLayout, ...]) -> list[str]:
-    """Whether one node has room, and which layout is the quickest at each batch."""
+    """Whether the model fits on one node, and the fastest layout at each batch."""
     said = []
     fitting = [x for x in found if x.name.startswith("one node") and x.memory is not None and x.memory.fits]
     if fitting:
         x = fitting[0]
-        said.append(f"One node has room for it: {x.keys}; use other nodes as replicas, nothing then crosses nodes.")
+        said.append(f"It fits on one node: {x.keys}; use the other nodes for replicas, without traffic between nodes.")
     quick = [(batch, best_of(found, i)) for i, batch in enumerate(BATCHES)]
     words = [
         f"{x.name} at batch {batch} ({1e3 * (x.step_s[i] or 0.0):.1f} ms)" for i, (batch, x) in enumerate(quick) if x
     ]
-    return [*said, f"Quickest of these layouts: {', '.join(words)}."] if words else said
+    return [*said, f"Fastest of these layouts: {', '.join(words)}."] if words else said

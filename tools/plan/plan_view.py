@@ -22,8 +22,8 @@ def plan_view(plan: CapacityEstimate, whole: bool) -> RenderableType:
         if sheet.rows:
             parts += [Text(), sheet_view(sheet)]
     if not whole:
-        return Group(*parts, Text("--all: every table, and what they rest on", style="dim"))
-    parts += [Text(), Text("What this rests on", style="bold")]
+        return Group(*parts, Text("--all: every table, and the assumptions", style="dim"))
+    parts += [Text(), Text("Assumptions", style="bold")]
     return Group(*parts, *(Text(f"  {text}", style="dim") for text in plan.assumptions))
 
 

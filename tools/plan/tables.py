@@ -36,8 +36,8 @@ def _memory(plan: CapacityEstimate) -> Sheet:
     used = sum(m.parts.values()) + m.kv_bytes
     if m.device_bytes > used:
         rows.append(("not used", binary(m.device_bytes - used), f"{1 - used / m.device_bytes:.1%}"))
-    rows.append(("there is", binary(m.device_bytes), ""))
-    note = f"A position of KV takes {binary(m.kv_bytes_per_token)} on a rank. {m.verdict[:1].upper()}{m.verdict[1:]}."
+    rows.append(("total", binary(m.device_bytes), ""))
+    note = f"KV takes {binary(m.kv_bytes_per_token)} per position and rank. {m.verdict[:1].upper()}{m.verdict[1:]}."
     return Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(rows), 1, note)
 
 
@@ -70,7 +70,7 @@ def _speeds(plan: CapacityEstimate) -> Sheet:
         rows.append(tuple(cells))
     note = "Tokens/s of one replica, decoding alone, and how much faster than standard."
     if any(not p.fits for p in plan.predictions):
-        note += " * no room for so many sequences."
+        note += " *: these sequences do not fit."
     columns = ("batch", "standard step ms", *names)
     return Sheet("Decoding, by wiring", columns, tuple(rows), 1, note)
 
@@ -100,17 +100,17 @@ def _prefill(plan: CapacityEstimate) -> Sheet:
 
 
 def _arithmetic(plan: CapacityEstimate) -> str:
-    """What two streams gain, by the law: of one chunk of the prompt."""
+    """The gain of two streams for one chunk of the prompt, by the law."""
     if plan.split_law is None:
         return ""
     law = plan.split_law
     whole, split = law.sub_block_s + law.all_reduce_s, max(2 * law.half_s, law.half_s + law.half_all_reduce_s)
-    us = "L {:,.0f}, c {:,.0f}, half of it L {:,.0f}, c {:,.0f} us".format(
+    us = "L {:,.0f}, c {:,.0f}, L_half {:,.0f}, c_half {:,.0f} us".format(
         *(1e6 * s for s in (law.all_reduce_s, law.sub_block_s, law.half_all_reduce_s, law.half_s))
     )
     return (
-        f"Split: two streams of rows, one computing while the other's all-reduce travels: max(2 c_half, c_half + "
-        f"L_half) in place of c + L. Of {law.tokens:,} tokens {us}: {split * 1e6:,.0f} in place of {whole * 1e6:,.0f}, "
+        f"Split: one half of the rows computes while the other's all-reduce is in flight: max(2 c_half, c_half + "
+        f"L_half) instead of c + L. For {law.tokens:,} tokens {us}: {split * 1e6:,.0f} instead of {whole * 1e6:,.0f}, "
         f"{whole / split:.2f}x at most, less the slowdown by a concurrent all-reduce."
     )
 
@@ -147,13 +147,13 @@ def _layouts(plan: CapacityEstimate) -> Sheet:
              f"{best.dollars:.2f}")
         )  # fmt: skip
     columns = (
-        "layout", "weights a rank", "KV positions in all", "ms a token, alone", "best batch", "output tokens/s",
-        "$ a million",
+        "layout", "weights per rank", "KV positions in total", "ms per token, batch 1", "best batch", "output tokens/s",
+        "$ per million",
     )  # fmt: skip
     w = plan.question.work
     note = (
-        f"Output tokens/s with each request's prompt of {w.prompt} computed in between; ${w.gpu_hour:g} a GPU hour "
-        f"over all {max(x.gpus for x in plan.layouts)} GPUs. Wirings other than standard need weights trained for them."
+        f"Output tokens/s, including the computation of each request's prompt of {w.prompt}; ${w.gpu_hour:g} per GPU "
+        f"hour over all {max(x.gpus for x in plan.layouts)} GPUs. Other wirings need weights trained for them."
     )
     return Sheet("Layouts of the same GPUs", columns, tuple(rows), 1, note)
 
@@ -165,7 +165,7 @@ def _batches(plan: CapacityEstimate) -> Sheet:
     for x in shown:
         cells = {s.batch: f"{s.output_per_s:,.0f}" for s in x.speeds}
         rows.append((describe(x), *(cells.get(b, "-") for b in batches)))
-    note = "Over all replicas; - : no room for so many sequences."
+    note = "Sum over all replicas; -: these sequences do not fit."
     return Sheet("Layouts by batch: output tokens/s", ("layout", *map(str, batches)), tuple(rows), 1, note)
 
 
@@ -179,8 +179,8 @@ def _contexts(plan: CapacityEstimate) -> Sheet:
         }
         rows.append((describe(x), *(cells.get(c, "-") for c in contexts)))
     note = (
-        f"Sequences that fit (at most {MOST_SEQUENCES} a replica and stage) at tokens/s, decoding alone, and dollars a "
-        "million of them."
+        f"Sequences that fit (at most {MOST_SEQUENCES} per replica and stage), tokens/s while decoding, and dollars "
+        "per million tokens."
     )
     return Sheet("Layouts by context", ("layout", *(f"{c:,}" for c in contexts)), tuple(rows), 1, note)
 
@@ -197,7 +197,7 @@ def markdown(plan: CapacityEstimate) -> str:
     lines += [f"- {sentence}" for sentence in plan.recommendation]
     for sheet in sheets(plan):
         lines += ["", *sheet_lines(sheet)] if sheet.rows else []
-    lines += ["", "## What this rests on", ""]
+    lines += ["", "## Assumptions", ""]
     lines += [f"- {text}" for text in plan.assumptions]
     return "\n".join(lines) + "\n"
 

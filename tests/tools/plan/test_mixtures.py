@@ -247,9 +247,9 @@ def test_a_hop_between_cpus_takes_what_its_links_take() -> None:
 
 def test_one_node_is_the_answer_where_it_has_room() -> None:
     """Qwen3-235B in bf16 fits 8 x 80 GB, GLM-4.6 does not."""
-    assert "One node has room for it: tp 8" in planned(BIG, "2x8xH100").recommendation[0]
+    assert "It fits on one node: tp 8" in planned(BIG, "2x8xH100").recommendation[0]
     plan = planned("glm-4.6", "2x8xH100")
-    assert not any("One node has room" in said for said in plan.recommendation)
+    assert not any("fits on one node" in said for said in plan.recommendation)
     assert {x.step_s for x in plan.mixtures if x.name.startswith("one node")} == {(None,) * len(BATCHES)}
 
 
