@@ -68,6 +68,7 @@ def test_wrong_files_are_exit_2_with_the_mend(lines: Path, tmp_path: Path, capsy
     linked.rename(aside := tmp_path / "out.outdated.jsonl")
     assert run(DEMO, "-i", aside, "-o", out, "--resume") == 2
     assert "puts answers to lines that changed" in capsys.readouterr().err
+    aside.unlink()
     (loop := tmp_path / "loop").symlink_to(loop)
     assert run(DEMO, "-i", loop, "-o", out) == 2
     assert "loop is missing" in capsys.readouterr().err
