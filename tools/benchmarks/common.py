@@ -1,15 +1,23 @@
-"""Shared by benchmarks: JSON lines, turns, medians with their spread, Markdown. The standard library alone."""
+"""Shared by benchmarks: JSON lines, turns, medians with their spread, Markdown, environments of other engines. The
+standard library alone.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+UNFIT = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that others bring and nothing here uses; their wheels may belong to another build of torch, and then
+transformers cannot be imported."""
 
 
 def say(**line: Any) -> None:
@@ -48,3 +56,16 @@ def versions(*packages: str) -> dict[str, str | None]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def environment(folder: Path, needs: Sequence[str], without: Sequence[str] = ()) -> Path:
+    """The bin folder of a virtual environment with these packages, made once. Raises CalledProcessError with pip's
+    words in its `stderr`."""
+    if not (folder / ".complete").exists():
+        pip = [str(folder / "bin" / "pip")]
+        commands = [[sys.executable, "-m", "venv", "--clear", str(folder)], [*pip, "install", "-q", *needs]]
+        commands += [[*pip, "uninstall", "-q", "-y", *without]] if without else []
+        for command in commands:
+            subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
+        (folder / ".complete").touch()
+    return folder / "bin"

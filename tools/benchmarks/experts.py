@@ -1,7 +1,6 @@
-"""A mixture of experts of Qwen3-MoE's form, 470M in bf16: compared with other engines on this machine, and by layout on
-two nodes that tests/cluster makes on it, a core each.
+"""Layouts of a mixture of experts of Qwen3-MoE's form, 470M in bf16, on two nodes that tests/cluster makes on this
+machine, a core each.
 
-    python tools/benchmarks/experts.py one     with a dense Llama of 1.0B; six minutes, once the peers are installed
     python tools/benchmarks/experts.py two     as root, ten minutes
 
 Prints JSON lines and Markdown: medians of interleaved runs, tokens/s. The law's step of spread: that of the same ranks
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -123,19 +121,15 @@ def report(config: Any, rows: Sequence[Mapping[str, Any]], sums: Mapping[float, 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", choices=["one", "two"], nargs="?")
+    parser.add_argument("part", choices=["two"], nargs="?")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batches", type=int, nargs="+", choices=BATCHES, default=list(BATCHES), help="of `two`")
-    parser.add_argument("--delays", type=float, nargs="+", default=DELAYS_MS, help="of `two`: one way, ms")
+    parser.add_argument("--batches", type=int, nargs="+", choices=BATCHES, default=list(BATCHES))
+    parser.add_argument("--delays", type=float, nargs="+", default=DELAYS_MS, help="one way, ms")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
-    args, others = parser.parse_known_args()
+    args = parser.parse_args()
     if args.inside:
         folder, *order = json.loads(args.inside)
         inside(Path(folder), *order)
-    elif args.part == "one":
-        for more in ("qwen3-moe --peers vllm,transformers", "llama-1b --peers vllm --generate 16"):
-            words = [str(HERE / "peers" / "compare.py"), "--tp", "1", "--repeats", str(args.repeats), "--model"]
-            subprocess.run([sys.executable, *words, *more.split(), *others], check=True)
     elif (why := why_not()) is not None:
         print(f"no emulated cluster here: {why}", file=sys.stderr)
         return 2

