@@ -134,7 +134,7 @@ def test_what_is_declared_is_imported_and_what_is_imported_is_declared() -> None
 def test_every_dependency_has_a_line_in_the_documentation() -> None:
     """And the table names nothing that pyproject.toml does not, but for what it says comes from elsewhere."""
     table = (ROOT / "docs/dependencies.md").read_text()
-    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ") and "package | why" not in line]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ") and "package | use" not in line]
     named = {
         canonicalize_name(word) for cell in cells for word in re.findall(r"[A-Za-z][\w-]+", re.sub(r"\(.*\)", "", cell))
     }
