@@ -15,14 +15,7 @@ import click
 from ...engine.config.yaml_tree import ConfigError
 from ...topology.hardware.cpu_tier import TierError
 
-OK, FAILED, USAGE, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
-EXIT_CODES = {
-    OK: "done",
-    FAILED: "the work failed: ranks, requests, a measurement, or the daemon refused",
-    USAGE: "the command line, the deployment file or the input is wrong; nothing was launched",
-    INTERRUPTED: "interrupted by ^C",
-    TERMINATED: "ended by SIGTERM",
-}
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 ENGINE = ("torch", "megatron", "mpi4py", "numpy", "prometheus_client", "safetensors", "fastapi", "starlette", "uvicorn")
 """Modules of the extra `engine`, which planner and client do without."""
 _MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}

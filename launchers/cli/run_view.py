@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, cast
 
@@ -27,6 +28,11 @@ from ...engine.run.progress import Snapshot, Summary
 from ...topology.comm.ledger import overlap_ratio
 
 _BAR_SECONDS, _LINE_SECONDS = 0.1, 10.0
+
+
+def default_errors(output: Path) -> Path:
+    """Where failed lines go: OUT.errors.jsonl."""
+    return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
 
 
 def clock(seconds: float) -> str:

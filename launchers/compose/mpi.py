@@ -252,9 +252,8 @@ def _slurm(
         if slurm.container_mounts:
             mounts = ",".join(slurm.container_mounts)
             parts.append(Part((f"--container-mounts={mounts}",), "launch.slurm.container_mounts"))
-        inside = ",".join(names)
-        if inside:
-            parts.append(Part((f"--container-env={inside}",), "these win over the image's own"))
+        if names:
+            parts.append(Part((f"--container-env={','.join(names)}",), "these win over the image's own"))
     return parts
 
 

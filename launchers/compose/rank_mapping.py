@@ -8,9 +8,8 @@ import os
 from collections.abc import Iterable, Sequence
 
 from ...topology.hardware.fabric import format_cpus, parse_cpus
-from ...topology.placement.identity import Launcher
 from ...topology.placement.layout import GroupLayout
-from ...topology.placement.mapping import MappingError, Observed, same_host, verify
+from ...topology.placement.mapping import MappingError, same_host
 from ...topology.placement.placement import Placement, Seat
 from .hosts import Host
 
@@ -47,22 +46,11 @@ def expected(text: str) -> Placement:
     return Placement(len(seats), 1, tuple(seats), (GroupLayout(tuple(nodes)),))
 
 
-def verify_seats(text: str | None, observed: Sequence[Observed], launcher: Launcher) -> None:
-    """Raises MappingError, with the option that fixes it, unless every rank runs where `text` says; None: anywhere."""
-    if text is not None:
-        verify(expected(text), observed, launcher)
-
-
 def interfaces_text(hosts: Sequence[Host]) -> str:
     """The value of ENV_INTERFACES; "" where the placement names none for some host, or there is one host alone."""
     if len(hosts) < 2 or not all(host.interface for host in hosts):
         return ""
     return ",".join(f"{host.name}={host.interface}" for host in hosts)
-
-
-def interface_here(text: str | None, hostname: str) -> str | None:
-    """This host's entry in ENV_INTERFACES; None if unset. Raises MappingError on an invalid value."""
-    return _of_host(ENV_INTERFACES, text, hostname)
 
 
 def cores_text(hosts: Sequence[Host]) -> str:
@@ -78,7 +66,7 @@ def _listed(cores: Sequence[int]) -> str:
 
 def cores_here(text: str | None, hostname: str, local_rank: int) -> tuple[int, ...] | None:
     """This rank's entry in ENV_CORES; None if unset. Raises MappingError on an invalid value."""
-    said = _of_host(ENV_CORES, text, hostname)
+    said = of_host(ENV_CORES, text, hostname)
     if said is None:
         return None
     try:
@@ -93,7 +81,8 @@ def cores_here(text: str | None, hostname: str, local_rank: int) -> tuple[int, .
     return cores
 
 
-def _of_host(name: str, text: str | None, hostname: str) -> str | None:
+def of_host(name: str, text: str | None, hostname: str) -> str | None:
+    """This host's entry in the value of that variable; None if unset. Raises MappingError on an invalid value."""
     if text is None:
         return None
     found = None

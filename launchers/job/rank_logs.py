@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
 
 log = logging.getLogger("laddertron.ranks")
 
@@ -37,22 +36,6 @@ def set_up_logs(rank: int, node: str) -> None:
     logging.getLogger("laddertron").setLevel(logging.INFO)
 
 
-@dataclass(frozen=True, slots=True)
-class RankLine:
-    level: int
-    rank: int
-    node: str
-    text: str
-
-
-def read_line(line: str) -> RankLine | None:
-    """A rank's log line; None for other output. Skips a launcher's tag."""
-    found = _LINE.search(line)
-    if found is None:
-        return None
-    return RankLine(logging.getLevelNamesMapping()[found["level"]], int(found["rank"]), found["node"], found["text"])
-
-
 class RankWords:
     """Passes on what ranks say at its level, with rank and node; what is no rank's log at INFO, as it came. A warning
     that was given already is INFO too, whichever rank, replica or launch repeats it: once is enough. Of one
@@ -63,14 +46,16 @@ class RankWords:
 
     def take(self, line: str, replica: int) -> None:
         """One line of a launch's output."""
-        found = read_line(line)
+        found = _LINE.search(line)  # a launcher's tag may stand before it
         if found is None:
             log.info("%s", line)
             return
-        again = found.level >= logging.WARNING and self._again(found.text)
-        where = {"rank": found.rank, "node": found.node, "replica": replica}
-        level = logging.INFO if again else found.level
-        log.log(level, "rank %d on %s: %s", found.rank, found.node, found.text, extra=where)
+        level = logging.getLevelNamesMapping()[found["level"]]
+        if level >= logging.WARNING and self._again(found["text"]):
+            level = logging.INFO
+        rank, node = int(found["rank"]), found["node"]
+        extra = {"rank": rank, "node": node, "replica": replica}
+        log.log(level, "rank %d on %s: %s", rank, node, found["text"], extra=extra)
 
     def _again(self, text: str) -> bool:
         again = text in self._said

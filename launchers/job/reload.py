@@ -74,12 +74,10 @@ def different_keys(old: Deployment, new: Deployment) -> Iterator[str]:
 
 def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
     """Keys that differ and cannot while the daemon runs, and why."""
-    before, after = to_json(old), to_json(new)
-    for section in before:
-        if section not in _OF_RANKS:
-            for key, value in before[section].items():
-                if value != after[section][key] and key not in _OF_JOBS:
-                    yield f"{section}.{key}", "it belongs to the daemon's process: restart `laddertron serve`"
+    for path in different_keys(old, new):
+        section, key = path.split(".")
+        if section not in _OF_RANKS and key not in _OF_JOBS:
+            yield path, "it belongs to the daemon's process: restart `laddertron serve`"
     if old.parallel.replicas != new.parallel.replicas:
         yield "parallel.replicas", "the daemon has as many queues to them: restart `laddertron serve`"
     if old.served_model_name != new.served_model_name:

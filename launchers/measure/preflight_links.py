@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -39,19 +38,18 @@ def measure_links(
     wanted: PreflightPlan,
     bootstrap: Bootstrap,
     line: PointToPoint | None,
-    nodes: Sequence[str] = (),
-    watch: Watch | None = None,
+    nodes: Sequence[str],
+    watch: Watch,
 ) -> list[tuple[int, int, int | None, str, float, float]]:
     """Pairs whose first rank this is: both ranks, the rail, the path, seconds one way, bytes/s.
     Every rank calls it; all end a round before any begins the next. `nodes`: each rank's host, for the words of the
     watch."""
-    watch = watch or Watch(inf, print)
     found: list[tuple[int, int, int | None, str, float, float]] = []
     for pairs in wanted.rounds:
         for pair in pairs:
             if line is not None and bootstrap.rank in (pair.a, pair.b):
                 first = bootstrap.rank == pair.a
-                ends = " to ".join(f"rank {end}" + (f" on {nodes[end]}" if nodes else "") for end in (pair.a, pair.b))
+                ends = " to ".join(f"rank {end} on {nodes[end]}" for end in (pair.a, pair.b))
                 with watch.over(f"nothing came over the link from {ends}".__str__):
                     latency, rate = measure(line, pair.b if first else pair.a, first)
                 if first:
@@ -68,12 +66,11 @@ def sweep(
     options: CommOptions,
     shape: Shape,
     device: torch.device,
-    together: Sequence[tuple[Strategy, int]] = (),
-    watch: Watch | None = None,
+    together: Sequence[tuple[Strategy, int]],
+    watch: Watch,
 ) -> list[Point]:
     """Every strategy and size of the plan; a strategy has connections of its own. `together`: where there are several
     groups, those of all of them, in whose order every rank connects and measures."""
-    watch = watch or Watch(inf, print)
     points = []
     mine = set(wanted.sweep)
     for strategy in dict.fromkeys(s for s, _ in together or wanted.sweep):

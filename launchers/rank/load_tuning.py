@@ -16,7 +16,7 @@ from typing import Any
 from ... import __version__
 from ...engine.config.schema import Deployment
 from ...topology.comm.bootstrap import Bootstrap
-from ...topology.cost.cost import Backend, Shape, shape_of
+from ...topology.cost.cost import Backend, shape_of
 from ...topology.cost.tuning import Chooser, chooser
 from ...topology.hardware import fabric as fabrics
 from ...topology.hardware.discover import discover, gather
@@ -67,11 +67,6 @@ def placed(fabric: Fabric, deployment: Deployment, nodes: Sequence[str]) -> Plac
         stages=parallel.pipeline_parallel_size,
         slots=Counter(nodes),
     )
-
-
-def group_shape(fabric: Fabric, deployment: Deployment, nodes: Sequence[str], layout: GroupLayout) -> Shape:
-    """This group as the cost model sees it. A replica is a job of its own under `serve`: then it is the only group."""
-    return shape_of(fabric, placed(fabric, deployment, nodes), layout.ranks[0] // layout.size)
 
 
 def group_hosts(fabric: Fabric, nodes: Sequence[str], layout: GroupLayout) -> Fabric:
@@ -132,7 +127,7 @@ def tuned_choice(
         if deployment.launch.fabric is None or bootstrap.rank == 0:
             fabric = fabric_of_job(deployment, bootstrap, nodes)
         if bootstrap.rank == 0:
-            shape = group_shape(fabric, deployment, nodes, layout)
+            shape = shape_of(fabric, placed(fabric, deployment, nodes), layout.ranks[0] // layout.size)
             path = None if parallel.tuning_file is None else Path(parallel.tuning_file)
             choose, warnings = chooser(path, group_hosts(fabric, nodes, layout), shape, backend, versions())
             for warning in warnings:

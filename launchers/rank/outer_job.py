@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from ... import __version__
@@ -120,10 +121,8 @@ class Replicas:
         self._server = ControlServer(
             self, self.secret, messages.Welcome(deploy.digest(deployment), 0, count, __version__), host
         )
-        self.jobs = [self._job_of(index, dump if index == 0 else dict) for index in range(count)]
-
-    def _job_of(self, index: int, dump: Callable[[], dict[str, Any]]) -> ReplicaJob:
-        return ReplicaJob(lambda message: self._server.send(message, index), dump)
+        send = self._server.send
+        self.jobs = [ReplicaJob(partial(send, rank=rank), dump if rank == 0 else dict) for rank in range(count)]
 
     async def start(self) -> str:
         """The address of the channel. Raises OSError."""

@@ -26,8 +26,8 @@ from ...topology.hardware.interfaces import address_of
 from ...topology.hardware.sysfs import Sysfs, available_bytes
 from ...topology.placement.identity import Identity
 from ...topology.placement.layout import observed_layout
-from ...topology.placement.mapping import MappingError
-from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, bind, cores_here, interface_here, verify_seats
+from ...topology.placement.mapping import MappingError, verify
+from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, bind, cores_here, expected, of_host
 from ..control import messages
 from .load_tuning import backend_here, tuned_choice
 from .rank_status import HealthWatch, Status, loading_words, make_look
@@ -53,7 +53,7 @@ def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
     if deployment.launch.interface is not None:
         return address_of(deployment.launch.interface)
     hostname = socket.gethostname()
-    placed = interface_here(os.environ.get(ENV_INTERFACES), hostname)
+    placed = of_host(ENV_INTERFACES, os.environ.get(ENV_INTERFACES), hostname)
     if placed is not None:
         try:
             return address_of(placed)
@@ -115,7 +115,8 @@ def join_group(
     places = [place.decode().partition(" ") for place in said]
     nodes = tuple(node for _, _, node in places)
     observed = [(rank, node, int(local)) for rank, (local, _, node) in enumerate(places)]
-    verify_seats(os.environ.get(ENV_SEATS), observed, identity.launcher)
+    if (seats := os.environ.get(ENV_SEATS)) is not None:
+        verify(expected(seats), observed, identity.launcher)
     size, ranks = deployment.parallel.tensor_parallel_size, deployment.parallel.ranks
     first = bootstrap.rank // ranks * ranks
     stages = [observed_layout(nodes, at, size) for at in range(first, first + ranks, size)]

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 
 from ..batch_client import ENDED, ApiError, BatchClient
 from ..errors import FAILED, OK, UsageError, ended_by
-from ..run_view import clock, progress_console, say, say_error
+from ..run_view import clock, default_errors, progress_console, say, say_error
 
 _URL = "http://127.0.0.1:8000/v1"
 _LIST_WIDTH, _WHY, _SHOWN_MODELS = 1000, 100, 5
@@ -218,15 +218,11 @@ def _look_at(client: BatchClient, file: Path) -> str | None:
     return url if isinstance(url, str) else None
 
 
-def _errors_beside(output: Path) -> Path:
-    return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
-
-
 def _check_output(output: Path | None) -> None:
     """Refuses an output that could not be written, or that would replace a file."""
     if output is None:
         return
-    for path in (output, _errors_beside(output)):
+    for path in (output, default_errors(output)):
         if path.exists():
             raise UsageError(f"{path} exists: remove it, or name another output")
     if not (output.parent.is_dir() and os.access(output.parent, os.W_OK | os.X_OK)):
@@ -298,7 +294,7 @@ def _finish(
     if output is not None:
         for file_id, path in (
             (batch.get("output_file_id"), output),
-            (batch.get("error_file_id"), _errors_beside(output)),
+            (batch.get("error_file_id"), default_errors(output)),
         ):
             if file_id:
                 try:

@@ -32,7 +32,7 @@ from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
 from ..errors import FAILED, OK, USAGE, UsageError, ended_by
 from ..fabric_source import fabric_option
-from ..run_view import ConsoleLog, RunView, progress_console, say, say_error, summary_table
+from ..run_view import ConsoleLog, RunView, default_errors, progress_console, say, say_error, summary_table
 from .check import dummy_faults, memory_faults, missing_files, model_faults
 
 _SHOWN_CAUSES = 5
@@ -60,10 +60,6 @@ class Arguments:
         if self.strict:
             words.append("--strict")
         return shlex.join([*words, "--resume"])
-
-
-def default_errors(output: Path) -> Path:
-    return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
 
 
 @dataclass(slots=True)

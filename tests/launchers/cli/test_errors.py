@@ -10,9 +10,16 @@ import pytest
 from laddertron.engine.config.load import load
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.commands import verify
-from laddertron.launchers.cli.errors import EXIT_CODES, FAILED, OK, USAGE, UsageError, report
+from laddertron.launchers.cli.errors import FAILED, INTERRUPTED, OK, USAGE, UsageError, report
 
 DOCS = Path(__file__).parents[3] / "docs"
+EXIT_CODES = {
+    OK: "done",
+    FAILED: "the work failed: ranks, requests, a measurement, or the daemon refused",
+    USAGE: "the command line, the deployment file or the input is wrong; nothing was launched",
+    INTERRUPTED: "interrupted by ^C",
+    143: "ended by SIGTERM",
+}
 MISSING = "/dev/null/none.yaml"
 BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "run": ((MISSING, "-i", "i.jsonl", "-o", "o.jsonl"), USAGE),

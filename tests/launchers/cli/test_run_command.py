@@ -29,13 +29,12 @@ from laddertron.launchers.cli.commands.run import (
     Arguments,
     Prepared,
     bundles_of,
-    default_errors,
     drive,
     open_files,
     read_text,
     report,
 )
-from laddertron.launchers.cli.run_view import ConsoleLog, RunView, clock, plain_line, summary_table
+from laddertron.launchers.cli.run_view import ConsoleLog, RunView, clock, default_errors, plain_line, summary_table
 from laddertron.launchers.job.bundle import newest
 from rich.console import Console
 from waiting import FOR_EVER_S, HANG_S, until

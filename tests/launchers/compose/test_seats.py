@@ -12,13 +12,12 @@ from laddertron.launchers.compose.rank_mapping import (
     cores_here,
     cores_text,
     expected,
-    interface_here,
     interfaces_text,
+    of_host,
     seats_text,
-    verify_seats,
 )
 from laddertron.launchers.rank.rank import local_address
-from laddertron.topology.placement.mapping import MappingError
+from laddertron.topology.placement.mapping import MappingError, verify
 
 
 def test_ranks_in_their_places_pass_and_dealt_ones_are_told_the_mend() -> None:
@@ -26,15 +25,11 @@ def test_ranks_in_their_places_pass_and_dealt_ones_are_told_the_mend() -> None:
     launcher's own option."""
     text = seats_text((Host("a", 2), Host("b", 2)))
     assert text == "a:2,b:2"
-    verify_seats(text, [(0, "a", 0), (1, "a.example.org", 1), (2, "b", 0), (3, "b", 1)], "openmpi")
+    verify(expected(text), [(0, "a", 0), (1, "a.example.org", 1), (2, "b", 0), (3, "b", 1)], "openmpi")
     with pytest.raises(MappingError, match=r"dealt round the nodes.*--map-by ppr:2:node"):
-        verify_seats(text, [(0, "a", 0), (1, "b", 0), (2, "a", 1), (3, "b", 1)], "openmpi")
+        verify(expected(text), [(0, "a", 0), (1, "b", 0), (2, "a", 1), (3, "b", 1)], "openmpi")
     with pytest.raises(MappingError, match=r"-ppn 2 -hosts a,b"):
-        verify_seats(text, [(0, "b", 0), (1, "b", 1), (2, "a", 0), (3, "a", 1)], "mpich")
-
-
-def test_who_was_told_nothing_expects_nothing() -> None:
-    verify_seats(None, [(0, "anywhere", 0)], "slurm")
+        verify(expected(text), [(0, "b", 0), (1, "b", 1), (2, "a", 0), (3, "a", 1)], "mpich")
 
 
 @pytest.mark.parametrize("text", ["", "a", "a:0", "a:x", ":2", "a:2,b:1", "a:99999999"])
@@ -46,8 +41,13 @@ def test_what_is_not_ours_is_refused(text: str) -> None:
 def test_each_host_is_told_the_interface_of_its_own() -> None:
     """Hosts that call theirs differently, with domains or not; one host alone, or one without, is told nothing."""
     text = interfaces_text((Host("a", 2, interface="ib0"), Host("b", 2, interface="bond0")))
-    assert [interface_here(text, name) for name in ("a", "a.example.org", "b", "c")] == ["ib0", "ib0", "bond0", None]
-    assert interface_here(None, "a") is None
+    assert [of_host(ENV_INTERFACES, text, name) for name in ("a", "a.example.org", "b", "c")] == [
+        "ib0",
+        "ib0",
+        "bond0",
+        None,
+    ]
+    assert of_host(ENV_INTERFACES, None, "a") is None
     assert interfaces_text((Host("a", 2, interface="lo"),)) == ""
     assert interfaces_text((Host("a", 2, interface="ib0"), Host("b", 2))) == ""
 
@@ -55,7 +55,7 @@ def test_each_host_is_told_the_interface_of_its_own() -> None:
 @pytest.mark.parametrize("text", ["", "a", "a=", "=ib0", "a=ib0,b"])
 def test_interfaces_that_are_not_ours_are_refused(text: str) -> None:
     with pytest.raises(MappingError, match=r"LADDERTRON_INTERFACES.*expected node1=ib0,node2=ib0"):
-        interface_here(text, "a")
+        of_host(ENV_INTERFACES, text, "a")
 
 
 def test_a_rank_binds_to_the_placements_interface(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from job_tools import fake_mpirun, story
-from laddertron.launchers.job.rank_logs import REMEMBERED, RankFormatter, RankLine, RankWords, read_line
+from laddertron.launchers.job.rank_logs import REMEMBERED, RankFormatter, RankWords
 from laddertron.launchers.rank import load_tuning as tuned
 from laddertron.topology.cost.cost import Shape
 from laddertron.topology.cost.fit import Point, fit
@@ -47,22 +47,29 @@ def loud(records: list[logging.LogRecord]) -> list[tuple[str, str]]:
     return [(r.levelname, r.getMessage()) for r in found]
 
 
-def test_what_is_written_is_read_again() -> None:
-    """Every line of a record has its head, a traceback's too; a launcher's tag is passed over; other words are none."""
+def test_what_is_written_is_read_again(heard: pytest.LogCaptureFixture) -> None:
+    """Every line of a record has its head, a traceback's too; a launcher's tag is passed over; other words are INFO."""
+
+    def read(*lines: str) -> list[tuple[int, str]]:
+        heard.clear()
+        words = RankWords()
+        for line in lines:
+            words.take(line, 0)
+        return [(record.levelno, record.getMessage()) for record in heard.records]
+
     for level in (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
-        assert [read_line(line) for line in written(level, "no: file\nnor link")] == [
-            RankLine(level, 3, "n1", "no: file"),
-            RankLine(level, 3, "n1", "nor link"),
-        ]
+        said = [(level, "rank 3 on n1: no: file"), (level, "rank 3 on n1: nor link")]
+        assert read(*written(level, "no: file\nnor link")) == said
     try:
         raise ValueError("made for another fabric")
     except ValueError as fault:
-        lines = [read_line(line) for line in written(logging.ERROR, "not used", fault=fault)]
-    assert all(line is not None and line.level == logging.ERROR for line in lines)
-    assert lines[-1] == RankLine(logging.ERROR, 3, "n1", "ValueError: made for another fabric")
+        lines = read(*written(logging.ERROR, "not used", fault=fault))
+    assert {level for level, _ in lines} == {logging.ERROR}
+    assert lines[-1] == (logging.ERROR, "rank 3 on n1: ValueError: made for another fabric")
     (line,) = written(logging.WARNING, "slow")
-    assert read_line(f"[1,3]<stderr>: {line}") == RankLine(logging.WARNING, 3, "n1", "slow")
-    assert read_line("mpirun: WARNING rank 3 on n1 x: slow") is None
+    assert read(f"[1,3]<stderr>: {line}") == [(logging.WARNING, "rank 3 on n1: slow")]
+    other = "mpirun: WARNING rank 3 on n1 x: slow"
+    assert read(other) == [(logging.INFO, other)]
 
 
 def test_a_warning_comes_through_once(heard: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from laddertron.engine.config.schema import Deployment, LaunchConfig, ModelSection, ParallelConfig
 from laddertron.launchers.measure import preflight_links
+from laddertron.launchers.measure.preflight_job import Watch
 from laddertron.launchers.measure.preflight_plan import PreflightPlan
 from laddertron.launchers.rank import load_tuning as tuned
 from laddertron.topology import connect as connecting
@@ -28,7 +30,7 @@ from laddertron.topology.comm.collectives import CollectiveTimeout, Communicatio
 from laddertron.topology.comm.groups import CommOptions, Communicator, TorchGroups
 from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.connect import connect
-from laddertron.topology.cost.cost import Shape, Strategy
+from laddertron.topology.cost.cost import Shape, Strategy, shape_of
 from laddertron.topology.cost.fit import Point, fit
 from laddertron.topology.cost.tuning import make
 from laddertron.topology.hardware.discover import discover
@@ -195,7 +197,8 @@ def case_sweep(rank: Rank) -> list[Any]:
     with rank.connect(2, options) as control, contextlib.ExitStack() as stack:
         stack.callback(patch.undo)
         device = torch.device("cpu")
-        points = preflight_links.sweep(wanted, control, rank.bootstrap, TWO_BY_TWO, options, Shape(2, 2), device)
+        shape, watch = Shape(2, 2), Watch(math.inf, print)
+        points = preflight_links.sweep(wanted, control, rank.bootstrap, TWO_BY_TWO, options, shape, device, (), watch)
         return [[p.strategy for p in points if p.seconds > 0], sorted(_strategies(control)), [sorted(s) for s in seen]]
 
 
@@ -274,7 +277,7 @@ def test_the_engine_obeys_a_tuning_file_over_libraries(
     here = discover(None).node
     pair = Fabric(tuple(replace(here, hostname=name) for name in ("a", "b")))
     pair.save(tmp_path / "fabric.json")
-    shape, hosts = tuned.group_shape(pair, _deployment(tmp_path, backend, None), NODES, TWO_BY_TWO), NODES
+    shape, hosts = shape_of(pair, tuned.placed(pair, _deployment(tmp_path, backend, None), NODES), 0), NODES
     assert (shape.nodes, shape.per_node) == (2, 2)
     times: list[tuple[Strategy, float, float]] = [("flat", 1e-4, 1e-8), ("two_level", 2e-4, 5e-9)]
     points = [

@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from laddertron.launchers.measure.preflight_job import Watch
 from laddertron.launchers.measure.preflight_links import measure_links
 from laddertron.launchers.measure.preflight_plan import plan
 from laddertron.topology.comm.groups import CommOptions
@@ -36,7 +38,7 @@ def case_links(rank: Rank, per_node: int) -> dict[str, Any]:
     assert needs_torch_groups(rank.bootstrap, "native")
     with rank.connect(per_node, CommOptions()) as comm:
         line = line_of(rank.bootstrap, "native", torch.device("cpu"), comm)
-        found = measure_links(wanted, rank.bootstrap, line)
+        found = measure_links(wanted, rank.bootstrap, line, ["here"] * rank.size, Watch(inf, print))
     return {"carrier": line.carrier, "links": found}
 
 

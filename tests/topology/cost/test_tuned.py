@@ -17,7 +17,7 @@ from laddertron.launchers.measure.preflight import PreflightOutcome, message_byt
 from laddertron.launchers.measure.preflight_links import transport_in
 from laddertron.launchers.measure.preflight_plan import Finding, LinkTime, NodeTransport, Pair, RankReport
 from laddertron.launchers.rank import load_tuning as tuned
-from laddertron.topology.cost.cost import Shape
+from laddertron.topology.cost.cost import Shape, shape_of
 from laddertron.topology.cost.fit import Fit, Point, fit
 from laddertron.topology.cost.tuning import Choice, Chooser, Tuning, make
 from laddertron.topology.hardware.discover import Discovery, DiscoveryError, discover
@@ -241,7 +241,7 @@ def test_a_file_fits_a_replica_that_is_a_job_of_its_own(tmp_path: Path, caplog: 
     here = fabric_here().nodes[0]
     both = Fabric(tuple(replace(here, hostname=name) for name in ("a", "b")))
     nodes, given = ("a", "a", "b", "b"), deployment(tmp_path / "tuning.json", replicas=2)
-    own, shape = tuned.group_hosts(both, nodes, ONE_NODE), tuned.group_shape(both, given, nodes, ONE_NODE)
+    own, shape = tuned.group_hosts(both, nodes, ONE_NODE), shape_of(both, tuned.placed(both, given, nodes), 0)
     assert [n.hostname for n in own.nodes] == ["a"]
     measured(shape, own, 1 << 14).save(tmp_path / "tuning.json")
     both.save(tmp_path / "fabric.json")
