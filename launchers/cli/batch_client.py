@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 _CHUNK = 1 << 18
@@ -33,9 +33,17 @@ class BatchClient:
     seconds."""
 
     def __init__(self, url: str, key: str | None = None, timeout: float = 60.0) -> None:
-        parts = urlsplit(url.rstrip("/"))
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url.rstrip("/"))
+            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # a port or an address that is none
+            good = False
+        if not good or not (parts.path.isascii() and parts.path.isprintable() and " " not in parts.path):
             raise ApiError(f"{url!r} must be an http or https URL, such as http://127.0.0.1:8000/v1")
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ApiError(
+                "the API key of the environment must be printable ASCII: is it complete, without line breaks?"
+            )
         self._url, self._key, self._timeout, self._parts = url, key, timeout, parts
 
     def upload(self, path: Path, sent: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
@@ -46,7 +54,7 @@ class BatchClient:
             f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
             f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
             f"Content-Type: application/jsonl\r\n\r\n"
-        ).encode()
+        ).encode(errors="replace")  # a name on disk may be no text
         tail = f"\r\n--{boundary}--\r\n".encode()
         size = path.stat().st_size
 
@@ -84,14 +92,14 @@ class BatchClient:
         return self._again(lambda: self._json("POST", "/batches", json.dumps(wanted).encode(), headers))
 
     def batch(self, batch_id: str) -> dict[str, Any]:
-        return self._again(lambda: self._json("GET", f"/batches/{batch_id}"))
+        return self._again(lambda: self._json("GET", f"/batches/{_quoted(batch_id)}"))
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        return self._json("POST", f"/batches/{batch_id}/cancel")
+        return self._json("POST", f"/batches/{_quoted(batch_id)}/cancel")
 
     def delete(self, kind: str, name: str) -> None:
         """One of the `batches` or `files`."""
-        self._json("DELETE", f"/{kind}/{name}")
+        self._json("DELETE", f"/{kind}/{_quoted(name)}")
 
     def list(self, limit: int, kind: str = "batches") -> list[dict[str, Any]]:
         """The newest of the `batches` or `files`, over as many pages as it takes."""
@@ -103,7 +111,7 @@ class BatchClient:
             found += page["data"]
             if not page.get("has_more") or not page["data"]:
                 break
-            after = f"&after={page['data'][-1]['id']}"
+            after = f"&after={_quoted(page['data'][-1]['id'])}"
         return found
 
     def download(self, file_id: str, path: Path, replace: bool = True) -> int:
@@ -112,7 +120,9 @@ class BatchClient:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         size = 0
         try:
-            content = self._answer("GET", f"/files/{file_id}/content", f"the download of {file_id} broke off: ERROR")
+            content = self._answer(
+                "GET", f"/files/{_quoted(file_id)}/content", f"the download of {file_id} broke off: ERROR"
+            )
             with temporary.open("wb") as file, content as response:
                 while chunk := response.read(_CHUNK):
                     file.write(chunk)
@@ -156,7 +166,7 @@ class BatchClient:
         silent = 0.0
         while True:
             try:
-                batch = self._json("GET", f"/batches/{batch_id}")
+                batch = self._json("GET", f"/batches/{_quoted(batch_id)}")
             except ApiError as error:
                 if error.status not in _AWAY or silent >= away_s:
                     raise
@@ -211,12 +221,17 @@ class BatchClient:
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 raise ApiError(f"{self._url}: {error or type(error).__name__}") from error
-            if response.status >= 400:
+            if response.status >= 300:
                 raise ApiError(f"{response.status}: {_message(response)}", response.status)
             try:
                 yield response
             except (ValueError, OSError, http.client.HTTPException) as error:
                 raise ApiError(broke.replace("ERROR", str(error))) from error
+
+
+def _quoted(name: str) -> str:
+    """An id as one part of a path; any text may have been typed for one."""
+    return quote(name, safe="", errors="replace") or "''"
 
 
 def _message(response: http.client.HTTPResponse) -> str:

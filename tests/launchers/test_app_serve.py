@@ -223,7 +223,12 @@ def test_the_clients_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert run_cli(*url, "fetch", batch_id, "-o", str(again))[0] == 0
         assert again.read_bytes() == out.read_bytes()
         assert run_cli(*url, "cancel", batch_id) == (1, "409: the batch is completed already")
-        assert run_cli(*url, "status", "batch_x")[0] == 1
+        for typed in ("batch_x", "batch_1f…", "a b/../c", "\udcff", ""):
+            code, said = run_cli(*url, "wait", typed)
+            assert (code, said.count("\n"), said.startswith("404: no ")) == (1, 0, True), said
+        strange = tmp_path / os.fsdecode(b"\xff.jsonl")
+        strange.write_bytes(line("a"))
+        assert run_cli(*url, "submit", str(strange), "--wait")[0] == 0
         daemon.on_loop(daemon.jobs[0].hold)
         code, running = run_cli(*url, "submit", str(lines))
         assert run_cli(*url, "fetch", running.strip(), "-o", str(again))[0] == 1
@@ -250,7 +255,13 @@ def test_the_clients_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert run_cli(*files, "delete", batch["input_file_id"])[0] == 0
         assert batch["input_file_id"] not in run_cli(*files, "list")[1]
         assert run_cli(*files, "delete", batch["input_file_id"])[0] == 1
-    assert run_cli("batch", "--url", "ftp://x", "list")[0] == 2
+    for bad_url in ("ftp://x", "http://a:x/v1", "http://a:99999/v1", "http://[::1/v1", "http://a/v1é", "http://a/v 1"):
+        code, said = run_cli("batch", "--url", bad_url, "list")
+        assert (code, "must be an http or https URL" in said) == (2, True), said
+    for secret in ("lt-…", "lt-1\n"):
+        monkeypatch.setenv("LADDERTRON_API_KEY", secret)
+        code, said = run_cli("batch", "--url", "http://a/v1", "list")
+        assert (code, "must be printable ASCII" in said, secret in said) == (2, True, False), said
 
 
 def test_a_waiting_client_says_that_the_daemon_is_away_and_how_to_come_back(

@@ -252,7 +252,9 @@ def _watched(client: BatchClient, batch_id: str, output: Path | None, console: C
                 bar.update(task, description="no answer", text=f"asking again: {error}")
 
             return client.wait(batch_id, shown, away)
-    except (KeyboardInterrupt, ApiError):
+    except (KeyboardInterrupt, ApiError) as error:
+        if isinstance(error, ApiError) and error.status == 404:
+            raise
         again = _command_line("wait", batch_id, *(() if output is None else ("-o", str(output))))
         say(console, f"the batch goes on; come back with\n  {again}")
         raise
