@@ -60,7 +60,9 @@ class SloType(click.ParamType[Slo]):
             self.fail(str(error), param, ctx)
 
 
-slo_option = click.option("--slo", type=SloType(), metavar="LIMITS", help="Such as ttft=6s,tpot=175ms (99 %).")
+slo_option = click.option(
+    "--slo", type=SloType(), metavar="LIMITS", help="Limits on 99th percentiles, such as ttft=6s,tpot=175ms."
+)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -25,13 +25,13 @@ TOOLS: Mapping[str, tuple[str, ...]] = {
 
 ROLES: Mapping[str, Mapping[str, str]] = {
     "Answer a file of prompts": {
-        "run": "Compute a JSONL file of requests over the model's ranks.",
+        "run": "Answer a JSONL file of requests without a daemon.",
         "batch": "Submit, watch, fetch and delete batches on a running daemon.",
         "files": "List and delete files on a running daemon.",
         "bench": "Measure latency, throughput and overlap.",
     },
     "Run the service": {
-        "serve": "Run the daemon: HTTP API, store, and ranks that it relaunches.",
+        "serve": "Run the daemon: HTTP API, store and supervised ranks.",
         "reload": "Apply a changed deployment file to a running daemon.",
         "keys": "Add, rotate, revoke and list API keys.",
         "metrics": "Print the catalogue of metrics.",
@@ -41,25 +41,25 @@ ROLES: Mapping[str, Mapping[str, str]] = {
     "Plan and deploy": {
         "config": "Print a deployment file to start from.",
         "check": "Validate a deployment file without running anything.",
-        "plan": "Compute whether a model fits, which layout to use and how fast it is.",
+        "plan": "Predict memory and speed of a model, and the best layout.",
         "launch": "Print, emit or run the launcher's command line.",
-        "topo": "Show nodes, devices, links and where ranks go.",
-        "verify": "Prove that answers do not depend on the rest of the batch.",
-        "acceptance": "Measure new machines: one page with predictions and measurements.",
+        "topo": "Show nodes, devices, links and the placement of ranks.",
+        "verify": "Test that answers do not depend on the rest of the batch.",
+        "acceptance": "Measure new machines and compare them with predictions.",
         "trial": "A/B benchmark of this daemon and another server.",
         "preflight": "Measure the fabric; fail if a link is broken or slow.",
-        "simulate": "Simulate step times of hypothetical hardware.",
+        "simulate": "Simulate step times on hypothetical hardware.",
     },
     "Weights": {
         "train": "Train a small model with any wiring.",
-        "scan": "Measure loss and speed-up of laddering each layer.",
+        "scan": "Measure loss and speed-up of ladder wiring, layer by layer.",
         "adapt": "Retrain a checkpoint for another wiring.",
         "evaluate": "Compare the held-out loss of model folders.",
         "convert": "Write a model folder in another checkpoint format.",
         "manifest": "Write or verify checksums of a model folder.",
         "shard": "Write per-rank files for the fastest restart.",
     },
-    "Look inside": {
+    "Profile": {
         "profile": "Record compute, all-reduces and waits for Perfetto.",
         "timeline": "Draw a recorded trace.",
     },
@@ -74,8 +74,9 @@ Examples:
   laddertron launch deploy.yaml serve --dry-run
   laddertron serve models/Llama-3.1-8B-Instruct
 
-One YAML file describes a deployment, or a model's folder with every key at its default; `laddertron config` explains
-each key, and `--set section.key=value` overrides one. `laddertron COMMAND --help` shows all options."""
+CONFIG is a YAML file that describes a deployment, or a model's folder, for which every key has its default.
+`laddertron config` explains each key, and `--set section.key=value` overrides one. `laddertron COMMAND --help` shows
+all options."""
 
 
 class LazyGroup(click.Group):

@@ -107,7 +107,7 @@ def fabric_option(function: Callable[..., Result]) -> Callable[..., Result]:
     @click.option(
         "--fabric",
         metavar="FILE",
-        help="A fabric of `topo --save` in place of the live machines: --set launch.fabric=FILE.",
+        help="Use a fabric saved by `topo --save`: --set launch.fabric=FILE.",
     )
     @functools.wraps(function)
     def wrapped(*args: Any, fabric: str | None, overrides: tuple[str, ...], **options: Any) -> Result:

@@ -24,7 +24,7 @@ from ..run_view import clock, default_errors, progress_console, say, say_error
 _URL = "http://127.0.0.1:8000/v1"
 _LIST_WIDTH, _WHY, _SHOWN_MODELS = 1000, 100, 5
 API_FAILS = ended_by(ApiError, end=click.ClickException)
-url_option = click.option("--url", help=f"The API.  [default: OPENAI_BASE_URL, else {_URL}]")
+url_option = click.option("--url", help=f"URL of the API.  [default: OPENAI_BASE_URL, else {_URL}]")
 limit_option = click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 10000))
 
 
@@ -69,17 +69,19 @@ def command(context: click.Context, url: str | None) -> None:
 @command.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--endpoint", help="/v1/chat/completions or /v1/completions.  [default: the first line's url]")
-@click.option("--window", default="24h", show_default=True, help="When it expires: such as 90m, 24h, 7d.")
-@click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Kept with the batch; up to 16.")
 @click.option(
-    "--reuse", metavar="BATCH", help="Reuse that batch's answers to unchanged lines; only the others are computed."
+    "--window", default="24h", show_default=True, help="Time until the batch expires, such as 90m, 24h or 7d."
+)
+@click.option("--metadata", multiple=True, metavar="KEY=VALUE", help="Metadata of the batch; up to 16 pairs.")
+@click.option(
+    "--reuse", metavar="BATCH", help="Reuse that batch's answers to unchanged lines, compute only the others."
 )
 @click.option("--wait", is_flag=True, help="Wait until the batch has ended.")
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="With --wait: where answers go; an existing file is not overwritten.",
+    help="With --wait: write answers here; an existing file is not overwritten.",
 )
 @click.pass_obj
 @API_FAILS
@@ -101,7 +103,7 @@ def submit(
     chosen = _look_at(client, file)
     chosen = endpoint or chosen
     if chosen is None:
-        raise UsageError(f"{file}: its lines say no url: name --endpoint")
+        raise UsageError(f"{file}: its lines have no url: set --endpoint")
     console = progress_console()
     with Progress(TextColumn("upload"), BarColumn(), DownloadColumn(), console=console, transient=True) as bar:
         task = bar.add_task("upload", total=file.stat().st_size)
@@ -124,7 +126,7 @@ def status(client: BatchClient, batch_id: str) -> None:
 
 @command.command()
 @click.argument("batch_id")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where answers go, once it has ended.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write answers here when the batch has ended.")
 @click.pass_obj
 @API_FAILS
 def wait(client: BatchClient, batch_id: str, output: Path | None) -> int:

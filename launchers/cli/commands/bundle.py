@@ -93,8 +93,8 @@ def collect(deployment: Deployment, config: Path, output: Path) -> tuple[Path, s
 def command(config: str, output: Path | None, overrides: tuple[str, ...]) -> None:
     """Write one archive of diagnostics: last collectives, stacks, counters and logs of CONFIG's ranks, daemon and host.
 
-    A running daemon on this host asks its ranks. Without one (or if it hangs) the archive has the kernel's view of the
-    rank processes, the logs and the newest automatic bundle. It contains no secrets of the configuration.
+    If a daemon runs on this host, it queries its ranks. If none runs, or it hangs, the archive has the logs, the newest
+    automatic bundle, and what the kernel reports about the rank processes. It contains no secrets of the configuration.
     """
     deployment = load(config, overrides)
     path = output or Path(time.strftime("laddertron-bundle-%Y%m%dT%H%M%S.tar.gz"))

@@ -302,11 +302,11 @@ def summary(loaded: LoadedDeployment) -> str:
 @click.argument("config", type=click.Path())
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
-@click.option("--no-model", is_flag=True, help="Check the file alone, not the model and other files that it names.")
+@click.option("--no-model", is_flag=True, help="Check only the file, not the model and other files that it names.")
 def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
-    """Validate CONFIG, the files it names, how its model splits over the ranks, its tokenizer and its weights' headers.
+    """Validate CONFIG, the files it names, the split of its model over the ranks, its tokenizer and weight headers.
 
-    Every fault is one line, FILE:LINE: KEY: what is wrong, what is allowed; exit code 2.
+    Prints each error on one line, FILE:LINE: KEY: what is wrong, what is allowed, and exits with 2.
 
     \b
       laddertron check deploy.yaml

@@ -18,16 +18,16 @@ from ..errors import ended_by
 @ended_by(CheckpointError, ValueError)
 @ended_by(OSError, end=click.ClickException)
 def command(source: Path, target: Path, dialect: str) -> None:
-    """Write the model of FROM to TO, every tensor bit for bit, in another format.
+    """Convert the model folder FROM to another format in TO. Tensors keep their bits.
 
     \b
-      hf               a stock Llama, Mistral or Qwen: standard wiring alone
-      laddertron       any wiring: `laddertron_wiring`, and a model_type that stops programs which do not know it
-      llama-ladder     model_type llamaLadder, `ladder_layers`: a Llama that is ladder in all or some layers
-      ladder-residual  model_type ladder_residual (dolomite-engine, lm-engine): ladder throughout, fused tensors
+      hf               a stock Llama, Mistral or Qwen with standard wiring
+      laddertron       any wiring, in the key laddertron_wiring; other programs reject the model_type
+      llama-ladder     model_type llamaLadder: a Llama whose ladder_layers, all or some, are ladder
+      ladder-residual  model_type ladder_residual (dolomite-engine, lm-engine): all layers ladder, fused tensors
 
-    All but hf carry a modeling file, by which transformers and lm-eval compute the wiring with trust_remote_code. A
-    model that the format cannot express is refused.
+    All formats except hf include a modeling file, with which transformers and lm-eval compute the wiring
+    (trust_remote_code). A model that the format cannot express is refused.
 
     \b
       laddertron convert models/from-dolomite models/mine --format laddertron

@@ -33,7 +33,7 @@ def show(client: BatchClient, limit: int) -> None:
         (file["id"], file["purpose"], str(file["bytes"]), made_at(file), file["filename"])
         for file in client.list(limit, "files")
     ]
-    print_table(("id", "purpose", "bytes", "made", "name"), rows)
+    print_table(("id", "purpose", "bytes", "created", "name"), rows)
 
 
 @command.command()
@@ -41,6 +41,6 @@ def show(client: BatchClient, limit: int) -> None:
 @click.pass_obj
 @API_FAILS
 def delete(client: BatchClient, file_ids: tuple[str, ...]) -> None:
-    """Delete files. An output or error file goes with the answers in it; an open batch's input is refused."""
+    """Delete files. An output or error file is deleted with its answers; the input of an open batch is not deleted."""
     for file_id in file_ids:
         client.delete("files", file_id)

@@ -27,7 +27,7 @@ def command() -> None:
     """Manage the API keys in FILE, which daemon.api_key_file names.
 
     \b
-    A running daemon sees a change within a second or two.
+    A running daemon applies changes within two seconds.
       laddertron keys add keys.json alice
       laddertron keys list keys.json
       laddertron keys rotate keys.json alice --old-for 24h
@@ -64,7 +64,7 @@ def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
 @ended_by(KeyFileError, OSError)
 def rotate(file: Path, which: str, old_for: str) -> None:
     """Give a key a new secret and print it: it is shown only once. Files, batches, limits and usage belong to
-    the id, which stays the same. The old secret remains valid for a while; --old-for 0 ends it now."""
+    the id, which stays the same. The old secret remains valid for --old-for; 0 revokes it now."""
     try:
         seconds = TypeAdapter(_OldFor).validate_python(old_for)
     except ValidationError:
@@ -92,10 +92,10 @@ def _limit(name: str, text: str) -> Callable[[Any], Any]:
 @command.command()
 @_FILE
 @click.argument("which", metavar="ID|NAME")
-@_limit("requests-per-minute", "POST requests a minute")
-@_limit("concurrent-requests", "POST requests at once")
-@_limit("tokens-per-day", "Tokens of prompts and answers a day (UTC); lines of batches wait for the next")
-@_limit("stored-bytes", "Bytes of all files")
+@_limit("requests-per-minute", "POST requests per minute")
+@_limit("concurrent-requests", "Concurrent POST requests")
+@_limit("tokens-per-day", "Tokens of prompts and answers per day (UTC); above it batch lines wait for the next day")
+@_limit("stored-bytes", "Total size of all files")
 @ended_by(KeyFileError, OSError)
 def limit(file: Path, which: str, **limits: int | None) -> None:
     """Set the limits of a key; limits that are not given stay unchanged. Requests above a limit get 429."""
@@ -114,7 +114,7 @@ def _limits(key: Key) -> str:
 def show(file: Path) -> None:
     """List the keys with their creation times."""
     table = Table(box=None, pad_edge=False)
-    for name in ("id", "name", "kind", "made", "limits", ""):
+    for name in ("id", "name", "kind", "created", "limits", ""):
         table.add_column(name, no_wrap=name == "id")  # a cut id is no use
     for key in read_keys(file):
         state = "" if key.old_until < time.time() else f"old secret until {_day(key.old_until)}"

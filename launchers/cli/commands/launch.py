@@ -102,7 +102,7 @@ def emitted(kind: str, deployment: Deployment, arguments: Sequence[str], program
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="serve|run|preflight|bench|profile|topo [ARGS]…")
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
-@click.option("--dry-run", is_flag=True, help="Print the command, quoted, with a reason for each choice.")
+@click.option("--dry-run", is_flag=True, help="Print the command with a reason for each option.")
 @click.option(
     "--emit", type=click.Choice(["slurm", "mpijob", "lws"]), help="Print a batch script or manifests instead."
 )

@@ -20,8 +20,8 @@ from ..errors import ended_by
 def command(model: Path, check: bool) -> None:
     """Write MODEL/laddertron.manifest.json, or verify MODEL against it.
 
-    Contains a CRC-32 for each 8 MiB of the weights and of the other files that are read. With a manifest, ranks verify
-    while they load, each a share; a flipped bit fails the start and names file and tensor.
+    The manifest has a CRC-32 for each 8 MiB of the weights and of the other files that are read. Each rank verifies a
+    share while loading; on a mismatch the start fails, and the error names file and tensor.
 
     \b
       laddertron manifest /models/Llama-3.1-8B

@@ -19,7 +19,9 @@ def command() -> None:
 
 @command.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--runbook", metavar="URL", help="Where runbook.md will be read.  [default: the file in FOLDER]")
+@click.option(
+    "--runbook", metavar="URL", help="URL of runbook.md for the alerts' links.  [default: the file in FOLDER]"
+)
 @click.option("--overwrite", is_flag=True, help="Replace files that exist.")
 def export(folder: Path, runbook: str | None, overwrite: bool) -> None:
     """Write rules, dashboards, configuration and the runbook of the alerts into FOLDER.

@@ -87,22 +87,22 @@ def end(identity: Identity, text: str, code: int) -> NoReturn:
     "--save",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where the tuning file goes.  [default: parallel.tuning_file]",
+    help="Write the tuning file here.  [default: parallel.tuning_file]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Every number, in base units.")
+@click.option("--json", "as_json", is_flag=True, help="Print every number as JSON, in base units.")
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
 def command(config: str, save: Path | None, as_json: bool, overrides: tuple[str, ...]) -> int:
-    """Measure CONFIG's fabric: every link, every all-reduce over the model's message sizes and 32 KiB to 8 MiB, every
-    rank's clock, libraries, transport and speed.
+    """Measure CONFIG's fabric: every link, every all-reduce algorithm with the model's message sizes and 32 KiB to
+    8 MiB, and every rank's clock, libraries, transport and speed.
 
     \b
       laddertron preflight deploy.yaml --save fabric-tuning.json
       mpirun -np 16 --hostfile hosts laddertron preflight deploy.yaml
 
-    `collective: auto` chooses the all-reduce of each size by the tuning file that parallel.tuning_file names.
+    Writes the tuning file from which `collective: auto` chooses the all-reduce of each size (parallel.tuning_file).
 
-    Exit codes: 0 no fault; 1 a fault, reported with rank or link; 2 the command line or CONFIG is wrong.
+    Exit codes: 0 no fault; 1 a fault, printed with its rank or link; 2 the command line or CONFIG is wrong.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     with ended_by(IdentityError):

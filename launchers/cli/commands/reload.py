@@ -32,14 +32,14 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
 
     If memory allows, new ranks start while the old ones serve; otherwise running requests finish first and new
     ones wait. A change of the daemon itself (ports, data folder, keys, tokenizer) needs a restart: such a
-    reload is refused, and nothing changes. A daemon re-reads the file and --set that it was started with:
-    CONFIG must describe the same deployment.
+    reload is refused, and nothing changes. The daemon reads the file and --set options with which it was started:
+    CONFIG must be the same deployment.
 
     \b
       laddertron reload deploy.yaml
 
-    Exit codes: 0 the new configuration serves; 1 refused or failed by the daemon, which keeps the old one; 2 the
-    command line or CONFIG is wrong, or no daemon of this host holds the data folder.
+    Exit codes: 0 the new configuration serves; 1 refused or failed, and the old one continues; 2 the
+    command line or CONFIG is wrong, or no daemon on this host uses the data folder.
     """
     loaded = read(config, overrides)
     read_text(loaded)

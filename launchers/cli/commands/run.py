@@ -238,17 +238,21 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
 
 @click.command()
 @click.argument("config", type=click.Path())
-@click.option("-i", "--input", required=True, type=click.Path(path_type=Path), help="Requests, one a line.")
+@click.option("-i", "--input", required=True, type=click.Path(path_type=Path), help="Requests, one per line.")
 @click.option(
-    "-o", "--output", required=True, type=click.Path(path_type=Path), help="Answers, one a line, as they finish."
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Answers, one per line, in the order of completion.",
 )
-@click.option("--errors", type=click.Path(path_type=Path), help="Where failed lines go.  [default: OUT.errors.jsonl]")
+@click.option("--errors", type=click.Path(path_type=Path), help="File for failed lines.  [default: OUT.errors.jsonl]")
 @click.option(
     "--resume",
     is_flag=True,
     help="Resume an interrupted run; finished lines that changed are computed again.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an output that exists.")
+@click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @click.option("--strict", is_flag=True, help="Exit with 1 if any line failed.")
 @fabric_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
@@ -260,8 +264,8 @@ def command(errors: Path | None, **options: Any) -> int:
       {"custom_id": "r-1", "method": "POST", "url": "/v1/completions",
        "body": {"model": "NAME", "prompt": "Once upon", "max_tokens": 32}}
 
-    A line that fails is written to the error file; the others run. Launches the ranks by CONFIG's launch
-    section; under mpirun its processes are the ranks:
+    Failed lines are written to the error file. CONFIG's launch section says how the ranks are launched; under
+    mpirun its processes are the ranks:
 
     \b
       laddertron run deploy.yaml -i in.jsonl -o out.jsonl
@@ -269,8 +273,8 @@ def command(errors: Path | None, **options: Any) -> int:
       mpirun -np 2 laddertron run deploy.yaml -i in.jsonl -o out.jsonl
 
     Exit codes: 0 every line has its answer or error line; 1 the job failed, no line was answered, or with --strict
-    one failed; 2 the command line or CONFIG is wrong; 130 interrupted (^C: at once); 143 stopped by SIGTERM, running
-    requests having finished (daemon.drain_timeout). A second signal ends it at once.
+    one failed; 2 the command line or CONFIG is wrong; 130 interrupted (^C: at once); 143 stopped by SIGTERM, after
+    running requests finished (daemon.drain_timeout). A second signal ends it at once.
     """
     console = progress_console()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", handlers=[ConsoleLog(console)])

@@ -22,9 +22,11 @@ from .run import read_text
 @click.option(
     "--adopt",
     is_flag=True,
-    help="Use daemon.data_dir even if its store is missing, empty, another's or lacks commits.",
+    help="Use daemon.data_dir even if its store is missing, empty, of another folder, or lacks commits.",
 )
-@click.option("--skip-damaged", is_flag=True, help="Rebuild from an export without its unreadable frames; logs them.")
+@click.option(
+    "--skip-damaged", is_flag=True, help="Rebuild from an export without its unreadable frames, and log them."
+)
 def command(config: str, overrides: tuple[str, ...], adopt: bool, skip_damaged: bool) -> int:
     """Serve the model that CONFIG describes over the OpenAI API: files, batches, chats, completions.
 

@@ -19,13 +19,15 @@ from ..errors import ended_by
 @click.option(
     "--pipeline-parallel-size", "--pp", "stages", type=click.IntRange(1, 256), default=1, help="Pipeline stages."
 )
-@click.option("--pipeline-layers", metavar="N,N,…", default="", help="parallel.pipeline_layers, if that is set.")
+@click.option("--pipeline-layers", metavar="N,N,…", default="", help="parallel.pipeline_layers, if it is set.")
 @click.option(
     "--expert-layout", type=click.Choice(["auto", "tensor", "spread"]), default="auto", help="parallel.expert_layout."
 )
 @click.option("--dense-path", type=click.Choice(["whole", "node"]), default="whole", help="parallel.dense_path.")
-@click.option("--ranks-per-node", type=click.IntRange(1), help="Of a group, for --dense-path node.")
-@click.option("-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Write a complete model folder.")
+@click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks of a group on each node, for --dense-path node.")
+@click.option(
+    "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Write a complete model folder here."
+)
 @click.option("--embedding", type=click.Choice(["shard", "replicate"]), default="shard", help="parallel.embedding.")
 @click.option("--overwrite", is_flag=True, help="Overwrite existing files.")
 @ended_by(Refusal, ValueError)
@@ -34,10 +36,10 @@ def command(
     model: Path, size: int, stages: int, pipeline_layers: str, expert_layout: str, dense_path: str,
     ranks_per_node: int | None, output: Path | None, embedding: str, overwrite: bool,
 ) -> None:  # fmt: skip
-    """Write MODEL/laddertron-tpN/rank-*.safetensors: each rank's slices, in the order of loading.
+    """Write MODEL/laddertron-tpN/rank-*.safetensors: each rank's weights, in the order of loading.
 
-    A deployment with as many ranks uses them automatically; they are refused once MODEL has changed. With -o they go to
-    a folder of their own, with config.json and tokenizer, which no longer needs the checkpoint.
+    A deployment with the same number of ranks uses these files automatically, and refuses them after MODEL has changed.
+    -o writes them with config.json and the tokenizer to another folder, which can be served without the checkpoint.
 
     \b
       laddertron shard /models/Llama-3.1-70B --tp 8

@@ -73,7 +73,9 @@ def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], fo
 
 @click.command()
 @click.argument("config", required=False, type=click.Path())
-@click.option("--plan", "plan", type=click.Path(), metavar="CONFIG", help="Show where this deployment's ranks go.")
+@click.option(
+    "--plan", "plan", type=click.Path(), metavar="CONFIG", help="Show the placement of this deployment's ranks."
+)
 @click.option(
     "--fabric",
     "fabric_file",
@@ -84,12 +86,12 @@ def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], fo
     "--save", type=click.Path(dir_okay=False), metavar="FILE", help="Write the fabric for other commands' --fabric."
 )
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
-@click.option("--json", "json_out", is_flag=True, help="Everything as JSON.")
+@click.option("--json", "json_out", is_flag=True, help="Print everything as JSON.")
 def command(
     config: str | None, plan: str | None, fabric_file: str | None, save: str | None, overrides: tuple[str, ...],
     json_out: bool,
 ) -> None:  # fmt: skip
-    """Show hosts, GPUs, HCAs, NUMA nodes and the paths between them; with a CONFIG, where its ranks go.
+    """Show hosts, GPUs, HCAs, NUMA nodes and the paths between them; with a CONFIG, the placement of its ranks.
 
     \b
       laddertron topo

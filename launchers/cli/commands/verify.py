@@ -33,22 +33,26 @@ def compare(one: Digests, other: Digests) -> str:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--against", metavar="OTHER", help="A second deployment file, of another layout, for the same bits.")
+@click.option(
+    "--against", metavar="OTHER", help="A deployment of another layout, whose ranks must compute the same bits."
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of CONFIG.")
 @click.option("--requests", type=click.IntRange(1, 1000), default=12, show_default=True, help="Random prompts.")
-@click.option("--longest", type=click.IntRange(1, 10**6), default=96, show_default=True, help="Tokens of the longest.")
+@click.option(
+    "--longest", type=click.IntRange(1, 10**6), default=96, show_default=True, help="Tokens of the longest prompt."
+)
 @click.option("--cases", type=click.IntRange(0, 10**6), default=20, show_default=True, help="Mixes of these prompts.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of prompts and mixes; default: random.")
 @click.argument("config")
 def command(config: str, against: str | None, overrides: tuple[str, ...], requests: int, longest: int, cases: int,
             seed: int | None) -> int:  # fmt: skip
-    """Prove that a request's result does not depend on other requests.
+    """Test that a request's result does not depend on other requests.
 
-    Starts the ranks of CONFIG, computes random prompts alone and then in random mixes: of 1 to 300 tokens a step, in
-    chunks, preempted, resumed from cached blocks. The results of every sub-block and of the head must have the same
-    bits; with --against, the prompts computed alone also those of OTHER's ranks.
+    Starts the ranks of CONFIG and computes random prompts alone, then in random mixes of 1 to 300 tokens a step:
+    chunked, preempted, resumed from cached blocks. Every sub-block and the head must compute the same bits in both;
+    with --against, OTHER's ranks must compute the same bits for prompts alone.
 
-    Exit code 0: all bits are equal; 1: some differ, with the first place; 2: it could not be checked."""
+    Exit codes: 0 all bits are equal; 1 some differ, the first is printed; 2 it could not be checked."""
     deployments = [(config, read_model(config, overrides)), *([(against, read_model(against))] if against else [])]
     seed = secrets.randbits(32) if seed is None else seed
     order = {"requests": requests, "longest": longest, "cases": cases, "seed": seed, "digests": bool(against)}

@@ -451,7 +451,7 @@ def test_misspelt_names_are_answered(capsys: pytest.CaptureFixture[str]) -> None
     [
         ([], "give a CONFIG or --model"),
         (["x.yaml", "--model", "llama-3.1-8b"], "give a CONFIG or --model"),
-        (["x.yaml", "--tp", "2"], "--tp goes with --model"),
+        (["x.yaml", "--tp", "2"], "--tp needs --model"),
         (["x.yaml", "--wiring", "ladder"], "--set model.wiring=ladder"),
         (["--model", "llama-3.1-8b", "--set", "a.b=c"], "--set goes with a CONFIG"),
     ],

@@ -376,7 +376,7 @@ def test_the_command_adapts_a_folder(tmp_path: Path) -> None:
     assert json.loads((out / RECORD).read_text())["original"] == "m"
     assert not (out / "training").exists()
     result = CliRunner().invoke(command, [str(folder), "-o", str(out), *words])
-    assert (result.exit_code, "already holds a model" in result.stderr) == (2, True)
+    assert (result.exit_code, "already contains a model" in result.stderr) == (2, True)
     mpirun = [str(Path(sys.executable).with_name("mpirun")), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
     program = [sys.executable, "-m", "laddertron.launchers.cli", "adapt", str(folder), "-o", str(tmp_path / "two")]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -275,7 +275,7 @@ def test_the_command_trains_and_says_how_good_it_is(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert from_folder(tmp_path / "b").wiring.kinds == ("standard", "ladder")
     result = CliRunner().invoke(group, ["train", "-o", str(tmp_path / "b"), *text])
-    assert (result.exit_code, "already holds a model" in result.stderr) == (2, True)
+    assert (result.exit_code, "already contains a model" in result.stderr) == (2, True)
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
 
 

@@ -88,17 +88,17 @@ class Server:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("config", type=click.Path())
 @click.option("--against", required=True, metavar="URL", help="The other server's API, such as http://host:8000/v1.")
-@click.option("--model", help="The model's name there.  [default: the only one that it has]")
-@click.option("-i", "--input", "file", type=_FILE, help="Batch lines to send.  [default: the mix below]")
-@click.option("--prompt", default=512, show_default=True, type=_COUNT, help="The mix: words a prompt.")
-@click.option("--generate", default=128, show_default=True, type=_COUNT, help="The mix: tokens an answer.")
-@click.option("--requests", default=16, show_default=True, type=_COUNT, help="The mix: requests a round.")
+@click.option("--model", help="Model name on the other server.  [default: its only model]")
+@click.option("-i", "--input", "file", type=_FILE, help="Batch lines to send.  [default: random prompts]")
+@click.option("--prompt", default=512, show_default=True, type=_COUNT, help="Words per random prompt.")
+@click.option("--generate", default=128, show_default=True, type=_COUNT, help="Tokens per answer.")
+@click.option("--requests", default=16, show_default=True, type=_COUNT, help="Requests per round.")
 @click.option("--at-once", default=8, show_default=True, type=click.IntRange(1, 512), help="Concurrent requests.")
-@click.option("--rounds", default=7, show_default=True, type=click.IntRange(FEWEST, 100), help="Turns of each server.")
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(FEWEST, 100), help="Rounds on each server.")
 @click.option(
     "--price", nargs=2, type=_PRICE, metavar="OURS THEIRS", help="Price of an hour of each server, in any currency."
 )
-@click.option("--seed", type=click.IntRange(0, 2**32), help="Seed of the mix; default: a new one, printed.")
+@click.option("--seed", type=click.IntRange(0, 2**32), help="Seed of the prompts.  [default: random, printed]")
 @slo_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
 def command(
@@ -109,7 +109,7 @@ def command(
     """Compare this deployment's daemon with another OpenAI-compatible server on your requests.
 
     Both must be running: this one at CONFIG's daemon.host and daemon.port, with the key in LADDERTRON_API_KEY; the
-    other at --against, with OPENAI_API_KEY. Both get the same streamed requests in turns, new ones each round.
+    other at --against, with OPENAI_API_KEY. Each round sends the same new streamed requests to both in turn.
 
     \b
       laddertron trial deploy.yaml --against http://vllm:8000/v1 --price 98.4 49.2

@@ -33,22 +33,31 @@ from ..tables import as_json, markdown, sheet_lines
     "--wiring",
     type=click.Choice(WIRINGS),
     default="auto",
-    help="With --model; hybrid ladders the last half of the layers.",
+    help="With --model; hybrid: ladder in the last half of the layers.",
 )
-@click.option("--max-model-len", type=click.IntRange(1), help="With --model: positions a sequence may have.")
+@click.option("--max-model-len", type=click.IntRange(1), help="With --model: maximum length of a sequence.")
 @click.option("--fp8", is_flag=True, help="Plan with fp8 weights.")
 @click.option("--prompt", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a request's prompt.")
 @click.option("--output", type=click.IntRange(1), default=512, show_default=True, help="Tokens of an answer.")
 @click.option(
-    "--gpu-hour", type=click.FloatRange(0), default=2.5, show_default=True, metavar="DOLLARS", help="What a GPU costs."
+    "--gpu-hour",
+    type=click.FloatRange(0),
+    default=2.5,
+    show_default=True,
+    metavar="DOLLARS",
+    help="Price of a GPU hour.",
 )
 @slo_option
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
-@click.option("--all", "whole", is_flag=True, help="Every table, and the assumptions.")
-@click.option("--json", "json_out", is_flag=True, help="Every number, in base units.")
-@click.option("--markdown", "markdown_out", is_flag=True, help="The tables as Markdown.")
+@click.option("--all", "whole", is_flag=True, help="Print every table and the assumptions.")
+@click.option("--json", "json_out", is_flag=True, help="Print every number as JSON, in base units.")
+@click.option("--markdown", "markdown_out", is_flag=True, help="Print the tables as Markdown.")
 @click.option(
-    "--write", "write", type=click.Path(dir_okay=False), metavar="FILE", help="Write the cheapest layout's deployment."
+    "--write",
+    "write",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write a deployment file with the cheapest layout.",
 )
 def command(
     config: str | None, model: str | None, fabric: str | None, tp: int | None, replicas: int | None, wiring: str,
@@ -66,9 +75,9 @@ def command(
     """
     for name, value in (("--tp", tp), ("--replicas", replicas), ("--max-model-len", max_model_len)):
         if value is not None and config is not None:
-            raise click.UsageError(f"{name} goes with --model; a CONFIG says it itself, or --set does")
+            raise click.UsageError(f"{name} needs --model: with a CONFIG set the key in the file or with --set")
     if config is not None and wiring != "auto":
-        raise click.UsageError(f"--wiring goes with --model; with a CONFIG use --set model.wiring={wiring}")
+        raise click.UsageError(f"--wiring needs --model: with a CONFIG use --set model.wiring={wiring}")
     if overrides and config is None:
         raise click.UsageError("--set goes with a CONFIG")
     named = {"wiring": wiring, "size": tp, "replicas": replicas, "max_model_len": max_model_len}

@@ -18,8 +18,8 @@ Examples:
   mpirun -n 8 laddertron adapt models/llama-8b -o out --wiring ladder --text data/ --dtype bfloat16 --recompute
   srun laddertron adapt models/llama-8b -o out --wiring delay-2 --text data/ --save-every 500 --resume
 
-Started by mpirun, srun or torchrun, weights, gradients and moments are spread over all ranks. -o must be on a shared
-filesystem. docs/adapting.md has the memory and time of a stock 8B."""
+Under mpirun, srun or torchrun, weights, gradients and optimizer states are sharded over all ranks, and -o must be on a
+shared filesystem. docs/adapting.md has memory and time for an 8B model."""
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True})
@@ -36,28 +36,47 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
     help="UTF-8 text, JSONL with `text` or `messages`, or folders of them.",
 )
 @click.option("--held-out", multiple=True, type=TEXT, help="Text to evaluate on.  [default: one text in twenty]")
-@click.option("--held-out-tokens", type=click.IntRange(2), default=262_144, help="Its first tokens, at most.")
+@click.option(
+    "--held-out-tokens", type=click.IntRange(2), default=262_144, help="Tokens of the held-out text to use, at most."
+)
 @click.option("--context", type=click.IntRange(8), help="Tokens of a sequence.  [default: the model's, at most 4096]")
-@click.option("--distil", type=click.FloatRange(0, 1), default=0.0, help="Share of the loss: KL from the original.")
-@click.option("--temperature", type=click.FloatRange(0, min_open=True), default=1.0, help="Temperature of that KL.")
-@click.option("--top-k", type=click.IntRange(0), default=0, help="Largest logits of the original in that KL; 0: all.")
+@click.option(
+    "--distil",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Weight in the loss of the KL divergence from the original.",
+)
+@click.option("--temperature", type=click.FloatRange(0, min_open=True), default=1.0, help="Temperature of --distil.")
+@click.option("--top-k", type=click.IntRange(0), default=0, help="Largest logits that --distil uses; 0: all.")
 @click.option("--anneal", type=click.IntRange(0), default=0, help="Steps over which the old wiring fades out.")
 @click.option("--freeze", callback=parse_layers, help="Layers that are not trained; -1: embedding and head.")
-@click.option("--recompute", is_flag=True, help="Compute activations again in the backward pass, in place of keeping.")
+@click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass, to save memory.")
 @click.option("--compile", "compiles", is_flag=True, help="Use torch.compile: a slower start, then faster steps.")
 @click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
 @click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
 @click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
 @click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step, over all ranks.")
-@click.option("--micro-batch", type=click.IntRange(0), default=0, help="Sequences at once on a rank; 0: its share.")
+@click.option(
+    "--micro-batch",
+    type=click.IntRange(0),
+    default=0,
+    help="Sequences that a rank computes at once; 0: its share of --batch.",
+)
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="Peak of the schedule.")
-@click.option("--schedule", type=click.Choice(["cosine", "linear"]), default="cosine", help="Decay, down to a tenth.")
-@click.option("--warmup", type=click.FloatRange(0, 1), default=0.05, help="Share of the steps.")
+@click.option(
+    "--schedule",
+    type=click.Choice(["cosine", "linear"]),
+    default="cosine",
+    help="Decay of the learning rate, to a tenth.",
+)
+@click.option("--warmup", type=click.FloatRange(0, 1), default=0.05, help="Share of the steps for warm-up.")
 @click.option("--clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest gradient norm.")
 @click.option(
     "--seed", type=click.IntRange(0), default=0, help="Seed of all random draws, and of the order of the text."
 )
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of products.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Data type of matrix products."
+)
 @click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
 @click.option("--resume", is_flag=True, help="Resume from the last saved state, on any number of ranks.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
@@ -66,10 +85,10 @@ filesystem. docs/adapting.md has the memory and time of a stock 8B."""
 def command(source: Path, out: Path, **o: Any) -> None:
     """Retrain the checkpoint FROM for another residual wiring and write it as a folder that declares it.
 
-    The loss is the next token's, and with --distil the original's distribution over it. The folder gets a card
-    (README.md) and an evaluation record: held-out loss of the original, of the new wiring untrained, and trained."""
+    Minimizes the next-token loss, and with --distil the KL divergence from the original. The folder gets a model card
+    (README.md) and an evaluation record: held-out losses of the original and of the new wiring before and after."""
     if (out / "config.json").exists():
-        raise UsageError(f"{out} already holds a model: remove it, or give another folder to -o")
+        raise UsageError(f"{out} already contains a model: remove it, or give another folder to -o")
     with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
         _adapt(source, out, ranks, o)
 

@@ -16,19 +16,19 @@ from ..training import MODEL, TEXT, token_file, training_ranks
 @click.command(context_settings={"show_default": True})
 @click.argument("folders", nargs=-1, required=True, type=MODEL)
 @click.option("--text", multiple=True, required=True, type=TEXT, help="UTF-8 text or JSONL.")
-@click.option("--original", type=MODEL, help="Compare each one's next token with this folder's.")
+@click.option("--original", type=MODEL, help="Model with which to compare the others.")
 @click.option("--context", type=click.IntRange(8), help="Tokens read at once.  [default: the models', at most 4096]")
-@click.option("--tokens", type=click.IntRange(2), default=262_144, help="Of the text at most.")
+@click.option("--tokens", type=click.IntRange(2), default=262_144, help="Tokens of the text to use, at most.")
 @click.option("--record", is_flag=True, help="Write the record that `check` and `serve` look for into each folder.")
-@click.option("--json", "as_json", is_flag=True, help="Numbers in place of the table.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
 @ended_by(ValueError)
 @ended_by(OSError, end=click.ClickException)
 def command(folders: tuple[Path, ...], **o: Any) -> None:
-    """Perplexity of each of FOLDERS on the text; with --original, also each one's mean KL divergence of the next
-    token from it, and how often both predict the same token.
+    """Measure the perplexity of each of FOLDERS on the text; with --original, also the mean KL divergence of the next
+    token from that model, and how often both predict the same token.
 
-    Folders must share one tokenizer: otherwise losses per token are not comparable. Computes in fp32, with each
+    Folders must have the same tokenizer: otherwise losses per token are not comparable. Computes in fp32, with each
     folder's declared wiring, on this process or the ranks of an outer mpirun, srun or torchrun.
 
     \b

@@ -17,21 +17,21 @@ from ..training import MODEL, TEXT, token_file, training_ranks
 @click.argument("source", metavar="FROM", type=MODEL)
 @click.option("--text", multiple=True, required=True, type=TEXT, help="UTF-8 text or JSONL.")
 @click.option("--context", type=click.IntRange(8), help="Tokens read at once.  [default: the model's, at most 4096]")
-@click.option("--tokens", type=click.IntRange(2), default=32_768, help="Of the text at most.")
+@click.option("--tokens", type=click.IntRange(2), default=32_768, help="Tokens of the text to use, at most.")
 @click.option("--model", "known", metavar="NAME", help="Known architecture to plan with.  [default: by FROM's name]")
 @click.option("--nodes", metavar="SPEC", default="2x8xH100", help="Fabric to plan for.")
 @click.option("--batch", type=click.IntRange(1), default=1, help="Sequences that decode.")
-@click.option("--most", type=click.FloatRange(0), default=1.0, help="Loss that a recommended suffix may add (nats).")
+@click.option("--most", type=click.FloatRange(0), default=1.0, help="Loss in nats that the recommended layers may add.")
 @click.option("--plot", "file", metavar="FILE", help="Draw added loss against speed-up (.png, .svg).")
-@click.option("--json", "as_json", is_flag=True, help="Numbers in place of the table.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: torch's choice]")
 @ended_by(ValueError)
 @ended_by(OSError, RuntimeError, end=click.ClickException)
 def command(source: Path, **o: Any) -> None:
-    """Measure the loss on the text with each layer of FROM laddered alone, and with each suffix of layers, untrained,
-    and the speed-up that `plan` predicts for the suffix.
+    """Measure how ladder wiring changes the loss of FROM on the text: in each layer alone, and in the last 1, 2, …
+    layers, for which `plan` also predicts the speed-up.
 
-    The loss does not include recovery by training: it ranks the layers, it does not predict quality.
+    Nothing is trained: the losses rank the layers, but do not predict the quality after training.
 
     \b
       laddertron scan models/llama-3.1-8b --text notes/ --nodes 2x8xH100

@@ -27,9 +27,9 @@ Examples:
   laddertron train -o models/draft --teacher models/mine --text answers.jsonl --layers 2 --hidden 64
   mpirun -n 8 laddertron train -o models/wide --text data/ --hidden 2048 --heads 16 --save-every 500
 
-Started by mpirun, srun or torchrun, weights, gradients and moments are spread over all ranks. -o must be on a shared
-filesystem. Without --text it learns from the documentation strings of Python's standard library. A model can only be
-compared with another that had the same text, tokenizer, budget and seed."""
+Under mpirun, srun or torchrun, weights, gradients and optimizer states are sharded over all ranks, and -o must be on a
+shared filesystem. Without --text the model learns from the docstrings of Python's standard library. Compare only models
+that were trained with the same text, tokenizer, budget and seed."""
 
 
 def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -66,7 +66,7 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
     default="ladder",
     help="How sub-blocks read the residual: standard, parallel, ladder, hybrid, delay-2 to delay-7, desync-n.",
 )
-@click.option("--ladder-layers", callback=_layers, help="hybrid: the layers that are ladder.")
+@click.option("--ladder-layers", callback=_layers, help="hybrid: the ladder layers.")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), default=None, help="desync: ranks to train for.")
 @click.option("--layers", type=click.IntRange(1), default=6)
 @click.option("--hidden", type=click.IntRange(2), default=96)
@@ -77,7 +77,7 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
 @click.option(
     "--tokenizer",
     type=MODEL,
-    help="Folder that this command wrote, whose tokenizer.json to use in place of a new one.",
+    help="Use the tokenizer of this folder, which this command wrote, instead of training one.",
 )
 @click.option(
     "--text",
@@ -88,16 +88,25 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
 @click.option(
     "--teacher",
     type=MODEL,
-    help="Model whose distribution over the next token to learn, with its tokenizer: makes a draft model for it.",
+    help="Train a draft model for this model: learn its next-token distribution, with its tokenizer.",
 )
 @click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
 @click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step.")
-@click.option("--context", type=click.IntRange(8), default=256, help="Tokens of a sequence, in training and later.")
-@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=5e-3, help="Peak of the schedule.")
-@click.option("--seed", type=click.IntRange(0), default=0, help="Draws the initial weights and the order of the text.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of matrix products.")
 @click.option(
-    "--save-dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="bfloat16", help="Of the weights."
+    "--context", type=click.IntRange(8), default=256, help="Maximum tokens of a sequence, in training and serving."
+)
+@click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=5e-3, help="Peak of the schedule.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, help="Seed of the initial weights and the order of the text."
+)
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Data type of matrix products."
+)
+@click.option(
+    "--save-dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    default="bfloat16",
+    help="Data type of the saved weights.",
 )
 @click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
 @click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
@@ -109,7 +118,7 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
 def command(out: Path, **o: Any) -> None:
     """Train a Llama with any residual wiring and write it as a Hugging Face folder that declares it."""
     if (out / "model.safetensors").exists():
-        raise UsageError(f"{out} already holds a model: remove it, or give another folder to -o")
+        raise UsageError(f"{out} already contains a model: remove it, or give another folder to -o")
     with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
         _train(out, ranks, o)
 
