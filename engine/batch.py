@@ -1,9 +1,9 @@
-"""The plan of one step: plain ints, decided by rank 0 (the scheduler), broadcast as one binary frame, executed by every
+"""The plan of one step: plain ints, made by rank 0 (the scheduler), broadcast as one binary frame, executed by every
 rank (`engine/step/runner.py`).
 
-A sequence has a slot (0 .. max_num_seqs - 1); every rank mirrors a slot's tokens and block table, which only a Batch or
-the step's own sampled token changes. A plan is made before the previous step's tokens are known and assumes that every
-running sequence continues: one that has ended costs a surplus token, which commit discards.
+A sequence has a slot (0 .. max_num_seqs - 1). Every rank mirrors each slot's tokens and block table, which only a Batch
+or a sampled token changes. A plan is made before the previous step's tokens are known and assumes that every running
+sequence continues; if one has ended, commit discards its surplus token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from .request import SamplingParams, TokenLogprob, params_to_json
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence that enters a slot with this step. `tokens` is everything known: the prompt and, after a preemption,
-    the outputs so far; `prompt_len` says how much of it is prompt, so that output positions (and with them the noise)
-    go on where they stopped."""
+    """A sequence that enters a slot with this step. `tokens`: the prompt and, after a preemption, the outputs so far.
+    `prompt_len`: how many of them are prompt, so that output positions (and with them the noise) continue."""
 
     slot: int
     choice: int
@@ -34,11 +33,10 @@ class NewSequence:
 
 
 class Chunk(NamedTuple):
-    """Positions [start, start + count) of a slot, computed in this step; at most one chunk a slot. `samples`: the
-    last row's logits yield the next token. `prompt_logprobs`: rows followed by a prompt token are scored against it.
-    `drafts`: the most rows beyond a decode's first; each rank finds them itself (engine/sampling/drafts.py), and
-    with them the start, of which `start` is the least. A named tuple: a frozen dataclass costs three times as much a
-    step."""
+    """Positions [start, start + count) of a slot, computed in this step; at most one chunk per slot. `samples`: whether
+    the next token is sampled from the last row. `prompt_logprobs`: rows followed by a prompt token are scored against
+    it. `drafts`: upper bound of a decode's further rows; each rank finds them itself (engine/sampling/drafts.py), and
+    then `start` is a lower bound. A named tuple, because a frozen dataclass takes three times as long per step."""
 
     slot: int
     start: int
@@ -50,8 +48,8 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step, in the order the runner applies it: `released` slots are emptied, `admitted` ones filled, `blocks`
-    appended to block tables, `copies` made (KV block src -> dst, every layer), then `chunks` computed."""
+    """One step, in the order in which the runner applies it: empties the `released` slots, fills the `admitted` ones,
+    appends `blocks` to block tables, makes `copies` (KV block src -> dst, in every layer), and computes `chunks`."""
 
     step: int
     released: tuple[int, ...] = ()
@@ -60,7 +58,7 @@ class Batch:
     copies: tuple[tuple[int, int], ...] = ()
     chunks: tuple[Chunk, ...] = ()
     split: int = 0
-    """Rows of the first of two streams (`streams`); 0: one stream."""
+    """Rows of the first of two streams (see `streams`); 0: one stream."""
 
     @property
     def num_tokens(self) -> int:
@@ -68,13 +66,14 @@ class Batch:
 
 
 def in_order(chunks: Iterable[Chunk]) -> list[Chunk]:
-    """In the order of a step's rows: decodes first."""
+    """The chunks in the order of the step's rows: decodes first."""
     return sorted(chunks, key=lambda chunk: chunk.count != 1)  # a stable sort
 
 
 def streams(chunks: Sequence[Chunk], split: int) -> list[list[Chunk]]:
-    """The two streams of ordered chunks, the first of about `split` rows: a prompt is cut inside, but never so that one
-    row is left of it, which would be a decode among prompts. One stream where nothing would be left of the other."""
+    """Divides ordered chunks into two streams, the first of about `split` rows. A prompt may be divided, but never so
+    that one row of it is left, which would count as a decode among prompts. Returns one stream if the other would be
+    empty."""
     first: list[Chunk] = []
     rest, left = deque(chunks), split
     while rest and left >= rest[0].count:
@@ -92,26 +91,26 @@ def streams(chunks: Sequence[Chunk], split: int) -> list[list[Chunk]]:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step's results, on the host. `tokens` is aligned with the batch's chunks that sample, in their order; the rest
-    goes by slot and is empty unless asked for (`params.logprobs`, `Chunk.prompt_logprobs`) or something went wrong."""
+    """A step's results, on the host. `tokens` is aligned with the chunks of the batch that sample. The other fields are
+    by slot, and empty unless requested (`params.logprobs`, `Chunk.prompt_logprobs`) or after an error."""
 
     tokens: Sequence[int]
     nonfinite: Collection[int] = ()
-    """Slots whose logits held NaN or Inf; their token, if they sample, means nothing."""
+    """Slots with NaN or Inf in their logits; their tokens are invalid."""
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Sequence[TokenLogprob]] = field(default_factory=dict)
-    """For a chunk that asks: one entry for each of its positions that a prompt token follows, in order."""
+    """For a chunk with `prompt_logprobs`: one entry for each position that a prompt token follows, in order."""
     failures: Mapping[int, str] = field(default_factory=dict)
-    """For nonfinite slots whose grammar, not the model, left nothing to draw: why."""
+    """The reason for each slot in `nonfinite` whose grammar, not the model, allowed no token."""
     more: Mapping[int, Sequence[tuple[int, TokenLogprob | None]]] = field(default_factory=dict)
-    """For a chunk with drafts: the tokens that follow its first one, as many as its drafts were right."""
+    """For a chunk with accepted drafts: the tokens after its first one, one for each accepted draft."""
     drafted: Mapping[int, int] = field(default_factory=dict)
-    """For such a chunk: its drafts."""
+    """For a chunk with drafts: their number."""
 
 
 def encode_result(result: StepResult, ids_alone: bool = False) -> bytes:
-    """For the ranks that draw nothing; `decode_result` is its inverse. ids_alone: what rank 0 alone reports is left
-    out."""
+    """Encodes a result for ranks that do not sample; `decode_result` is the inverse. ids_alone: leaves out the fields
+    that only rank 0 reports."""
     found: dict[str, object] = {"tokens": list(result.tokens)}
     if not ids_alone:
         found |= {"nonfinite": sorted(result.nonfinite)} if result.nonfinite else {}
@@ -122,7 +121,7 @@ def encode_result(result: StepResult, ids_alone: bool = False) -> bytes:
 
 
 def decode_result(data: bytes) -> StepResult:
-    """Raises ValueError, KeyError or TypeError on anything that `encode_result` did not write."""
+    """Decodes a result. Raises ValueError, KeyError or TypeError for data that `encode_result` did not write."""
     found = json.loads(data)
 
     def scored(entry: list[Any]) -> TokenLogprob:
@@ -147,7 +146,7 @@ def _ints(values: tuple[int, ...]) -> bytes:
 
 
 def encode(batch: Batch) -> bytes:
-    """The Batch as one frame of little-endian integers, sampling parameters as JSON; `decode` is its inverse."""
+    """Encodes a Batch as one frame: little-endian integers, sampling parameters as JSON. `decode` is the inverse."""
     out = [
         _HEAD.pack(
             MAGIC,
@@ -201,7 +200,8 @@ def _sequence(reader: _Reader) -> NewSequence:
 
 
 def decode(frame: bytes | memoryview) -> Batch:
-    """Raises ValueError (wrong magic, counts beyond the frame, bytes left over) or struct.error (too short)."""
+    """Decodes a frame. Raises ValueError (wrong magic, counts beyond the frame, surplus bytes) or struct.error (too
+    short)."""
     magic, step, n_released, n_admitted, n_blocks, n_copies, n_chunks, split = _HEAD.unpack_from(frame)
     if magic != MAGIC:
         raise ValueError(f"step plan: magic {magic:#x} is not {MAGIC:#x}: ranks of different versions?")

@@ -1,4 +1,4 @@
-"""A histogram cheap enough for every step: one thread observes, another may read and misses at most the last value."""
+"""A histogram cheap enough for every step. One thread observes; another may read, and misses at most the last value."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ RANK_HISTOGRAMS: Mapping[str, tuple[float, ...]] = {
     "request_prefill_time_seconds": REQUEST_SECONDS,
     "request_decode_time_seconds": REQUEST_SECONDS,
 }
-"""Those that cross the control channel: both ends must know the bounds."""
+"""Bounds of the histograms that ranks send over the control channel, by series: both ends must know them."""
 
 
 class Buckets:
-    """`counts[i]` values were at most `bounds[i]` and above the bound before; the last one counts those above all."""
+    """`counts[i]` is the number of values above `bounds[i - 1]` and at most `bounds[i]`; the last entry counts values
+    above all bounds."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -42,5 +43,5 @@ class Buckets:
         self.total += value * times
 
     def to_rows(self, series: str) -> tuple[MetricRow, ...]:
-        """One row, or none while nothing was observed."""
+        """One row, or none if no value was observed."""
         return (MetricRow(series, (), self.total, tuple(self.counts)),) if any(self.counts) else ()

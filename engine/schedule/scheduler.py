@@ -1,7 +1,7 @@
-"""The scheduler: requests in, one Batch a step out, sampled tokens in, events out, on rank 0. No torch; the same calls
-with the same times give the same plans. A plan may be made while the one before it is unknown: it assumes that every
-running sequence continues, and `commit` discards the surplus. Admission is strict in its order (waiting_queue.py): one
-that does not fit blocks those behind it, so that none starves.
+"""The scheduler, on rank 0: turns requests into one Batch per step and sampled tokens into events. No torch. The same
+calls with the same times give the same plans. A plan may be made before the result of the previous one is known: it
+assumes that every running sequence continues, and `commit` discards surplus tokens. Admission follows the order of
+waiting_queue.py strictly: a sequence that does not fit blocks all behind it, so none starves.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Uncommitted:
 
 
 class Scheduler:
-    """`add`, `cancel` and `stop_choice` at any moment; `schedule` and `commit` in turns, at most limits.microbatches +
-    1 plans ahead."""
+    """`add`, `cancel` and `stop_choice` may be called at any time, `schedule` with at most limits.microbatches
+    uncommitted plans; `commit` takes the plans in order."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
@@ -48,18 +48,19 @@ class Scheduler:
         self._committed = 0.0
 
     def add(self, request: Request, now: float) -> None:
-        """`now` in unix seconds, like the request's deadline. Raises RequestTooLarge if it can never fit, ValueError
-        if it is no request at all or its id is in use."""
+        """Queues a request. now: unix seconds, like its deadline. Raises RequestTooLarge if it can never fit,
+        ValueError if it is invalid or its id is in use."""
         self._open.add(request, now)
 
     def cancel(self, request_id: str) -> None:
-        """All choices that have not ended do so with "cancelled"; unknown ids are ignored: it may just have ended."""
+        """Ends all open choices of the request with "cancelled". Ignores unknown ids: the request may just have
+        ended."""
         group = self._open.groups.get(request_id)
         if group is not None:
             self._open.end_group(group, "cancelled")
 
     def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
-        """The choice ends with "stop" after `n_tokens`; unknown or ended ones are ignored."""
+        """Ends the choice with "stop" after `n_tokens` tokens. Ignores unknown or ended choices."""
         group = self._open.groups.get(request_id)
         if group is not None and 0 <= choice < group.request.params.n:
             self._planner.spawn(group)
@@ -69,17 +70,17 @@ class Scheduler:
                 self._open.finish(sequence, "stop", start=n_tokens)
 
     def take_events(self) -> list[TokensEvent]:
-        """Ends that no step brought (cancelled, timeout, stop), for whenever `schedule` returns None; `commit` returns
-        them too. They follow all events returned before."""
+        """Returns the pending events of choices that ended outside a step (cancelled, timeout, stop). `commit` returns
+        them too; call this if `schedule` returns None."""
         return self._open.take_events()
 
     def take_ended(self) -> list[RequestTimes]:
-        """Requests ended since the last call, the latest 4096 of them."""
+        """The requests that ended since the last call (at most the latest 4096)."""
         return self._open.take_ended()
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is open or an event is pending; plans of ended requests may still be uncommitted."""
+        """Whether a request is open or an event is pending. Plans of ended requests may still be uncommitted."""
         return bool(self._open.groups or self._open.events)
 
     @property
@@ -88,17 +89,17 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait, preempted ones included."""
+        """Waiting sequences, including preempted ones."""
         return len(self._waiting)
 
     def request_ids(self, slots: Iterable[int]) -> list[str]:
-        """The sequences in these slots, without empty slots."""
+        """Request ids of the sequences in these slots; empty slots are skipped."""
         there = {sequence.slot: sequence.group.request.request_id for sequence in self._residency.running}
         return [there[slot] for slot in slots if slot in there]
 
     @property
     def parked(self) -> list[str]:
-        """Requests that the last plan put back to wait, none of whose choices still runs."""
+        """Ids of the requests that the last plan preempted and that have no running choice left."""
         if not self._planner.parked:
             return []
         running = {sequence.group.request.request_id for sequence in self._residency.running}
@@ -110,16 +111,16 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks in use; cached, unreferenced ones count as free."""
+        """Share of the KV blocks that are in use; cached unreferenced blocks count as free."""
         return 1.0 - self._residency.pool.available / self.limits.num_blocks
 
     def oldest_waiting_age(self, now: float) -> float:
-        """Seconds; 0 if no sequence waits."""
+        """Waiting time [s] of the oldest waiting sequence; 0 if none waits."""
         arrival = self._waiting.oldest_arrival()
         return 0.0 if arrival is None else max(0.0, now - arrival)
 
     def snapshot(self, now: float | None = None) -> dict[str, float]:
-        """Gauges as of `now` (default: the last call's time) and counters, by the names of their series."""
+        """Gauges at time `now` (default: the last call's) and counters, by series name."""
         counters, speculation = self.counters, self._planner.speculation
         drafts = (0, 0, 0) if speculation is None else speculation.counts
         return {
@@ -141,12 +142,12 @@ class Scheduler:
 
     @property
     def accepted_drafts(self) -> tuple[int, ...]:
-        """Drafts that were right, by their place behind the last known token; () where there are none."""
+        """Accepted drafts by their distance from the last known token; () without speculation."""
         return () if self._planner.speculation is None else tuple(self._planner.speculation.accepted)
 
     def schedule(self, now: float) -> Batch | None:
-        """The next step, or None when nothing can be planned now: there is no work, or what there is waits for a
-        commit. Raises RuntimeError when one more than limits.microbatches plans are uncommitted already."""
+        """Plans the next step. None if there is no work, or all work waits for a commit. Raises RuntimeError if
+        limits.microbatches + 1 plans are already uncommitted."""
         if len(self._uncommitted) > self.limits.microbatches:
             raise RuntimeError(f"{len(self._uncommitted)} plans are uncommitted: commit one before the next is made")
         self._open.expire(now)
@@ -160,9 +161,9 @@ class Scheduler:
         return batch
 
     def commit(self, batch: Batch, result: StepResult, now: float) -> list[TokensEvent]:
-        """The oldest uncommitted plan's tokens, in; what is to be released, out, in order. A batch without chunks is
-        no plan: it only releases pending events. Raises RuntimeError on another plan's, ValueError where the
-        tokens are not one for each chunk that samples."""
+        """Commits the sampled tokens of the oldest uncommitted plan and returns the new events in order. For a batch
+        without chunks it only returns pending events. Raises RuntimeError if `batch` is not the oldest uncommitted
+        plan, ValueError unless there is one token for each chunk that samples."""
         if not batch.chunks:
             self._open.expire(now)
             return self.take_events()
@@ -175,7 +176,7 @@ class Scheduler:
         if drawn != len(result.tokens):
             raise ValueError(f"step {batch.step}: {len(result.tokens)} tokens for {drawn} chunks that sample")
         self._uncommitted.popleft()
-        seconds = now - max(self._committed, done.planned)  # it began once it was planned, the one before it known
+        seconds = now - max(self._committed, done.planned)  # it started when planned, or when the previous one ended
         if self._split is not None:
             self._split.observe(done.batch, seconds)
         speculation = self._planner.speculation
@@ -240,12 +241,12 @@ class Scheduler:
     def _commit_drafts(
         self, speculation: Speculation, chunk: Chunk, sequence: Sequence, token: int, result: StepResult, now: float
     ) -> tuple[int, int]:
-        """A sequence's tokens of one step, `token` and those behind drafts that were right: how many count, and how
-        many came behind its end."""
+        """Commits a sequence's tokens of one step: `token` and those after accepted drafts. Returns how many were used,
+        and how many came after the end of the sequence."""
         slot, more = chunk.slot, result.more.get(chunk.slot, ())
         sequence.slack -= chunk.drafts
         sequence.acceptance = speculation.observe_drafts(sequence.acceptance, result.drafted.get(slot, 0), len(more))
-        if sequence.state != "waiting":  # preempted, it is computed from its beginning
+        if sequence.state != "waiting":  # a preempted sequence is recomputed from its start
             sequence.computed = min(sequence.computed + len(more), sequence.end)
         group, known, first = sequence.group, sequence.tokens, sequence.outputs
         scores: list[TokenLogprob] = []
@@ -266,7 +267,7 @@ class Scheduler:
         return 1 + len(more), 0
 
     def _commit_prefills(self, done: _Uncommitted, result: StepResult) -> None:
-        """The rarer parts of a result: logits that are no numbers, prompt logprobs, prompts that nothing follows."""
+        """Commits the rarer parts of a result: non-finite logits, prompt logprobs, prompts with max_tokens=0."""
         bad = set(result.nonfinite)
         residency, doubtful, failed = self._residency, set[bytes](), set[int]()
         for chunk, sequence in zip(done.batch.chunks, done.sequences, strict=True):
@@ -276,11 +277,11 @@ class Scheduler:
         for chunk, sequence in zip(done.batch.chunks, done.sequences, strict=True):
             if chunk.slot in bad:
                 doubtful |= residency.pool.doubtful(sequence.digests())
-                if not sequence.failed:  # else it belongs to a sequence that begins again
+                if not sequence.failed:  # after an earlier failure the number is that of restarted choices
                     failed.add(sequence.number)
                 sequence.failed = True
                 self._fail(sequence, result.failures.get(chunk.slot))
-                sequence.chain, void = None, sequence  # what else comes of it says nothing new
+                sequence.chain, void = None, sequence  # its later results are ignored
             if sequence.state == "ended":
                 continue
             if chunk.prompt_logprobs and sequence.prompt_logprobs is not None:
@@ -297,9 +298,10 @@ class Scheduler:
             self._forget(doubtful, failed, (done, *self._uncommitted), void)
 
     def _forget(self, doubtful: set[bytes], failed: Set[int], plans: Seq[_Uncommitted], void: Sequence) -> None:
-        """What may be NaN of those that failed is not to be taken up again. The plans under way may have given it to
-        others, or to further choices of the groups that failed (`failed`, by number), who read zeros since the ranks
-        healed it: they begin again, and what they draw until then is `void`'s."""
+        """Evicts the possibly non-finite blocks of failed sequences from the prefix cache. Plans in flight may have
+        shared them with other sequences, or with further choices of the failed groups (`failed`, by number); these
+        read zeros since the ranks zeroed the blocks. They restart, and what they sample until then is discarded
+        (attributed to `void`)."""
         residency = self._residency
         there = {*residency.running, *(sequence for plan in plans for sequence in plan.sequences)}
         misled = {
@@ -322,8 +324,8 @@ class Scheduler:
         residency.pool.forget(doubtful)
 
     def _fail(self, sequence: Sequence, constraint: str | None) -> None:
-        """Logits were NaN or Inf, or what the request allows cannot be kept: the choice ends. Before a token of any is
-        known its fate is every choice's."""
+        """Ends the choice: its logits were non-finite, or its constraints allow no token. If no token of any choice is
+        known yet, all choices of the request end."""
         group = sequence.group
         self._residency.unhold(group)
         if sequence.state == "ended":

@@ -1,6 +1,5 @@
-"""The scheduler's own record of a request (`RequestGroup`) and of each of its choices (`Sequence`): mutable, seen by no
-rank but the one that plans. Knows no policy; engine/schedule/scheduler.py changes it, engine/schedule/waiting_queue.py
-orders it.
+"""The scheduler's record of a request (`RequestGroup`) and of each choice of it (`Sequence`): mutable, on rank 0 only.
+It contains no policy: scheduler.py changes it, waiting_queue.py orders it.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Literal
 from ..request import Request, TokenLogprob
 from .speculation import FIRST_ACCEPTANCE
 
-# 32 bytes resist a tenant who looks for collisions, which is what keeps one from reading another's cache.
+# 32 bytes: a tenant who could find a collision could read another tenant's cache.
 _SIZE = 32
 
 
 class DigestChain:
-    """Digests of a growing sequence's full blocks, each over its parent and the block's ids: two sequences share KV
-    only where everything before is the same, under the same salt. `upto` computes what is still missing and no more."""
+    """Digests of a growing sequence's full blocks, each over the previous digest and the block's ids: two sequences
+    share KV only if all earlier tokens and the salt are equal. `upto` computes missing digests on demand."""
 
     __slots__ = ("block_size", "digests", "root")
 
@@ -30,7 +29,7 @@ class DigestChain:
         self.digests: list[bytes] = []
 
     def upto(self, count: int, tokens: list[int]) -> list[bytes]:
-        """The chain, at least `count` blocks long; `tokens` are the sequence's ids, `count` full blocks or more."""
+        """The digests of at least the first `count` blocks; `tokens` must have `count` full blocks or more."""
         digests, size = self.digests, self.block_size
         for i in range(len(digests), count):
             ids = array("I", tokens[i * size : (i + 1) * size]).tobytes()
@@ -38,19 +37,19 @@ class DigestChain:
         return digests
 
     def fork(self, count: int) -> DigestChain:
-        """A chain of its own that starts with this one's first `count` digests."""
+        """A new chain that starts with the first `count` digests of this one."""
         other = DigestChain.__new__(DigestChain)
         other.root, other.block_size, other.digests = self.root, self.block_size, self.digests[:count]
         return other
 
 
 State = Literal["waiting", "running", "leaving", "ended"]
-"""leaving: its last token is planned, so slot and blocks are given back already, but the token is not known yet."""
+"""leaving: the last token is planned but not known yet; slot and blocks are already freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """One ended request, for the histograms; unix seconds, None for what never came."""
+    """Times of an ended request, for the histograms: unix seconds, None for events that did not happen."""
 
     request_id: str
     priority: int
@@ -70,7 +69,7 @@ class RequestGroup:
     request: Request
     number: int
     arrival: float
-    # Every step reads these of every sequence: plain attributes.
+    # Plain attributes, because every step reads these for every sequence.
     prompt_len: int = field(init=False)
     stops: frozenset[int] = field(init=False)
     min_tokens: int = field(init=False)
@@ -83,9 +82,9 @@ class RequestGroup:
     cached_tokens: int = 0
     output_tokens: int = 0
     unforked: int = field(init=False)
-    """Choices that have not had the prompt yet, neither shared nor computed."""
+    """Choices that have neither shared nor computed the prompt yet."""
     held: list[int] = field(default_factory=list)
-    """The prompt's blocks, referenced in the name of the choices still to be forked from them."""
+    """The prompt's blocks, referenced for the choices that are still to be forked from them."""
 
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
@@ -95,7 +94,7 @@ class RequestGroup:
         self.unforked = 0 if request.emitted else params.n - 1
 
     def count(self, now: float) -> None:
-        """A token of one of its choices: its queue and its owner are served by one more."""
+        """Counts a token of one of its choices as served to its queue and its owner."""
         self.output_tokens += 1
         self.flow.served += 1
         self.flow.owner.served += 1
@@ -118,9 +117,9 @@ class RequestGroup:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """One choice. All counts are in tokens. With `len(tokens)` known and `inflight` planned but not yet known,
-    positions [0, computed) have been planned; the next plan goes on from there, up to `end`. Where plans under way have
-    drafts, both are the least that can be, and the next plan may begin up to `slack` positions later."""
+    """One choice. All counts are in tokens: `len(tokens)` are known, `inflight` are planned but not known yet.
+    Positions [0, computed) are planned; the next plan continues there, up to `end`. If plans in flight have drafts,
+    `inflight` and `computed` are lower bounds, and the next plan may start up to `slack` positions later."""
 
     group: RequestGroup
     choice: int
@@ -133,26 +132,26 @@ class Sequence:
     tokens: list[int] = field(init=False)
     inflight: int = 0
     planned: int = -1
-    """The last plan that draws a token of it."""
+    """Number of the last plan that samples a token of it."""
     computed: int = 0
     slack: int = 0
     acceptance: float = FIRST_ACCEPTANCE
     end: int = field(init=False)
     draws: bool = field(init=False)
-    """False for max_tokens=0: the prompt is computed, nothing is drawn."""
+    """False for max_tokens=0: the prompt is computed, no token is sampled."""
     fresh: bool = field(init=False)
-    """A further choice that was not admitted yet: it waits for the prompt's blocks."""
+    """Whether it is a further choice that was not admitted yet and waits for the prompt's blocks."""
     lockstep: bool = field(init=False)
-    """Never planned ahead: the grammar's next mask depends on the token that is not known yet."""
+    """Whether it is never planned ahead, because the grammar's next mask depends on the unknown token."""
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     room: int = 0
-    """Positions that `blocks` hold: len(blocks) * block_size."""
+    """Positions that fit in `blocks`: len(blocks) * block_size."""
     registered: int = 0
     failed: bool = False
-    """Its logits were no numbers, or what its request allows could not be kept."""
+    """Whether its logits were non-finite, or its constraints allowed no token."""
     proven: bool = False
-    """A token drawn since it entered its slot is known, and was no NaN."""
+    """Whether a token sampled since its admission is known, from finite logits."""
     prompt_scored: bool = field(init=False)
     """False while prompt logprobs are still to be computed."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
@@ -166,7 +165,7 @@ class Sequence:
         self.end = end_position(group.prompt_len, params.max_tokens, max_model_len)
         self.draws, self.lockstep = params.max_tokens > 0, params.grammar is not None
         self.fresh = self.choice > 0 and not request.emitted
-        # the first token tells them
+        # Prompt logprobs are reported with the first token.
         self.prompt_scored = params.prompt_logprobs is None or self.choice > 0 or bool(emitted)
         if not self.prompt_scored:
             self.prompt_logprobs = [None] * group.prompt_len
@@ -176,7 +175,7 @@ class Sequence:
         return len(self.tokens) - self.group.prompt_len
 
     def digests(self) -> list[bytes]:
-        """Digests of the full blocks of its known tokens; none without a prefix cache."""
+        """Digests of the full blocks of its known tokens; empty without a prefix cache."""
         if self.chain is None:
             return []
         full = len(self.tokens) // self.chain.block_size
@@ -184,31 +183,31 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Positions that the next plans are to compute before a token can be drawn."""
+        """Positions to compute before the next token can be sampled."""
         return len(self.tokens) + self.inflight - self.computed
 
     @property
     def finishing(self) -> bool:
-        """Every position that it may ever compute is planned: it is certain to end with what is in flight."""
+        """Whether all its positions are planned: it ends with the tokens in flight at the latest."""
         return self.computed >= self.end
 
     def age(self) -> tuple[int, int]:
-        """Orders sequences by arrival."""
+        """Sort key by arrival."""
         return self.number, self.choice
 
     def order(self) -> tuple[int, int, int]:
-        """Orders running sequences: the last one is the first to be preempted."""
+        """Sort key of running sequences: the last one is preempted first."""
         return self.rank, self.number, self.choice
 
 
 def end_position(prompt_len: int, max_tokens: int, max_model_len: int) -> int:
-    """The most positions that a choice computes. The last token drawn is never computed; with max_tokens=0 the
-    prompt is, for its logprobs."""
+    """The most positions that a choice computes. The last sampled token is never an input; with max_tokens=0 the whole
+    prompt is computed, for its logprobs."""
     return prompt_len + max(min(max_tokens, max_model_len - prompt_len), 1) - 1
 
 
 class Share:
-    """One that takes turns with others by the tokens it was served; `listed` while it waits."""
+    """A queue or an owner of queues, ordered by the tokens that it was served; `listed` while it waits."""
 
     __slots__ = ("listed", "name", "number", "served")
 
@@ -219,7 +218,7 @@ class Share:
 
 
 class Flow(Share):
-    """One queue of one owner within one priority: its waiting sequences in their order."""
+    """One queue of one owner within one priority: its waiting sequences in order."""
 
     __slots__ = ("_latest", "_order", "groups", "items", "owner")
 
@@ -232,17 +231,17 @@ class Flow(Share):
         self._latest = 0.0
 
     def push(self, sequence: Sequence, ageing_s: float) -> None:
-        """Waits behind those that arrived before it; `ageing_s` seconds of waiting outweigh one step of `order`."""
+        """Queues a sequence by `order` and arrival; `ageing_s` seconds of waiting outweigh one step of `order`."""
         group = sequence.group
-        if len(self._order) > 2 * len(self.items) + 64:  # of those that left before their turn
+        if len(self._order) > 2 * len(self.items) + 64:  # most entries are of sequences that left before their turn
             self._order = [entry for entry in self._order if entry[1] in self.items]
             heapq.heapify(self._order)
         self.items[sequence.number] = sequence
-        self._latest = max(self._latest, group.arrival)  # a clock that is set back must not reorder requests
+        self._latest = max(self._latest, group.arrival)  # a clock set back must not reorder requests
         heapq.heappush(self._order, (self._latest + ageing_s * group.request.order, sequence.number))
 
     def first(self) -> Sequence | None:
-        """The first of those that wait."""
+        """The first waiting sequence; None if none waits."""
         if not self.items:
             return None
         while self._order[0][1] not in self.items:

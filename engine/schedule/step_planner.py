@@ -1,5 +1,5 @@
-"""The plan of one step: who decodes, whose prompt goes on, who enters and who makes room. Changes the scheduler's books
-(waiting_queue.py, kv_manager.py) as if the plan had run; scheduler.py is its only caller.
+"""Plans one step: which sequences decode, prefill, are admitted and are preempted. Updates the scheduler's state
+(waiting_queue.py, kv_manager.py) as if the plan had run. scheduler.py is its only caller.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from .speculation import Speculation
 from .waiting_queue import Turn, WaitingQueues
 
 BLOCKED_STEPS = 8
-"""Without chunked prefill: steps that a prompt waits for room next to the running sequences before it gets a step of
-its own."""
+"""Without chunked prefill: steps that a prompt waits for room next to the running sequences before it gets a separate
+step."""
 LEAST_CHUNK = 256
-"""Tokens of a prompt's chunk below which it is not cut to fill a pipeline: a stage reads its weights for each."""
+"""Tokens of the smallest chunk that a prompt is cut into to fill a pipeline: a stage reads its weights for each."""
 MOST_PAYLOAD = 8 << 20
-"""Bytes of prompts, biases and grammars that enter with one plan, the last not counted: a plan is one frame."""
+"""Bytes of prompts, biases and grammars in one plan, which is one frame; the sequence that exceeds it is the last."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start. Prefix queries and hits are in tokens; `surplus` tokens were computed for nothing."""
+    """Counts since the start. Prefix queries and hits are in tokens; `surplus` tokens were computed and discarded."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -36,7 +36,7 @@ class Counters:
 
 @dataclass(slots=True)
 class StepPlan:
-    """A Batch in the making. `sequences` is aligned with `chunks`."""
+    """A Batch under construction. `sequences` is aligned with `chunks`."""
 
     now: float
     budget: int
@@ -52,11 +52,11 @@ class StepPlan:
     preempted: bool = False
     blocked: bool = False
     invited: Turn | None = None
-    """For whom others were preempted: it enters next, and need not leave the watermark free."""
+    """The sequence for which others were preempted: it is admitted next, without regard to the watermark."""
 
 
 class Planner:
-    """`plan` is the whole of it; `spawn` is also for choices that end before they were planned."""
+    """Makes plans. `spawn` is also called for choices that end before they were planned."""
 
     def __init__(
         self, limits: SchedulerLimits, waiting: WaitingQueues, residency: Residency, counters: Counters
@@ -65,12 +65,12 @@ class Planner:
         self.speculation = None if limits.speculation is None else Speculation(limits.speculation)
         self.step = 0
         self.parked: list[str] = []
-        """Requests of which the last plan preempted a choice."""
+        """Ids of the requests of which the last plan preempted a choice."""
         self._blocked_steps = 0
         self._reserve = int(limits.watermark * limits.num_blocks)
 
     def plan(self, now: float) -> tuple[Batch, StepPlan] | None:
-        """The next step, or None when nothing can be planned."""
+        """Plans the next step; None if nothing can be planned."""
         plan = StepPlan(now, self.limits.max_num_batched_tokens, self.limits.max_scored_positions)
         self.parked = []
         alone = self._blocked_steps >= BLOCKED_STEPS
@@ -85,14 +85,14 @@ class Planner:
         return (self._seal(plan), plan) if plan.chunks else None
 
     def _decode(self, plan: StepPlan, prefills: list[Sequence]) -> None:
-        """Decode the sequences whose turn it is. Where all of these are preempted the rest takes the turn: without
-        anything in flight no commit would start the next plan."""
+        """Plans the sequences whose turn it is to decode. If all of these are preempted, the others decode instead:
+        with no step in flight, no commit would start the next plan."""
         while not self._decode_turn(plan, prefills) and not plan.chunks:
             prefills.clear()
 
     def _decode_turn(self, plan: StepPlan, prefills: list[Sequence]) -> bool:
-        """One position for each sequence that needs one and, in a pipeline, whose turn it is. Where blocks run out, the
-        last of the order goes; False if that ended the turn."""
+        """Plans one position of each sequence that needs one and, in a pipeline, whose turn it is. Without free blocks
+        the last sequence of the order is preempted; False if that ended the turn."""
         running, speculation = self.residency.running, self.speculation
         several = self.limits.microbatches > 1
         turn = self._turn() if several else frozenset()
@@ -101,7 +101,7 @@ class Planner:
         if speculation is not None:
             threshold = speculation.threshold(len(running))
             if len(self.waiting) or any(s.computed < s.prompt_len for s in running):
-                spare = min(spare, plan.budget // 8)  # prompts come before guesses
+                spare = min(spare, plan.budget // 8)  # prompts take precedence over drafts
         for sequence in running:
             at = sequence.computed
             inflight = sequence.inflight
@@ -141,10 +141,9 @@ class Planner:
         return complete
 
     def _turn(self) -> frozenset[Sequence]:
-        """An even share of the decoding sequences for each micro-batch: those that have waited for the most plans.
-        One whose last token is less than a round of micro-batches away would be waited for: it is not ready. So each
-        stays with those that it was planned with, and where some have ended or begun, shares are even again within a
-        round."""
+        """The decoding sequences of this micro-batch: an even share, those planned longest ago. A sequence planned less
+        than `microbatches` plans ago is not ready: the step would wait for its token. So sequences keep their
+        micro-batch, and when some have ended or started, shares are even again after one round."""
         batches, now = self.limits.microbatches, self.step
         decoding = [
             s
@@ -153,13 +152,13 @@ class Planner:
         ]
         ready = [s for s in decoding if not s.inflight or (now - s.planned >= batches and not s.lockstep)]
         ready.sort(key=lambda s: s.planned)
-        # Those that are ready are divided among the plans of this round that are still to come.
+        # The ready sequences are divided among the remaining plans of this round.
         left = max(1, batches - len({s.planned for s in decoding} - {s.planned for s in ready}))
         return frozenset(ready[: min(-(-len(decoding) // batches), -(-len(ready) // left))])
 
     def _grow(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """One block more for a running sequence, at the price of the held prompts, then of those after it in the
-        order, then of itself: False."""
+        """Allocates one more block for a running sequence. If none is free it releases held prompts, then preempts
+        sequences from the end of the order; False if the sequence itself was preempted."""
         residency = self.residency
         while not residency.pool.available:
             if residency.holders:
@@ -173,14 +172,14 @@ class Planner:
         return True
 
     def _reach(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Blocks up to where the sequence's next position may be. False: it had to go."""
+        """Allocates blocks up to the sequence's furthest possible next position; False if it was preempted."""
         while min(sequence.computed + sequence.slack, sequence.end - 1) >= sequence.room:
             if not self._grow(plan, sequence):
                 return False
         return True
 
     def _drafts(self, plan: StepPlan, sequence: Sequence, wanted: int) -> int:
-        """How many of so many drafts have room: blocks that others may need for themselves are not taken."""
+        """How many of `wanted` drafts have blocks. It leaves one available block for each running sequence."""
         wanted = min(wanted, sequence.end - 1 - sequence.computed)
         furthest = sequence.computed + sequence.slack
         while wanted > 0 and min(furthest + wanted, sequence.end - 1) >= sequence.room:
@@ -190,7 +189,7 @@ class Planner:
         return max(0, wanted)
 
     def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
-        """The last in the order leaves its slot; what it has computed is to be computed again."""
+        """Preempts the last sequence of the order: it leaves its slot and is recomputed later."""
         residency = self.residency
         assert residency.running[-1] is victim
         residency.running.pop()
@@ -208,7 +207,7 @@ class Planner:
         self.waiting.push_back(victim)
 
     def _invite(self, plan: StepPlan, alone: bool) -> None:
-        """Preempts running sequences of a lower rank where the next in line lacks a slot or blocks."""
+        """Preempts running sequences of a worse rank if the next waiting sequence lacks a slot or blocks."""
         residency = self.residency
         running, pool = residency.running, residency.pool
         turn = self.waiting.peek(plan.now)
@@ -216,13 +215,13 @@ class Planner:
             return
         head, rank = turn.sequence, turn.rank
         if head.group.request.priority != rank:
-            return  # ageing gives turns, it evicts no sequence
+            return  # ageing changes the order of admission; it does not preempt
         reuse = residency.reuse(head)
         if residency.slots and pool.available - residency.need(head, reuse) >= self._spare():
             return
         remaining = len(head.tokens) - reuse.start
         if any(other.rank <= rank and other.remaining > 1 for other in running):
-            return  # its prompt would not be begun in this step
+            return  # its prompt would not start in this step
         if not self.limits.enable_chunked_prefill and not alone and remaining + len(running) > plan.budget:
             return
         lower = [other for other in running if other.rank > rank]
@@ -237,12 +236,12 @@ class Planner:
                 return
 
     def _spare(self) -> int:
-        """Blocks that admission leaves free: enough that a newcomer is not at once preempted by those who run."""
+        """Blocks that admission leaves free, so that running sequences do not preempt the new one at once."""
         running = len(self.residency.running)
         return max(self._reserve, running) if running else 0
 
     def _prefill(self, plan: StepPlan, prefills: list[Sequence]) -> None:
-        """Gives the rest of the budget to prompts begun, then to those that wait, by rank."""
+        """Gives the rest of the budget to started prompts, then to waiting ones, by rank."""
         for sequence in prefills:
             self._admit(plan, sequence.rank)
             if plan.budget == 0:
@@ -251,7 +250,7 @@ class Planner:
         self._admit(plan, None)
 
     def _admit(self, plan: StepPlan, below: int | None) -> None:
-        """Those whose turn it is, while there are slots, blocks and tokens; only ranks better than `below`."""
+        """Admits waiting sequences in order while slots, blocks and budget last; only ranks better than `below`."""
         residency = self.residency
         while plan.budget and residency.slots and plan.payload < MOST_PAYLOAD:
             invited = plan.invited is not None
@@ -259,7 +258,7 @@ class Planner:
             if turn is None or (below is not None and turn.rank >= below):
                 return
             sequence = turn.sequence
-            # A sequence that was preempted with a token under way cannot come back before that token is known.
+            # A sequence that was preempted with a token in flight cannot be admitted before that token is known.
             if sequence.inflight or (plan.preempted and not invited):
                 return
             reuse = residency.reuse(sequence)
@@ -285,7 +284,7 @@ class Planner:
             NewSequence(slot, sequence.choice, group.prompt_len, tuple(sequence.tokens), group.request.params)
         )
         params = group.request.params
-        # UTF-8 takes up to four bytes a character
+        # UTF-8: up to four bytes per character
         plan.payload += 4 * (len(sequence.tokens) + len(params.grammar or "")) + 12 * len(params.logit_bias)
         plan.blocks.append((slot, blocks))
         if reuse.copied is not None:
@@ -300,17 +299,17 @@ class Planner:
             group.admitted = plan.now
             group.flow.served += group.prompt_len
             group.flow.owner.served += group.prompt_len
-            if not group.request.emitted:  # else both were reported when it began
+            if not group.request.emitted:  # a resumed request was counted when it started
                 group.cached_tokens = reuse.start
                 self.counters.prompt_tokens += group.prompt_len
         self._extend(plan, sequence)
 
     def _extend(self, plan: StepPlan, sequence: Sequence) -> None:
-        """The next chunk of what the sequence knows, as large as the budget allows."""
+        """Plans the next chunk of the sequence's known tokens, as large as the budget allows."""
         start, known = sequence.computed, len(sequence.tokens)
         count = min(known - start, plan.budget)
         if self.limits.microbatches > 1 and self.limits.enable_chunked_prefill:
-            # A prompt alone shall fill all stages, too: two chunks at least for each micro-batch.
+            # A single prompt must fill all stages too: at least two chunks for each micro-batch.
             count = min(count, max(LEAST_CHUNK, -(-known // (2 * self.limits.microbatches))))
         scores = not sequence.prompt_scored and start < sequence.group.prompt_len - 1
         if scores and self.limits.enable_chunked_prefill:
@@ -327,8 +326,8 @@ class Planner:
             sequence.planned = self.step
 
     def _seal(self, plan: StepPlan) -> Batch:
-        """The plan as a Batch, and what holds only once it is made: blocks that it fills are known by content, prompts
-        that it completes can be forked."""
+        """Makes the Batch; then registers the blocks that it fills in the prefix cache and forks the prompts that it
+        completes."""
         residency = self.residency
         for sequence in plan.prefilled:
             residency.register(sequence)
@@ -350,13 +349,13 @@ class Planner:
         return batch
 
     def _fork(self, sequence: Sequence) -> None:
-        """The prompt is planned: hold it for the choices to come, and let them wait for their slots."""
+        """Holds a planned prompt for the request's further choices, and queues these."""
         group = sequence.group
         self.residency.hold(sequence)
         self.spawn(group)
 
     def spawn(self, group: RequestGroup) -> None:
-        """The choices after the first come to be, and wait before all new requests."""
+        """Makes the choices after the first and queues them before all new requests."""
         chain = group.sequences[0].chain
         for choice in range(len(group.sequences), group.request.params.n):
             forked = None if chain is None else chain.fork(group.prompt_len // self.limits.block_size)

@@ -1,6 +1,6 @@
-"""The open requests, and the queues of those that wait, for the scheduler: O(log n) a request. Within a priority (with
-ageing) sequences that ran before come first, oldest first; then the owner that was served the fewest tokens, with its
-queue that was, and in that the request by `order` and arrival.
+"""The open requests and the waiting queues of the scheduler: O(log n) per request. Within a priority (after ageing)
+sequences that ran before come first, oldest first. The others come from the owner that was served the fewest tokens,
+from that owner's queue that was served the fewest, and within it by `order` and arrival.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .limits import SchedulerLimits, check_request
 from .sequence import DigestChain, Flow, RequestGroup, RequestTimes, Sequence, Share
 
 AGED_TURN = 4
-"""While lines wait for longer than the ageing time, every fourth admission at least is theirs."""
+"""While a class has waited longer than the ageing time, at least every fourth admission is one of its sequences."""
 
 
 class Turn(NamedTuple):
-    """The next sequence, its rank (priority after ageing), and whether lines waited past the ageing time."""
+    """The next sequence, its rank (priority after ageing), and whether a class waited past the ageing time."""
 
     sequence: Sequence
     rank: int
@@ -30,7 +30,7 @@ class Turn(NamedTuple):
 
 
 class _Turns:
-    """Flows, or owners of flows, that wait: the one that was served fewest tokens comes first."""
+    """Waiting flows, or owners of flows; the one that was served the fewest tokens comes first."""
 
     __slots__ = ("clock", "heap")
 
@@ -40,7 +40,7 @@ class _Turns:
 
     def add(self, one: Flow | _Owner, away: bool) -> None:
         if away:
-            # One that was away, or is new, starts level: it has neither turns saved up nor turns to wait for.
+            # A new or returning one starts at the current level: no credit and no debt from the time it was away.
             one.served = max(one.served, self.clock)
         if not one.listed:
             one.listed = True
@@ -51,7 +51,7 @@ class _Turns:
         while heap:
             served, number, one = heap[0]
             if one.served != served:
-                # Only ever served more, so the other entries are lower bounds and this lazy repair finds the least.
+                # `served` only grows, so all entries are lower bounds, and this lazy repair finds the least.
                 heapq.heapreplace(heap, (one.served, number, one))
             elif (found := one.first()) is not None:
                 return found
@@ -121,13 +121,13 @@ class _Class:
         return self.resumed[0] if self.resumed else self.turns.first()
 
     def taken(self, flow: Flow) -> None:
-        """Its first in line has had its turn."""
+        """Records that the flow's first sequence was admitted."""
         owner = self.owners[flow.owner.name]
         owner.turns.clock = max(owner.turns.clock, flow.served)
         self.turns.clock = max(self.turns.clock, owner.served)
 
     def remove(self, sequence: Sequence) -> bool:
-        """True if it had its first turn still before it."""
+        """Removes a waiting sequence; True if it was never admitted."""
         if self.arrivals.get(sequence.number) is sequence:
             flow = sequence.group.flow
             del self.arrivals[sequence.number], flow.items[sequence.number]
@@ -137,7 +137,7 @@ class _Class:
         return False
 
     def oldest(self) -> float:
-        """Arrival of who has waited longest; there is one."""
+        """Arrival of the oldest waiting sequence; the class must not be empty."""
         times = [sequence.group.arrival for sequence in self.resumed[:1]]
         if self.arrivals:
             times.append(next(iter(self.arrivals.values())).group.arrival)
@@ -145,9 +145,9 @@ class _Class:
 
 
 class WaitingQueues:
-    """`peek` says whose turn it is, `pop` takes it. A waiting class of lower priority is aged once its oldest has
-    waited `ageing_s` for each priority between; it then has every AGED_TURN-th turn, and what it sends runs as if it
-    had the better priority."""
+    """`peek` returns the next turn, `pop` takes it. A waiting class of lower priority is aged when its oldest sequence
+    has waited `ageing_s` for each priority in between; it then gets every AGED_TURN-th admission, and its sequences
+    run with the better priority."""
 
     def __init__(self, ageing_s: float) -> None:
         self.ageing_s = ageing_s
@@ -163,7 +163,7 @@ class WaitingQueues:
             yield from waiting.arrivals.values()
 
     def join(self, group: RequestGroup) -> None:
-        """A request enters: it gets its flow, which lives as long as one of its requests does."""
+        """Assigns a new request its flow, which exists as long as one of its requests is open."""
         request = group.request
         group.flow = self._class(request.priority).flow(request.owner, request.queue)
         group.flow.groups += 1
@@ -175,11 +175,11 @@ class WaitingQueues:
             self._class(group.request.priority).forget(flow)
 
     def push(self, sequence: Sequence) -> None:
-        """A request's first sequence waits."""
+        """Queues the first sequence of a request."""
         self._class(sequence.group.request.priority).push(sequence, self.ageing_s)
 
     def push_back(self, sequence: Sequence) -> None:
-        """A sequence of an admitted request waits: preempted, or a further choice. It goes before new requests."""
+        """Queues a sequence of an admitted request (preempted, or a further choice) before new requests."""
         insort(self._class(sequence.group.request.priority).resumed, sequence, key=Sequence.age)
 
     def remove(self, sequence: Sequence) -> None:
@@ -199,7 +199,7 @@ class WaitingQueues:
         return Turn(head, best.priority, bool(aged))
 
     def pop(self, turn: Turn) -> None:
-        """The turn is taken: by what `peek` said now or, for a sequence that still waits, a moment ago."""
+        """Takes a turn that `peek` returned, now or earlier; its sequence must still wait."""
         sequence = turn.sequence
         if turn.rank != sequence.group.request.priority:
             self._passed_over = 0
@@ -210,7 +210,7 @@ class WaitingQueues:
             waiting.taken(sequence.group.flow)
 
     def oldest_arrival(self) -> float | None:
-        """Unix seconds; None if no sequence waits."""
+        """Arrival of the oldest waiting sequence, unix seconds; None if none waits."""
         return min((waiting.oldest() for waiting in self._classes if len(waiting)), default=None)
 
     def _class(self, priority: int) -> _Class:
@@ -226,8 +226,8 @@ _RECORDS = 4096
 
 
 class OpenRequests:
-    """The requests that are open: what comes in, what is reported of each choice, how each ends. `spawn` makes a
-    request's later choices. `now`: of the scheduler's last call."""
+    """The open requests: adds them, emits their events and ends them. `spawn` makes a request's further choices.
+    `now`: time of the scheduler's last call."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class OpenRequests:
             if not request.emitted:
                 self._waiting.push(sequence)
             elif sequence.state == "waiting":
-                self._waiting.push_back(sequence)  # it goes on as after a preemption
+                self._waiting.push_back(sequence)  # resumes as after a preemption
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, group.number, request.request_id))
 
@@ -283,7 +283,8 @@ class OpenRequests:
         start: int | None = None,
         message: str | None = None,
     ) -> None:
-        """The choice's last event; slot and blocks are given back. `start` defaults to the tokens already sent."""
+        """Ends a choice: emits its last event and frees slot and blocks. start: index of the first of `tokens`;
+        default: the number of tokens already sent."""
         group = sequence.group
         if sequence.state == "running":
             self._residency.running.remove(sequence)
@@ -331,7 +332,7 @@ class OpenRequests:
         )
 
     def end_group(self, group: RequestGroup, reason: FinishReason, message: str | None = None) -> None:
-        """Every choice that has not ended does, those that never came to be included."""
+        """Ends every open choice of a request, including those that were never made."""
         self._spawn(group)
         for sequence in group.sequences:
             if sequence.state != "ended":
@@ -344,7 +345,7 @@ class OpenRequests:
         self._ended.append(group.times(self.now))
 
     def expire(self, now: float) -> None:
-        """Those whose deadline is over end with "timeout"."""
+        """Ends requests past their deadline with "timeout"."""
         self.now = now
         deadlines = self._deadlines
         while deadlines and deadlines[0][0] <= now:

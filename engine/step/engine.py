@@ -1,8 +1,8 @@
-"""The step loop: schedule, run, commit on rank 0 (launchers/rank/worker.py); receive and run on the others.
+"""The step loop: rank 0 schedules, runs and commits (launchers/rank/worker.py); the other ranks receive plans and run.
 
-Plan n+1 is made and broadcast while step n's first all-reduce travels. Tokens of step n are released only when step
-n+1's gather has shown that every rank drew the same. Where the runner overlaps steps, step n's result comes while step
-n+1 computes, and plan n+2 is made then; a pipeline has as many steps in flight as micro-batches.
+Plan n+1 is made and broadcast while step n's first all-reduce is in flight. Tokens of step n are released only when
+step n+1's gather has shown that every rank sampled the same ids. If the runner overlaps steps, the result of step n
+arrives while step n+1 computes, and plan n+2 is made then; a pipeline has as many steps in flight as micro-batches.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ..schedule.scheduler import Scheduler
 Ahead = Callable[[Sequence[StepResult]], None]
 
 PATIENCE = 30.0
-"""Times the longest step: a rank ten times slower than it was is for an alert, not for a timeout."""
+"""The timeout as a multiple of the longest step: a rank that is ten times slower must raise an alert, not a timeout."""
 LEAST_S = 10.0
 FORGET = 0.98
-"""Decay of the longest step's time at each step of its size: an outlier is forgotten."""
+"""Factor by which the longest step's time decays at each step of its size, so that an outlier is forgotten."""
 
 
 class CollectiveTimeouts:
     """Sets the group's collective timeout from the durations of its steps: a library's default of half an hour detects
-    nothing, and a fixed one of seconds takes a long prompt for a hang. `longest` [s] by the binary logarithm of a
-    step's tokens."""
+    nothing, and a fixed limit of seconds mistakes a long prompt for a hang. `longest`: seconds, by the bit length of
+    the step's number of tokens."""
 
     def __init__(self, first: float, set_timeout: Callable[[float], None], least: float = LEAST_S) -> None:
-        """first: the limit before anything was measured."""
+        """first: the limit [s] before the first measurement."""
         self.least, self.set_to, self._set_timeout = least, first, set_timeout
         self.longest: dict[int, float] = {}
         set_timeout(first)
@@ -49,8 +49,8 @@ class CollectiveTimeouts:
         self.longest[size] = max(seconds, FORGET * self.longest.get(size, 0.0))
 
     def limit(self, tokens: int) -> float:
-        """Seconds for each collective of a step of so many tokens. A size never seen is taken to cost in proportion to
-        the next smaller one, or as much as the next larger one."""
+        """Timeout [s] of each collective of a step of `tokens` tokens. A size that was never measured is extrapolated
+        in proportion from the next smaller one; without a smaller one, it gets the limit of the next larger one."""
         if not self.longest:
             return self.set_to
         size = max(1, tokens).bit_length()
@@ -59,39 +59,39 @@ class CollectiveTimeouts:
 
 
 class StepRunner(Protocol):
-    """engine/step/runner.py, as seen from the loop."""
+    """The runner (engine/step/runner.py) as the loop uses it."""
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult | None:
-        """Sets off a step and returns its result, or None where it is pending; `ahead` is called meanwhile, with
-        the results of the steps before that were pending and are there, oldest first."""
+        """Starts a step and returns its result, or None while the result is pending. Calls `ahead` during the step,
+        with the results of earlier steps that have arrived, oldest first."""
 
     def wait_result(self) -> StepResult | None:
-        """Waits for the oldest result that is pending, if one is."""
+        """Waits for the oldest pending result; None if none is pending."""
 
 
 class PlanSender(Protocol):
     def send(self, frame: bytes) -> None:
-        """To every other rank, in order; returns at once."""
+        """Sends a frame to every other rank, in order; returns at once."""
 
 
 class PlanReceiver(Protocol):
     def receive(self) -> bytes:
-        """The next frame from rank 0; sleeps until it is there."""
+        """Waits, without polling, for the next frame from rank 0."""
 
 
 @dataclass(slots=True)
 class StepProgress:
-    """This rank's progress, in plain attributes that a heartbeat thread may read at any moment. Seconds."""
+    """This rank's progress, in plain attributes that a heartbeat thread may read at any time. Times in seconds."""
 
     step: int = 0
     busy_since: float | None = None
-    """When the step under way began; None outside a step."""
+    """Start of the running step; None outside a step."""
     turn_since: float | None = None
-    """Outside a step: since when this thread has been at something other than waiting for work; None while it waits.
-    A thread that hangs there would otherwise look idle."""
+    """Outside a step: since when this thread has been busy; None while it waits for work. Without it a thread that
+    hangs between steps would look idle."""
     step_tokens: int = 0
     behind: deque[int] = field(default_factory=deque)
-    """Tokens of further steps that are set off while the first is under way."""
+    """Tokens of the further steps that were started while the first one runs."""
     last_tokens: int = 0
     last_seconds: float = 0.0
     finished_at: float = 0.0
@@ -100,18 +100,18 @@ class StepProgress:
     sizes: Buckets = field(default_factory=lambda: Buckets(STEP_TOKENS))
 
     def start(self, tokens: int) -> None:
-        """A step is set off; the one before may still be under way."""
+        """Records the start of a step; the previous one may still run."""
         if self.busy_since is None:
             self.step_tokens, self.busy_since = tokens, time.monotonic()
         else:
             self.behind.append(tokens)
 
     def turn(self, working: bool) -> None:
-        """The loop leaves its wait for work (True), or enters it."""
+        """Records that the loop stops waiting for work (True) or starts to wait (False)."""
         self.turn_since = time.monotonic() if working else None
 
     def finish(self) -> None:
-        """The older step's result is there: if another is under way, it counts from now."""
+        """Records the result of the oldest running step; the time of the next one counts from now."""
         now = time.monotonic()
         if self.turn_since is not None:
             self.turn_since = now
@@ -126,7 +126,7 @@ class StepProgress:
 
 
 def _timed(runner: StepRunner, batch: Batch, progress: StepProgress, hook: Ahead | None = None) -> StepResult | None:
-    """runner.run, with the progress of this step and of those before it."""
+    """Calls runner.run and records the progress of this step and of earlier pending ones."""
 
     def ahead(known: Sequence[StepResult]) -> None:
         for _ in known:
@@ -147,7 +147,7 @@ def _timed(runner: StepRunner, batch: Batch, progress: StepProgress, hook: Ahead
 
 
 def _settled(runner: StepRunner, progress: StepProgress) -> StepResult | None:
-    """runner.wait_result, likewise."""
+    """Calls runner.wait_result and records the progress."""
     result = runner.wait_result()
     if result is not None:
         progress.finish()
@@ -155,7 +155,7 @@ def _settled(runner: StepRunner, progress: StepProgress) -> StepResult | None:
 
 
 class Engine:
-    """Rank 0's side. Every method is called on the thread that steps."""
+    """The step loop of rank 0. All methods are called on one thread, the one that runs steps."""
 
     def __init__(
         self,
@@ -165,20 +165,20 @@ class Engine:
         progress: StepProgress,
         on_running: Callable[[list[str], list[str]], None] | None = None,
     ) -> None:
-        """on_running is called with the requests that enter a slot and those put back to wait, before the step is
-        run."""
+        """on_running is called before a step runs, with the ids of the requests that enter a slot and of those that
+        were preempted."""
         self.scheduler, self.runner, self.plans, self.progress = scheduler, runner, plans, progress
         self._on_running = on_running
         self._planned: Batch | None = None
         self._pending: deque[Batch] = deque()
-        """Set off, their results not known yet."""
+        """Started plans whose results are not known yet."""
         self._alone = False
-        """The last step's result was waited for here; the other ranks wait for the next plan first."""
+        """Whether only this rank has waited for the last step's result; the other ranks take it with the next plan."""
         self._unverified_events: list[TokensEvent] = []
         self._refused: list[TokensEvent] = []
 
     def add(self, request: Request) -> None:
-        """Queues a request; one that can never run ends at once with finish "error"."""
+        """Queues a request. One that can never run ends at once with the finish reason "error"."""
         try:
             self.scheduler.add(request, time.time())
         except ValueError as fault:
@@ -195,7 +195,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do or release anything."""
+        """Whether `step` has anything to run or to release."""
         return bool(
             self.scheduler.has_work
             or self._unverified_events
@@ -206,8 +206,8 @@ class Engine:
         )
 
     def step(self) -> list[TokensEvent]:
-        """One step; returns the events that are safe to show. Raises what the runner raises: then nothing of the
-        step, nor of the one before it, has been shown."""
+        """Runs one step; returns the events that are verified on all ranks. Raises what the runner raises; no event of
+        this step or of the previous one has then been returned."""
         batch, self._planned = self._planned or self._plan(), None
         if batch is None:
             if self._pending:
@@ -233,15 +233,14 @@ class Engine:
         return shown if result is None else shown + self._commit(result)
 
     def _commit(self, result: StepResult | None) -> list[TokensEvent]:
-        """The oldest pending step's result is there, and with it the proof of the step before: the events of that
-        one."""
+        """Commits the result of the oldest pending step. It verifies the step before, whose events are returned."""
         if not self._pending or result is None:
             raise RuntimeError("a result without a step, or a step without its result: the runner lost count")
         return self._release(self.scheduler.commit(self._pending.popleft(), result, time.time()))
 
     def _prove(self) -> None:
-        """An empty step: its gather carries the digests of the last one, and its plan lets the other ranks take that
-        one's result: with it pending they would seem to hang in the step for as long as there is no work."""
+        """Runs an empty step. Its gather compares the digests of the last step, and with its plan the other ranks take
+        the result of that step: otherwise they would seem to hang in it while there is no work."""
         self._alone = False
         frame = Batch(step=self.progress.step)
         self.plans.send(encode(frame))
@@ -254,7 +253,7 @@ class Engine:
 
     def _plan(self) -> Batch | None:
         if self.scheduler.num_uncommitted > self.scheduler.limits.microbatches:
-            return None  # all that may be planned is
+            return None  # as many plans as allowed are in flight
         batch = self.scheduler.schedule(time.time())
         parked = self.scheduler.parked
         if self._on_running is not None and (parked or (batch is not None and batch.admitted)):
@@ -266,20 +265,21 @@ class Engine:
         return batch
 
     def close(self) -> None:
-        """Ends the followers. A plan that they have been sent is run first: they are in its collectives already, and
-        would take this rank for lost."""
+        """Ends `follow` on the other ranks. A plan that was already sent runs first: the other ranks wait in its
+        collectives and would report this rank as lost."""
         batch, self._planned = self._planned, None
         if batch is not None:
             _timed(self.runner, batch, self.progress)
             self._pending.append(batch)
         while self._pending:
-            _settled(self.runner, self.progress)  # nothing is under way when the group ends
+            _settled(self.runner, self.progress)  # no step may be in flight when the group ends
             self._pending.popleft()
         self.plans.send(b"")
 
 
 def follow(runner: StepRunner, plans: PlanReceiver, progress: StepProgress) -> None:
-    """The other ranks: obeys plans until rank 0 ends them. Raises what the runner raises."""
+    """Runs the plans that rank 0 sends, until it ends them: the loop of all other ranks. Raises what the runner
+    raises."""
     while frame := plans.receive():
         progress.turn(True)
         _timed(runner, decode(frame), progress)
@@ -289,6 +289,6 @@ def follow(runner: StepRunner, plans: PlanReceiver, progress: StepProgress) -> N
 
 
 def drain(engine: Engine) -> Iterable[TokensEvent]:
-    """Steps until nothing is left; for benchmarks and tests."""
+    """Runs steps until no work is left; for benchmarks and tests."""
     while engine.has_work:
         yield from engine.step()

@@ -1,6 +1,6 @@
-"""One rank's model and cache: executes a Batch, returns the ids that every rank drew; all ranks see the same Batches in
-the same order. Mirrors the slots (tokens, block tables) of rank 0's plans. Where the sampler draws on the device, a
-step starts before the previous one's ids are on the host.
+"""One rank's model and cache: executes a Batch and returns the sampled ids. All ranks execute the same Batches in the
+same order and mirror the slots (tokens, block tables) of rank 0's plans. If the sampler runs on the device, a step
+starts before the previous step's ids are on the host.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _HOST = torch.device("cpu")
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step whose ids are not here yet. `at`: the positions [B] that they take in `slots`; `released`: slots that were
-    since, and `blocks` theirs."""
+    """A step whose ids are not on the host yet. `at` [B]: the positions of the ids in `slots`. `released`: slots that
+    were released since, and `blocks` their blocks."""
 
     batch: Batch
     slots: list[int]
@@ -46,7 +46,7 @@ class PendingStep:
 
 
 class Runner:
-    """State: `tokens` [slots, positions] int32 and `blocks` [slots, blocks a sequence] int32, on the host."""
+    """State on the host: `tokens` [slots, positions] int32 and `blocks` [slots, blocks per sequence] int32."""
 
     def __init__(
         self,
@@ -62,30 +62,30 @@ class Runner:
         draft_model: DraftModel | None = None,
         drain: Callable[[], None] = lambda: None,
     ) -> None:
-        """draft_model: whose drafts are verified; None: those of prompt look-up. drain: waits for the device before the
-        host reads logits, no longer than a collective may take."""
+        """draft_model: makes the drafts; None: prompt look-up does. drain: waits for the device before the host reads
+        logits, at most for the timeout of a collective."""
         self.model, self.cache, self.attention, self.sampler = model, cache, attention, sampler
         self.device = model.rotary.cos.device
         self.size = cache.block_size
-        # One position more than the model has: the surplus token of an optimistic step lands there.
+        # One position more than the model has, for the surplus token of a step that was planned ahead.
         self.tokens = np.zeros((max_slots, max_model_len + 1), np.int32)
         self.length = np.zeros(max_slots, np.int64)
         self.blocks = np.zeros((max_slots, -(-(max_model_len + 1) // self.size)), np.int32)
         self.num_blocks = np.zeros(max_slots, np.int64)
         self._prompt_top = [0] * max_slots
-        self._end = np.zeros(max_slots, np.int64)  # positions that the slot's sequence computes at most
+        self._end = np.zeros(max_slots, np.int64)  # the most positions that the slot's sequence computes
         self._patience, self._graphs, self._draft_model, self._drain = patience, graphs, draft_model, drain
         self._second: AttentionBackend | None = None
         self._pending_step: PendingStep | None = None
-        # Of each slot the position of its id that is not on the host yet; -1 for none.
+        # The position of each slot's id that is not on the host yet; -1 for none.
         self._due = np.full(max_slots, -1, np.int64)
         self._known_at = 0.0
-        self._replayed = False  # whether the step's logits are those that draws were recorded on
+        self._replayed = False  # whether the step's logits are the buffer of the recorded sampling graphs
         self._speculated = False
-        self._unseen = set[int]()  # slots whose last chunk drew nothing
+        self._unseen = set[int]()  # slots whose last chunk sampled nothing
 
     def warmed_up(self, patience: CollectiveTimeouts | None, graphs: DecodeGraphs | None) -> None:
-        """What steps take from now on: those before compiled their kernels, and say nothing of how long one takes."""
+        """Sets timeouts and graphs after warm-up: earlier steps compiled kernels, so their times are not used."""
         self._patience, self._graphs = patience, graphs
 
     @property
@@ -93,10 +93,10 @@ class Runner:
         return self._graphs is not None
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult | None:
-        """Applies the Batch and computes its chunks. Returns their result, or None while it is still on the device:
-        then the next `run` passes it to its `ahead`, or `wait_result` returns it. ahead is called once, when this
-        step is in flight, with the previous result if that was pending, else with none: host work there costs
-        nothing. Raises DesyncError if ranks disagreed about ids of the latest known step."""
+        """Applies the Batch and computes its chunks. Returns their result, or None while it is on the device: then the
+        next `run` passes it to its `ahead`, or `wait_result` returns it. ahead is called once while this step is in
+        flight, with the previous result if that was pending; host work in it overlaps with the step. Raises
+        DesyncError if the ids of the latest known step differ between ranks."""
         self._apply(batch)
         if not batch.chunks:
             pending = self.wait_result()
@@ -112,7 +112,7 @@ class Runner:
         with torch.inference_mode():
             drafted, chunks, split = self._draft(batch), in_order(batch.chunks), batch.split
             if drafted is not None:
-                split += sum(drafted[chunk.slot] for chunk in chunks[:split])  # decodes come first, with their drafts
+                split += sum(drafted[chunk.slot] for chunk in chunks[:split])  # each decode has its drafts' rows too
                 chunks = in_order(self._with_drafts(batch, drafted))
             logits = self._forward(chunks, early, split)
             known = self._settle()
@@ -126,8 +126,8 @@ class Runner:
         return result
 
     def _draft(self, batch: Batch) -> dict[int, int] | None:
-        """Drafts behind the known tokens of the slots that may have some; how many by slot. None: none may, nor may
-        have had in the step before."""
+        """Writes drafts after the known tokens of the slots that may have some; returns their numbers by slot. None if
+        no slot may have drafts in this step or the previous one."""
         last, self._speculated = self._speculated, any(chunk.drafts for chunk in batch.chunks)
         wanted = {c.slot: min(c.drafts, max(0, int(self._end[c.slot] - self.length[c.slot]))) for c in batch.chunks}
         found: Iterable[tuple[int, list[int]]]
@@ -146,9 +146,8 @@ class Runner:
         return counts
 
     def _with_drafts(self, batch: Batch, drafted: dict[int, int]) -> Iterator[Chunk]:
-        """The chunks as they are computed: a decode begins at the last known token, wherever the step before has left
-        that, and each of its drafts is a row like another decode's. A sequence that has come to its end meanwhile
-        computes its last position again: its blocks have room for no other."""
+        """The chunks to compute: a decode starts at the last known token, and each draft is one more row. A sequence
+        that has reached its end computes its last position again, because its blocks have no room for another."""
         for chunk in batch.chunks:
             if chunk.count > 1 or not chunk.samples:
                 yield chunk
@@ -158,25 +157,25 @@ class Runner:
                 yield chunk._replace(start=start + row)
 
     def wait_result(self) -> StepResult | None:
-        """The result that is still pending, once it is there; None if none is. Raises as `run`."""
+        """Waits for the pending result; None if none is pending. Raises as `run`."""
         with torch.inference_mode():
             return self._settle()
 
     def run_through(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
-        """`run`, and the wait for its result: for who times single steps, or has several engines take turns."""
+        """`run`, and waits for its result: to time single steps, or to alternate between engines."""
         result = self.run(batch, ahead) or self.wait_result()
         assert result is not None
         return result
 
     def _observe(self, batch: Batch, began: float) -> None:
-        """A step is known: it took from when it began, or from when the one before it was known."""
+        """Records a finished step: its time counts from its start, or from the end of the previous step if later."""
         now = time.monotonic()
         if self._patience is not None:
             self._patience.after(batch.num_tokens, now - max(began, self._known_at))
         self._known_at = now
 
     def _forward(self, chunks: list[Chunk], on_travelling: Callable[[], None] | None, split: int = 0) -> Tensor:
-        """Logits [R, V / tp] of the rows that are sampled or scored."""
+        """Computes the logits [R, V / tp] of the rows that are sampled or scored."""
         graphs, self._replayed = self._graphs, False
         if graphs is None or chunks[-1].count != 1 or not graphs.fits(len(chunks)):
             parts = zip(streams(chunks, split) if split else [chunks], self._attentions(), strict=False)
@@ -184,7 +183,7 @@ class Runner:
         layout, tokens, rows = self._layout(chunks, _HOST)
         logits = graphs.run(layout, tokens)
         if on_travelling is not None:
-            on_travelling()  # the device has the whole step by now
+            on_travelling()  # the whole step is queued on the device
         whole = len(rows) == len(chunks) or not self.model.shard.samples
         self._replayed = whole
         return logits if whole else logits[upload(rows.numpy(), self.device)]
@@ -206,7 +205,7 @@ class Runner:
             self.sampler.release(slot)
             if slot in self._unseen:
                 self._unseen.remove(slot)
-                self._heal_own(slot)
+                self._zero_unchecked(slot)
             if self._due[slot] >= 0 and self._pending_step is not None:
                 self._pending_step.blocks += self.blocks[slot, : self.num_blocks[slot]].tolist()
                 self._due[slot] = -1
@@ -227,8 +226,8 @@ class Runner:
             self._draft_model.apply(batch)
 
     def _layout(self, chunks: list[Chunk], device: torch.device | None = None) -> tuple[StepLayout, Tensor, Tensor]:
-        """The step's layout, its token ids [T] (of those that only the device knows, what `feed` takes for them), and
-        the rows whose logits are needed [R]; on the model's device unless another is named."""
+        """The step's layout, its token ids [T] (placeholders for `feed` if an id is only on the device), and the rows
+        [R] whose logits are needed; on the model's device unless `device` is given."""
 
         def place(values: NDArray[np.integer]) -> Tensor:
             return upload(values.astype(np.int64), device or self.device)
@@ -267,7 +266,7 @@ class Runner:
         return layout, place(tokens), place(np.array(rows, np.int64))
 
     def _start(self, batch: Batch, chunks: list[Chunk], logits: Tensor, began: float) -> bool:
-        """Sets off the draw on the device, if it can be done there; the ids are pending."""
+        """Starts sampling on the device; the ids are then pending. False if these rows cannot be sampled there."""
         if any(chunk.prompt_logprobs for chunk in chunks):
             return False
         slots = self._sampled(chunks)
@@ -287,7 +286,7 @@ class Runner:
         return slots
 
     def _lengthen(self, slots: Sequence[int]) -> NDArray[np.int64]:
-        """The positions that the slots' next ids take."""
+        """Reserves the positions of the slots' next ids, and returns them."""
         at = self.length[slots]
         self.length[slots] = np.minimum(at + 1, self.tokens.shape[1] - 1)
         return at
@@ -298,13 +297,13 @@ class Runner:
             return None
         drawn = self.sampler.finish()
         slots = np.asarray(pending.slots)
-        held = np.flatnonzero(self._due[slots] >= 0)  # the other slots were released, and may be in use again
+        held = np.flatnonzero(self._due[slots] >= 0)  # the other slots were released and may be reused
         self.tokens[slots[held], pending.at[held]] = drawn.ids[held]
         self._due[slots] = -1
         poisoned = {pending.slots[row] for row in np.flatnonzero(drawn.nonfinite)}
         if poisoned:
-            # Released blocks may be another's by now. It saw nothing of what is healed: backends under which steps
-            # overlap read nothing behind a sequence's own last position (build.py).
+            # Another sequence may use released blocks by now. It has not read the zeroed values: backends with which
+            # steps overlap read nothing after a sequence's last position (build.py).
             self._zero_sequences(poisoned.intersection(slots[held].tolist()))
             self.cache.zero_blocks(pending.blocks)
         self._observe(pending.batch, pending.began)
@@ -313,7 +312,7 @@ class Runner:
     def _draw(
         self, batch: Batch, chunks: list[Chunk], logits: Tensor, drafted: dict[int, int] | None = None
     ) -> StepResult:
-        """Samples and scores; appends what was drawn to the slots."""
+        """Samples and scores on the host; appends the sampled ids to the slots."""
         self._drain()
         scored: dict[int, list[TokenLogprob]] = {}
         slots, sampled = self._sampled(chunks), logits
@@ -345,8 +344,8 @@ class Runner:
         poisoned: set[int],
         scored: dict[int, list[TokenLogprob]],
     ) -> StepResult:
-        """What a step with drafts gave: each slot's tokens up to the first draft that was wrong, and the one in its
-        place. What was computed behind it will be overwritten."""
+        """The result of a step with drafts: each slot's tokens up to the first rejected draft, and the token in its
+        place. Keys and values computed after it will be overwritten."""
         assert drawn.taken is not None
         given: dict[int, list[tuple[int, TokenLogprob | None]]] = {}
         failures: dict[int, str] = {}
@@ -392,9 +391,9 @@ class Runner:
         for slot in slots:
             self.cache.zero_blocks(self._table(slot))
 
-    def _heal_own(self, slot: int) -> None:
-        """Nobody has looked whether a sequence that leaves had NaN. Blocks that it shares stay as they are: who goes on
-        with them shall see it."""
+    def _zero_unchecked(self, slot: int) -> None:
+        """Zeroes non-finite values in the blocks of a sequence that leaves unchecked. Shared blocks are not changed:
+        the sequences that continue with them must detect the failure."""
         count, self.num_blocks[slot] = int(self.num_blocks[slot]), 0
         shared = {block for other in np.flatnonzero(self.num_blocks) for block in self._table(int(other))}
         self.cache.zero_blocks([block for block in self.blocks[slot, :count].tolist() if block not in shared])
@@ -409,7 +408,7 @@ class Runner:
         for chunk in chunks:
             count = chunk.count if chunk.prompt_logprobs else int(chunk.samples)
             if chunk.prompt_logprobs:
-                # The chunk's last position has a next token only if the prompt goes on behind it.
+                # The chunk's last position has a next token only if the prompt continues after it.
                 known = min(chunk.count, int(self.length[chunk.slot]) - chunk.start - 1)
                 targets = self.tokens[chunk.slot, chunk.start + 1 : chunk.start + 1 + known]
                 top = self._prompt_top[chunk.slot]

@@ -1,5 +1,5 @@
-"""Sockets to a few peers, served by one thread: ordered frames of bytes, non-blocking sends (the rest of a frame is
-sent in the background), blocking receives.
+"""Sockets to a few peers: ordered frames of bytes, non-blocking sends (a background thread sends what the socket does
+not take at once), blocking receives.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _STAMPS, _RX_SOFTWARE, _TIMES = 37, 1 << 3 | 1 << 4, struct.Struct("<6q")  # SO_
 
 
 class Lines:
-    """`sockets[n]`: the non-blocking socket of line n, owned from now on; `gone(n)` says in words that its peer is
-    lost. One thread sends and receives; `close` may come from any."""
+    """`sockets[n]`: the non-blocking socket of line n, owned by this object. `gone(n)`: the message for a lost peer.
+    One thread sends and receives; any thread may call `close`."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], gone: Callable[[int], str], name: str) -> None:
         self._sockets, self._gone, self._name = dict(sockets), gone, name
@@ -38,7 +38,7 @@ class Lines:
         return any(s.family != socket.AF_UNIX for s in self._sockets.values())
 
     def send(self, line: int, *parts: bytes | memoryview) -> None:
-        """All parts, one after another. Their memory is read until it has gone. Raises PeerLost if a peer is gone."""
+        """Sends all parts in order and returns at once; their memory is read until it is sent. Raises PeerLost."""
         backlog = False
         with self._lock:
             self._check()
@@ -67,9 +67,9 @@ class Lines:
         return [left[0][gone:], *left[1:]] if left else []
 
     def receive(self, line: int, into: memoryview, deadline: float | None, what: str) -> float:
-        """Fills `into`; sleeps until all is there, and returns when the kernel had the last of it (monotonic seconds),
-        as far as it says. deadline: of time.monotonic. Raises PeerLost, CollectiveTimeout past the deadline (naming
-        `what`), CommunicationError once closed."""
+        """Waits until `into` is filled. Returns the time (monotonic seconds) at which the kernel received the last
+        byte, or now if the kernel does not report it. deadline: monotonic seconds. Raises PeerLost, CollectiveTimeout
+        after the deadline (with `what` in the message), CommunicationError once closed."""
         peer, at, heard = self._sockets[line], 0, time.monotonic()
         while at < len(into):
             try:
@@ -87,7 +87,7 @@ class Lines:
         return heard
 
     def ready(self, line: int) -> bool:
-        """Whether something can be read without sleeping: a message, or its end."""
+        """Whether a read would not block: data is available, or the peer closed the connection."""
         poll = select.poll()
         poll.register(self._sockets[line], select.POLLIN)
         return bool(poll.poll(0))
@@ -103,7 +103,7 @@ class Lines:
         poll.poll(None if left is None else left * 1e3)
 
     def close(self) -> None:
-        """Sends what is left for at most a second, then ends; a `receive` of another thread raises. Idempotent."""
+        """Sends the rest for at most a second, then closes; a `receive` in another thread raises. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -166,18 +166,18 @@ class Lines:
 
 
 def stamped(line: socket.socket) -> None:
-    """Asks the kernel to say when what is received arrived; a unix socket never does."""
+    """Enables the kernel's receive timestamps; a unix socket has none."""
     with contextlib.suppress(OSError):
         line.setsockopt(socket.SOL_SOCKET, _STAMPS, _RX_SOFTWARE)
 
 
 def _heard(stamps: list[tuple[int, int, bytes]]) -> float:
-    """When bytes arrived, from what came with them; now where nothing did."""
+    """Arrival time of received bytes from their timestamps, monotonic seconds; now if there are none."""
     for level, kind, data in stamps:
         if level == socket.SOL_SOCKET and kind == _STAMPS and len(data) >= _TIMES.size:
             seconds, nanoseconds, *_ = _TIMES.unpack_from(data)
             if seconds:
-                # the kernel stamps by the clock that others set: only the stamp's age is taken
+                # The kernel uses the wall clock, which may be set: use only the age of the stamp.
                 age = (time.time_ns() - int(seconds) * 10**9 - int(nanoseconds)) * 1e-9
                 return time.monotonic() - max(0.0, age)
     return time.monotonic()
@@ -188,8 +188,8 @@ _LENGTH = struct.Struct("<I")
 
 
 class PlanChannel:
-    """`sockets[r]`: the non-blocking socket to the group's r-th rank (rank 0: to all others; others: to rank 0). Owns
-    them. One thread sends or receives; `close` may come from any."""
+    """Sends plans from rank 0 to the others. `sockets[r]`: the non-blocking socket to the r-th rank (rank 0 has all
+    others, the others have rank 0), owned by this object. One thread sends or receives; any thread may call `close`."""
 
     def __init__(self, rank: int, sockets: tuple[socket.socket | None, ...]) -> None:
         self._rank = rank
@@ -200,8 +200,8 @@ class PlanChannel:
         self.close = self._lines.close
 
     def send(self, frame: bytes) -> None:
-        """Rank 0: sends a frame to every other rank and returns at once; what a socket does not take now goes on in
-        the background. Raises PeerLost if a rank is gone, ValueError above FRAME_LIMIT."""
+        """On rank 0: sends a frame to every other rank and returns at once; the rest is sent in the background. Raises
+        PeerLost if a rank is gone, ValueError above FRAME_LIMIT."""
         if self._rank:
             raise ValueError(f"rank {self._rank} cannot send plans: only rank 0 does, the others receive")
         if len(frame) > FRAME_LIMIT:
@@ -211,8 +211,8 @@ class PlanChannel:
             self._lines.send(peer, head, frame)
 
     def receive(self, timeout_s: float | None = None) -> bytes:
-        """The others: the next frame; sleeps until it is there. Raises PeerLost when rank 0 is gone,
-        CollectiveTimeout after timeout_s (None: waits for ever), CommunicationError once closed."""
+        """On the other ranks: waits for the next frame. Raises PeerLost if rank 0 is gone, CollectiveTimeout after
+        timeout_s (None: no limit), CommunicationError once closed."""
         if not self._rank:
             raise ValueError("rank 0 sends plans, it does not receive them")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
