@@ -6,15 +6,13 @@ with the rest, and no code. Tensors: B sequences, T tokens, L lanes, D hidden, d
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from .config.lanes import Lanes
-from .config.model_config import ModelConfig, from_folder
+from .config.model_config import ModelConfig
 
 
 class LaneNorm(nn.Module):
@@ -167,15 +165,3 @@ class LaneReference(nn.Module):
         mixed = norm(x_BTLD.sum(2)) if self.lanes.sum_first else norm(x_BTLD).mean(2)
         table = self.model.tok_embeddings if self.config.tied_embeddings else self.lm_head
         return F.linear(mixed, table.get_parameter("weight"))
-
-
-def load(folder: str | Path, dtype: torch.dtype | None = None) -> LaneReference:
-    """The model in a folder, in `dtype` (default: config.json's). Raises RuntimeError on wrong tensors."""
-    config = from_folder(folder)
-    model = LaneReference(config).to(dtype or getattr(torch, config.dtype))
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 (not a mapping)
-    model.load_state_dict(tensors)
-    return model.eval()

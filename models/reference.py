@@ -5,12 +5,12 @@ model that tools/train/train.py trains. Shares ModelConfig and the checkpoints' 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -418,8 +418,7 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, config: ModelConf
     model = Reference(config).to(dtype or getattr(torch, config.dtype))
     tensors: dict[str, Tensor] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 (not a mapping)
+        tensors |= load_file(file)
     if config.layout == "dolomite":
         tensors = _from_dolomite(config, tensors)
     if config.layout == "shortcut":
@@ -442,29 +441,3 @@ def logits(model: Reference, ids_BT: Tensor) -> Tensor:
     """[B, T, V], fp32."""
     result: Tensor = model(ids_BT)
     return result.float()
-
-
-@torch.inference_mode()
-def generate(
-    model: Reference, prompts: Sequence[Sequence[int]], max_tokens: int, stop: Sequence[int] = ()
-) -> list[list[int]]:
-    """Greedy continuations, up to max_tokens ids each, ending with (and including) an id of `stop`.
-
-    Everything is computed again at each step: no cache can be wrong. Prompts of different lengths share a batch padded
-    on the right, where causality hides the padding.
-    """
-    if not all(prompts):
-        raise ValueError("a prompt has no tokens: there is nothing to go on from")
-    rows = [list(prompt) for prompt in prompts]
-    live = list(range(len(rows)))
-    for _ in range(max_tokens):
-        if not live:
-            break
-        longest = max(len(rows[i]) for i in live)
-        ids = torch.tensor([rows[i] + [0] * (longest - len(rows[i])) for i in live])
-        last = torch.tensor([len(rows[i]) - 1 for i in live])
-        best = logits(model, ids)[torch.arange(len(live)), last].argmax(-1).tolist()
-        for i, token in zip(live, best, strict=True):
-            rows[i].append(token)
-        live = [i for i in live if rows[i][-1] not in stop]
-    return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]

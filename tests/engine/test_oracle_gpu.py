@@ -18,7 +18,6 @@ import pytest
 import torch
 from laddertron.engine.batch import Batch
 from laddertron.engine.step.build import Built, build
-from laddertron.models import lane_reference
 from laddertron.topology.comm.bootstrap import StoreBootstrap, open_store
 from rank_pool import Rank
 from test_oracle import TOLERANCE, reference_logits, transformers_logits
@@ -69,7 +68,7 @@ def rank() -> Iterator[Rank]:
 def made(folder: Path, recipe: str, dtype: str, **words: Any) -> tuple[Path, Logits]:
     if recipe == "lanes":
         lane_checkpoints.save(folder, dtype=dtype, windows=(0, 2))
-        lanes = lane_reference.load(folder, torch.float32)
+        lanes = lane_checkpoints.oracle(folder)
         return folder, lambda ids: lanes(torch.tensor([ids]))[0]
     checkpoints.save(folder, recipe, dtype=dtype, **words)
     stock = recipe in checkpoints.STOCK

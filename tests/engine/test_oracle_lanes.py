@@ -13,7 +13,6 @@ import checkpoints
 import lane_checkpoints
 import pytest
 import torch
-from laddertron.models import lane_reference
 from safetensors.torch import save_file
 from test_oracle import assert_greedy, assert_near
 
@@ -22,7 +21,7 @@ Ranks = Callable[..., list[Any]]
 
 def check(ranks: Ranks, folder: Path, tp: int, tmp_path: Path, stages: int = 1) -> None:
     """fp32: greedy ids equal, logits within 1e-4."""
-    model = lane_reference.load(folder, torch.float32)
+    model = lane_checkpoints.oracle(folder)
     prompts = checkpoints.prompts(6, vocab=lane_checkpoints.VOCAB)
     args: dict[str, Any] = {"folder": str(folder), "prompts": prompts, "params": {"max_tokens": 12}}
     args |= {"parallel": {"pipeline_parallel_size": stages}} if stages > 1 else {"logits": str(tmp_path)}
@@ -166,7 +165,7 @@ def test_bf16_and_int8_lanes_stay_near_fp32(ranks: Ranks, tmp_path: Path, weight
     """bf16 has 8 bits of mantissa, int8 rounds the weights: logits lie within a few hundredths of their scale."""
     folder = lane_checkpoints.save(tmp_path / "m", dtype="bfloat16", norm_each=True)
     prompts = checkpoints.prompts(8, vocab=lane_checkpoints.VOCAB)
-    model = lane_reference.load(folder, torch.float32)
+    model = lane_checkpoints.oracle(folder)
     with torch.inference_mode():
         want = torch.cat([model(torch.tensor([prompt]))[0] for prompt in prompts])
     save_file({"logits": want.contiguous()}, tmp_path / "want.safetensors")

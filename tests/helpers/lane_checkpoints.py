@@ -16,7 +16,7 @@ import checkpoints
 import torch
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.lane_reference import LaneReference
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 VOCAB = 328
 SMALL: dict[str, Any] = {
@@ -104,3 +104,10 @@ def save(folder: Path, second: bool = False, *, seed: int = 0, tokenizer: bool =
     if tokenizer:
         checkpoints.save_tokenizer(folder)
     return folder
+
+
+def oracle(folder: Path) -> LaneReference:
+    """What the engine must compute, in fp32."""
+    model = LaneReference(from_folder(folder))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model.eval()

@@ -130,21 +130,12 @@ class _WatchedPending:
         return x
 
 
-def watch(model: Any, recorder: SpanRecorder) -> Callable[[], None]:
-    """From now on the model's sub-blocks, all-reduces and waits for another stage are recorded. What is returned takes
-    the wrapper off."""
-    inner, boundary = model.all_reduce, model.boundary
-    model.all_reduce = _Watched(inner, recorder)
-    model.boundary = None if boundary is None else _WatchedBoundary(boundary, recorder)
+def watch(model: Any, recorder: SpanRecorder) -> None:
+    """From now on the model's sub-blocks, all-reduces and waits for another stage are recorded."""
+    model.all_reduce = _Watched(model.all_reduce, recorder)
+    model.boundary = None if model.boundary is None else _WatchedBoundary(model.boundary, recorder)
     for name in SUB_BLOCKS:
         setattr(model, name, _spanned(getattr(model, name), name, recorder, model.stage.first_layer))
-
-    def unwatch() -> None:
-        model.all_reduce, model.boundary = inner, boundary
-        for name in SUB_BLOCKS:
-            delattr(model, name)
-
-    return unwatch
 
 
 def _spanned(

@@ -8,7 +8,7 @@ prompt counted in, batch 64 without peer access would need links that are faster
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 
@@ -29,7 +29,7 @@ from laddertron.tools.plan.roofline import (
     gpu_rates,
     links,
 )
-from laddertron.tools.plan.step_simulator import Wire, bisect
+from laddertron.tools.plan.step_simulator import Wire
 from laddertron.topology.cost.cost import Costs, Regime
 from laddertron.topology.cost.prices import reference
 from laddertron.topology.hardware.fabric import LinkClass
@@ -159,10 +159,23 @@ def _fit_contention(found: Constants, rows: Sequence[Key]) -> Contention:
 
     for _ in range(6):
         moving = best.moving
-        best = Contention(bisect(lambda x, m=moving: too_fast(small, Contention(x, m)), 0.0, 2.0, 20), moving)  # type: ignore[misc]
+        best = Contention(_crossing(lambda x, m=moving: too_fast(small, Contention(x, m))), moving)  # type: ignore[misc]
         waiting = best.waiting
-        best = Contention(waiting, bisect(lambda x, w=waiting: too_fast(large, Contention(w, x)), 0.0, 2.0, 20))  # type: ignore[misc]
+        best = Contention(waiting, _crossing(lambda x, w=waiting: too_fast(large, Contention(w, x))))  # type: ignore[misc]
     return best
+
+
+def _crossing(f: Callable[[float], float]) -> float:
+    """Where the rising f crosses 0 in [0, 2]; the nearer end where it does not."""
+    low, high = 0.0, 2.0
+    if f(low) >= 0:
+        return low
+    if f(high) <= 0:
+        return high
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if f(middle) < 0 else (low, middle)
+    return (low + high) / 2
 
 
 @dataclass(frozen=True, slots=True)

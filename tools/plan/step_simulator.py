@@ -5,7 +5,7 @@ all ranks are alike. Pure; no torch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from ...models.config.parts import Wiring, make_wiring
@@ -265,15 +265,3 @@ def simulate_step(
     if not silent and cost.after.seconds:
         clock.wait(clock.send(cost.after))
     return clock.time()
-
-
-def bisect(f: Callable[[float], float], low: float, high: float, rounds: int = 40) -> float:
-    """Where the rising f crosses 0 in [low, high]; the nearer end where it does not."""
-    if f(low) >= 0:
-        return low
-    if f(high) <= 0:
-        return high
-    for _ in range(rounds):
-        middle = (low + high) / 2
-        low, high = (middle, high) if f(middle) < 0 else (low, middle)
-    return (low + high) / 2

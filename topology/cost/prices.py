@@ -34,38 +34,24 @@ _BULK_LATENCY: dict[LinkClass, float] = {"nvlink": 3.4, "pcie": 2.0, "shm": 2.0,
 
 def reference(backend: Backend, shape: Shape) -> Costs:
     """Untuned prices for the links of `shape`, scaled by their nominal rates where those are known."""
-    overhead = _OVERHEAD[backend]
+    regime = _regime(backend, shape)
     if backend != "nccl":
-        return Costs(backend, (Regime(overhead, _link(backend, shape, True, 1), _link(backend, shape, False, 1)),))
-    small = Regime(overhead, _link(backend, shape, True, 1), _link(backend, shape, False, 1))
-    bulk = _bulk(shape, 1)
+        return Costs(backend, (regime,))
+    bulk, all_ports = (_regime(backend, shape, bulk=True, ports=ports) for ports in (1, shape.rails))
     # NCCL's own all-reduce opens rings over all ports of a node once messages are large.
-    return Costs(backend, (small, bulk), {"flat": (small, _bulk(shape, shape.rails))})
+    return Costs(backend, (regime, bulk), {"flat": (regime, all_ports)})
 
 
-def _link(backend: Backend, shape: Shape, inside: bool, ports: int) -> LinkCost:
-    kind = shape.intra if inside else shape.inter
-    share = _SMALL_SHARE[kind] if backend == "nccl" else _BULK_SHARE[kind]
-    return LinkCost(_LATENCY_US[backend][kind] * _US, _rate(shape, inside) * share * ports)
+def _regime(backend: Backend, shape: Shape, bulk: bool = False, ports: int = 1) -> Regime:
+    """`bulk`: NCCL's for large messages; `ports`: of a node, taken at once."""
+    share = _SMALL_SHARE if backend == "nccl" and not bulk else _BULK_SHARE
 
+    def link(kind: LinkClass, known: float | None, ports: int) -> LinkCost:
+        latency = _LATENCY_US[backend][kind] * (_BULK_LATENCY[kind] if bulk else 1.0) * _US
+        return LinkCost(latency, (known or _NOMINAL[kind]) * share[kind] * ports)
 
-def _bulk(shape: Shape, ports: int) -> Regime:
-    latency = _LATENCY_US["nccl"]
-    return Regime(
-        _OVERHEAD["nccl"],
-        LinkCost(
-            latency[shape.intra] * _BULK_LATENCY[shape.intra] * _US, _rate(shape, True) * _BULK_SHARE[shape.intra]
-        ),
-        LinkCost(
-            latency[shape.inter] * _BULK_LATENCY[shape.inter] * _US,
-            _rate(shape, False) * _BULK_SHARE[shape.inter] * ports,
-        ),
-    )
-
-
-def _rate(shape: Shape, inside: bool) -> float:
-    known = shape.intra_bytes_per_s if inside else shape.inter_bytes_per_s
-    return known or _NOMINAL[shape.intra if inside else shape.inter]
+    inside = link(shape.intra, shape.intra_bytes_per_s, 1)
+    return Regime(_OVERHEAD[backend], inside, link(shape.inter, shape.inter_bytes_per_s, ports))
 
 
 _SLOPE_BYTES = 1 << 20

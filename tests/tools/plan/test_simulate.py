@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from laddertron.models.config.parts import Wiring, make_wiring
 from laddertron.models.residual import collectives_per_step
-from laddertron.tools.plan.step_simulator import StepCost, StepTime, VirtualClock, Wire, bisect, law, simulate_step
+from laddertron.tools.plan.step_simulator import StepCost, StepTime, VirtualClock, Wire, law, simulate_step
 
 LAYERS = 20
 N = 2 * LAYERS
@@ -191,10 +191,3 @@ def test_what_cannot_be_is_refused() -> None:
     """Negative times."""
     with pytest.raises(ValueError, match="0 or more"):
         Wire(-1.0)
-
-
-def test_bisect_finds_the_crossing_and_keeps_to_its_ends() -> None:
-    """Where f never crosses 0, the nearer end."""
-    assert bisect(lambda x: x - 0.3, 0.0, 1.0) == pytest.approx(0.3)
-    assert bisect(lambda x: x + 1, 0.0, 1.0) == 0.0
-    assert bisect(lambda x: x - 9, 0.0, 1.0) == 1.0

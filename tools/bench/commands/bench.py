@@ -37,7 +37,9 @@ LINE_S = 5.0
 _FAILS = ended_by(RuntimeError, ValueError, end=click.ClickException)
 
 
-def _numbers(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
+def _numbers(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
     try:
         numbers = tuple(int(part) for part in value.split(","))
     except ValueError:
@@ -45,10 +47,6 @@ def _numbers(ctx: click.Context, parameter: click.Parameter, value: str) -> tupl
     if min(numbers) < 1:
         raise click.BadParameter(f"{value!r}: at least 1 each")
     return numbers
-
-
-def _some_numbers(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    return None if value is None else _numbers(ctx, parameter, value)
 
 
 def _range(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
@@ -184,7 +182,7 @@ def latency(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], ge
 @_common
 @_case_options
 @click.option("--batch", default="1,8", show_default=True, callback=_numbers, help="Sequences at once.")
-@click.option("--tp", callback=_some_numbers, help="Tensor-parallel sizes, such as 1,2.")
+@click.option("--tp", callback=_numbers, help="Tensor-parallel sizes, such as 1,2.")
 @click.option("--wiring", default="auto", show_default=True, help=f"Comma-separated, of {', '.join(WIRINGS)}.")
 @click.option("--overlap", type=click.Choice(["on", "off", "both"]), default="on", show_default=True)
 def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], generate: tuple[int, ...],
@@ -206,8 +204,8 @@ def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], gene
 
 @command.command()
 @click.option("--model", type=click.Choice(sorted(SWEEPS)), required=True)
-@click.option("--tp", callback=_some_numbers, help="Group sizes.  [default: powers of two that fit]")
-@click.option("--batch", callback=_some_numbers, help="Sequences at once.  [default: the paper's]")
+@click.option("--tp", callback=_numbers, help="Group sizes.  [default: powers of two that fit]")
+@click.option("--batch", callback=_numbers, help="Sequences at once.  [default: the paper's]")
 @click.option("--p2p", type=click.Choice(["on", "off"]), default="on", help="Off: NCCL_P2P_DISABLE=1.")
 @click.option("--scale", type=click.IntRange(1, 64), default=1, help="Divide layers, widths and lengths: for CPUs.")
 @click.option("--repeats", type=click.IntRange(1, 1000), default=3, show_default=True, help="Runs of each case.")
