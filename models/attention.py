@@ -1,6 +1,6 @@
-"""Paged attention: keys and values in fixed-size blocks, one small interface over them, and its portable backend in
-torch. A backend gets the step's layout once (`plan`) and is then called for every layer (`attend`) with the fused
-projection's output: it rotates, stores the new keys and values and attends over all of the sequence's.
+"""Paged attention: the KV cache in fixed-size blocks, the interface of attention backends, and a portable backend in
+torch. A backend gets the step's layout once (`plan`). For every layer `attend` gets the output of the fused projection,
+rotates it, stores the new keys and values, and attends to all keys of each sequence.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def block_bytes(shard: RankShard, block_size: int, dtype: torch.dtype) -> int:
 
 
 class KVCache:
-    """`keys[l]` and `values[l]` are [blocks, K, block_size, C]: a head's positions are contiguous, as attention reads
-    them."""
+    """`keys[l]` and `values[l]` are [blocks, K, block_size, C], so that the positions of a head are contiguous."""
 
     values_are_keys = False
 
@@ -41,7 +40,7 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks, shard.num_kv_heads, block_size, shard.config.head_dim)
         layers = range(shard.config.num_layers)
-        # zeros, not empty: what is beyond a sequence's end is masked, but NaN times a zero weight is still NaN.
+        # zeros, not empty: positions after a sequence's end are masked, but NaN times a weight of zero is still NaN.
         pages, size = HugePages(), torch.Size(shape).numel() * dtype.itemsize
 
         def zeros() -> Tensor:
@@ -54,7 +53,7 @@ class KVCache:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that is stored."""
+        """All tensors of the cache."""
         return self.keys if self.values_are_keys else [*self.keys, *self.values]
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -63,7 +62,7 @@ class KVCache:
         self.values[layer][blocks, :, offsets] = self._stored(values)
 
     def _stored(self, x: Tensor) -> Tensor:
-        """In the cache's dtype. fp8 is unscaled and saturates: a key beyond its range must not become NaN."""
+        """Converts to the cache's dtype. fp8 is unscaled and saturates, so that a large key does not become NaN."""
         dtype = self.keys[0].dtype
         return (x.clamp(-_LARGEST, _LARGEST) if dtype == FP8 else x).to(dtype)
 
@@ -76,8 +75,8 @@ class KVCache:
             tensor[target] = tensor[source]
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        """Turns NaN and Inf into zeros in these blocks. They will be reused, and a masked position's weight of zero
-        times NaN would still be NaN."""
+        """Replaces NaN and Inf by zeros in these blocks, which will be reused: a masked position has a weight of zero,
+        but zero times NaN is NaN."""
         if not blocks:
             return
         index = upload(np.array(blocks, np.int64), self.keys[0].device)
@@ -89,11 +88,11 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where this step's T tokens belong. N sequences, in token order; `decode` of them, the first ones, have one
-    token each. All tensors are int64 on the model's device. positions [T]; query_start [N + 1] (host list); kv_len
-    [N] (host list: positions known after this step); block_table [N, most blocks of any], anything behind a
-    sequence's own blocks; blocks, offsets [T]: where each token's keys go. chained: some decodes are consecutive
-    tokens of one sequence, so that all keys must be stored before any of them attends."""
+    """The layout of a step's T tokens: N sequences in token order, of which the first `decode` have one token each.
+    Tensors are int64 on the model's device. positions [T]. query_start [N + 1] and kv_len [N] (positions after this
+    step): host lists. block_table [N, blocks of the longest sequence]: undefined after a sequence's own blocks. blocks,
+    offsets [T]: where each token's keys are stored. chained: some decodes are consecutive tokens of one sequence, so
+    all keys must be stored before any of them attends."""
 
     positions: Tensor
     query_start: list[int]
@@ -109,25 +108,25 @@ class AttentionBackend(Protocol):
     name: str
 
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
-        """Prepares what all layers of the step share. cos, sin: the tokens' rotary angles [T, 1, R / 2], fp32."""
+        """Prepares a step for all layers. cos, sin: of the tokens' rotary angles, [T, 1, R / 2], fp32."""
 
     def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
-        """[T, (H + 2K) * C], heads of queries, keys, values, not yet normed or rotated -> [T, H * C]."""
+        """qkv [T, (H + 2K) * C], before QK norm and rotation -> outputs [T, H * C]."""
 
     def twin(self) -> AttentionBackend:
-        """Another one over the same cache, with a plan of its own: for a step's second stream."""
+        """A second backend over the same cache with its own plan, for a step's second stream."""
 
 
 @runtime_checkable
 class Capturable(Protocol):
-    """A backend whose decode steps may be captured and replayed (engine/step/cuda_graphs.py), and which reads nothing
-    of a block that is behind its sequence's last position, be it NaN: a step under it may be set off before the one
-    before is known (engine/step/runner.py)."""
+    """A backend whose decode steps can be captured and replayed (engine/step/cuda_graphs.py). It reads nothing after a
+    sequence's last position, so a step may start before the previous step's ids, or NaN, are known
+    (engine/step/runner.py)."""
 
     def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
-        """Backends for steps of exactly so many decodes, of at most most_blocks blocks a sequence. Their `plan` is
-        called before each replay, never captured, with the captured tensors of tokens and a block table on the host;
-        `attend` is captured, and may read nothing of a step but tensors that stay where they are."""
+        """Backends for steps of exactly so many decodes (`sizes`), with at most most_blocks blocks per sequence. `plan`
+        is not captured: it is called before each replay, with the captured tensors of the tokens and a block table on
+        the host. `attend` is captured and may read only tensors with fixed addresses."""
 
 
 def rotate_and_store(
@@ -139,8 +138,8 @@ def rotate_and_store(
     blocks: Tensor,
     offsets: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits qkv [T, (H + 2K) * C], norms and rotates queries and keys by angles [T, 1, R / 2], and stores keys and
-    values at (blocks[t], offsets[t]). Returns queries [T, H, C], keys and values [T, K, C]."""
+    """Splits qkv [T, (H + 2K) * C], normalises queries and keys, rotates them by angles [T, 1, R / 2], and stores keys
+    and values at (blocks[t], offsets[t]). Returns queries [T, H, C], keys and values [T, K, C]."""
     kv_heads, dim = cache.keys[layer].shape[1::2]
     x = qkv.view(len(qkv), -1, dim)
     heads = x.shape[1] - 2 * kv_heads
@@ -154,14 +153,14 @@ def rotate_and_store(
 
 
 class TorchAttention:
-    """Gathers each sequence's blocks and calls scaled_dot_product_attention: decodes together, prompts one by one."""
+    """Gathers each sequence's blocks and calls scaled_dot_product_attention: once for all decodes, once per prompt."""
 
     name = "torch"
     _masks_prompts = _masks_decodes = True
-    """Whether a plan makes masks for them."""
+    """Whether `plan` makes masks for prompts and for decodes."""
 
     def __init__(self, cache: KVCache, windows: tuple[int | None, ...], scale: float) -> None:
-        """windows: sliding window of each layer in positions, None for full attention."""
+        """windows: each layer's sliding window in positions; None: full attention."""
         self.cache, self.windows, self.scale = cache, windows, scale
         self.layout: StepLayout | None = None
         self._cos = self._sin = torch.empty(0)
@@ -180,18 +179,18 @@ class TorchAttention:
             self._decode_table = self._own_blocks(layout)
 
     def twin(self) -> TorchAttention:
-        return copy.copy(self)  # what a plan holds is replaced, never written into
+        return copy.copy(self)  # a plan replaces its tensors and never writes into them
 
     def _own_blocks(self, layout: StepLayout) -> Tensor:
-        """The decodes' block table [decodes, most], filled up with each one's own first block: what is masked is still
-        multiplied by its weight of zero, and another sequence's NaN must not come in that way."""
+        """The decodes' block table [decodes, most], padded with each sequence's own first block: masked values are
+        multiplied by zero, and NaN of another sequence would remain NaN."""
         lengths, size = layout.kv_len[: layout.decode], self.cache.block_size
         table = layout.block_table[: layout.decode, : -(-max(lengths) // size)]
         held = upload(-(-np.array(lengths)[:, None] // size), table.device)
         return torch.where(torch.arange(table.shape[1], device=table.device) < held, table, table[:, :1])
 
     def _prompt_mask(self, i: int, window: int | None) -> Tensor | None:
-        """[queries, keys] of a prompt's chunk: True where it may look. None: plainly causal."""
+        """The mask [queries, keys] of a prompt's chunk, True where a query may attend; None: causal."""
         layout = self._layout()
         first, last = layout.query_start[i], layout.query_start[i + 1]
         if last - first == layout.kv_len[i] and (window is None or window >= layout.kv_len[i]):
@@ -199,7 +198,7 @@ class TorchAttention:
         return self._seen(layout.positions[first:last, None], layout.kv_len[i], window)
 
     def _decode_mask(self, window: int | None) -> Tensor:
-        """[decodes, 1, 1, keys]."""
+        """The mask [decodes, 1, 1, keys]."""
         layout = self._layout()
         most = max(layout.kv_len[: layout.decode])
         return self._seen(layout.positions[: layout.decode, None], most, window)[:, None, None, :]
@@ -226,7 +225,8 @@ class TorchAttention:
     def _write(
         self, layer: int, qkv: Tensor, norms: tuple[Norm | None, Norm | None], first: int, last: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [T, H, C] and keys, and values [T, K, C] of tokens [first, last), once they are stored."""
+        """Stores the keys and values of tokens [first, last); returns their rotated queries [T, H, C] and keys and
+        values [T, K, C]."""
         layout = self._layout()
         angles = self._cos[first:last], self._sin[first:last]
         where = layout.blocks[first:last], layout.offsets[first:last]
@@ -255,7 +255,7 @@ class TorchAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _gather(self, layer: int, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, K, length, C] of the sequences in table [N, blocks]."""
+        """Gathers keys and values [N, K, length, C] of the sequences in table [N, blocks]."""
         size = self.cache.block_size
         table = table[:, : -(-length // size)]
         keys, values = (

@@ -1,5 +1,5 @@
-"""A rank's share of the parallel layers, un-reduced: each yields its partial product. Plain parameters, for the
-operators of a CPU; Megatron-core's layers on GPUs (models/cuda/megatron_layers.py).
+"""A rank's share of the parallel layers, without all-reduces. On CPUs they are plain parameters for the operators; on
+GPUs Megatron-core's layers (models/cuda/megatron_layers.py).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class Layers(Protocol):
-    """Makes linear layers with the parameters `weight` and `bias` (or None), unfilled: the checkpoint fills them."""
+    """Makes linear layers with uninitialised parameters `weight` and `bias` (or None), to be read from a checkpoint."""
 
     def column(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """[T, D] -> this rank's output columns [T, out / tp]."""
+        """A layer from [T, D] to this rank's output columns [T, out / tp]."""
 
     def row(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        """This rank's input columns [T, in / tp] -> partial sum [T, D]. Rank 0 alone has the bias."""
+        """A layer from this rank's input columns [T, in / tp] to a partial sum [T, D]. Only rank 0 has the bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The ranks that layers are cut over: a ProcessGroup's size and rank, without the group."""
+    """The ranks that layers are split over: the size and rank of a ProcessGroup, without the group."""
 
     ranks: int
     index: int
@@ -46,8 +46,8 @@ class Cut:
 
 
 def make_layers(group: ProcessGroup | Cut, dtype: torch.dtype, device: torch.device) -> Layers:
-    """Megatron-core's for GPUs. On CPUs its product would unpack what the operators pack, and importing it would cost
-    every rank 2.8 s and 137 MB. Either makes parameters where torch's default device is."""
+    """Megatron-core's layers on GPUs, plain ones on CPUs: there the operators repack the weights, and importing
+    Megatron-core takes 2.8 s and 137 MB per rank. Parameters are made on torch's default device."""
     if device.type != "cuda" or isinstance(group, Cut):
         return PlainLayers(group, dtype)
     from .cuda.megatron_layers import MegatronLayers
@@ -56,7 +56,7 @@ def make_layers(group: ProcessGroup | Cut, dtype: torch.dtype, device: torch.dev
 
 
 class PlainLayers:
-    """Parameters alone: `prepare` hands them to the operators."""
+    """Makes layers that are only parameters; `prepare` passes them to the operators."""
 
     def __init__(self, group: ProcessGroup | Cut, dtype: torch.dtype) -> None:
         self._size, self._rank, self._dtype = group.size(), group.rank(), dtype
@@ -73,7 +73,7 @@ class PlainLayers:
 
 
 class Linear(nn.Module):
-    """weight [out, in] and bias [out] of this rank."""
+    """weight [out, in] and bias [out] (or None) of this rank."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Linear(nn.Module):
 
 
 class Scale(nn.Module):
-    """The weight of a norm, a router's bias, or a whole table: operators read it as it is given."""
+    """A parameter that operators do not repack: the weight of a norm, a router's bias, or a whole table."""
 
     def __init__(self, *shape: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class Scale(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """This rank's rows of the vocabulary; other ids yield zeros, so that the all-reduce completes the lookup. Not
-    Megatron-core's: its forward reduces by itself, past the collective that is chosen, timed and counted."""
+    """This rank's rows of the vocabulary; other ids yield zeros, so that an all-reduce completes the lookup. It is not
+    Megatron-core's embedding, whose forward includes an all-reduce that laddertron could neither choose nor time."""
 
     def __init__(self, shard: RankShard, dtype: torch.dtype) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class VocabEmbedding(nn.Module):
         self._lookup: Lookup | None = None
 
     def repacked(self, lookup: Lookup) -> None:
-        """The rows are elsewhere from now on: the parameter is given up."""
+        """Uses `lookup` from now on, and frees the parameter."""
         self._lookup, self.weight.data = lookup, self.weight.new_empty(0)
 
     def _look_up(self, ids: Tensor) -> Tensor:
@@ -127,9 +127,9 @@ def prepare(
     tree: Tree | None = None,
     hands_on: bool = False,
 ) -> Product:
-    """The layer's product behind its norm, once the weights are loaded; [gate | up] layers are gated, row-parallel ones
-    may be summed in a tree. The parameter itself is given up where the operators hold a repacked copy; weights that
-    `stored` computes stay where they are; hands_on: see Fp8.product_of."""
+    """The layer's product including its norm, from loaded weights. gated: a [gate | up] layer. tree: adds a
+    row-parallel product in a tree. Frees the parameter if the operators hold a repacked copy; quantised weights
+    (`stored`) are not repacked. hands_on: see Fp8.product_of."""
     weight: Tensor = layer.weight.detach()
     bias: Tensor | None = None if layer.bias is None else layer.bias.detach()
     if (
@@ -149,8 +149,8 @@ def prepare(
 def prepare_lanes(
     layer: Any, ops: TorchOps, count: int, norms: Sequence[Norm | None] | None = None, gated: bool = False
 ) -> Product:
-    """x [k, T, in] -> y [k, T, out] for the `count` = k matrices that are contiguous in the weight, each
-    behind its norm. The parameter is given up as in `prepare`."""
+    """A product from x [k, T, in] to y [k, T, out], for the `count` = k matrices that are contiguous in the weight,
+    each including its norm. Frees the parameter as `prepare` does."""
     weights = layer.weight.detach().view(count, -1, layer.weight.shape[1])
     product = ops.lane_products(weights, norms or [None] * count, gated)
     if ops.repacks:

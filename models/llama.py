@@ -1,5 +1,5 @@
-"""The model: embedding, layers through a wiring, norm, head; one rank's share of it. Serves Llama, Mistral, Qwen2,
-Qwen3 and the ladder checkpoints: the differences are in ModelConfig.
+"""One rank's share of the model: embedding, layers run by a wiring, final norm, head. ModelConfig describes how the
+families differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 _ODD = 0x1E3779B97F4A7C15
-"""Multiples of an odd number differ modulo 2^64; their high bits, mixed into the low ones, make a place's factor."""
+"""Odd, so that its multiples differ modulo 2^64. The factor of a position in the routing digest is such a multiple,
+with its high bits mixed into the low ones."""
 
 
 class LayerWeights(nn.Module):
@@ -63,8 +64,9 @@ class LayerWeights(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LayerProducts:
-    """A layer as the forward pass uses it. gate_up and qkv stand behind their norm, gate_up is gated; qkv is the first
-    product of latent attention. Where both sums of the parallel wiring are one tree, o is that product."""
+    """A layer as the forward pass uses it. qkv and gate_up include their norm, gate_up also the gate. With latent
+    attention qkv is its first product. If the parallel wiring adds both sub-blocks in one tree, o is their joint
+    row-parallel product."""
 
     q_norm: Norm | None
     k_norm: Norm | None
@@ -78,8 +80,8 @@ class LayerProducts:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Some rows of a step: token ids [T], where they belong, the backend that attends for them (of its own: see
-    AttentionBackend.twin), and which of them yield logits [R]."""
+    """A part of a step's rows: token ids [T], their layout, their own attention backend (see AttentionBackend.twin),
+    and the rows [R] whose logits are needed."""
 
     tokens: Tensor
     layout: StepLayout
@@ -88,8 +90,8 @@ class Stream:
 
 
 class LlamaModel(nn.Module):
-    """One rank's share, of all layers or of a stage's. Construct, `load`, then `forward` a step at a time (under
-    torch.inference_mode)."""
+    """One rank's share of the model or of a pipeline stage. Construct it, call `load`, then `forward` once per step
+    (under torch.inference_mode)."""
 
     def __init__(
         self,
@@ -109,10 +111,10 @@ class LlamaModel(nn.Module):
         node_reduce: Collective | None = None,
         gathers: Gather | None = None,
     ) -> None:
-        """positions: the longest sequence. Shapes must have passed models/config/shapes.py. stored: products that keep
-        quantised weights, and how they are computed. everywhere: the same bits at every group size; all_reduce
-        must then add in a tree. boundary: to the stages before and after a stage. sharing: of a model with experts;
-        node_reduce: sums the dense path where that is cut over a node's ranks. gathers: the group's."""
+        """Shapes must have passed models/config/shapes.py. positions: the longest sequence. stored: computes products
+        with quantised weights. everywhere: the same bits at every group size; all_reduce must then add in a tree.
+        boundary: the connection to the previous and next pipeline stage. sharing: how a model with experts is split
+        over the ranks. node_reduce: sums the dense path if it is split over the ranks of a node."""
         super().__init__()
         stage = config if isinstance(config, Stage) else Stage(config)
         self.config = config = stage.config
@@ -125,7 +127,7 @@ class LlamaModel(nn.Module):
         self.replicate_embedding = replicate_embedding
         self.tree = Tree(LEAVES // group.size(), config.residual_multiplier) if everywhere else None
         self.stored = stored
-        with torch.device("meta"):  # no memory before every parameter has its own type
+        with torch.device("meta"):  # allocate only once every parameter has its type
             dense = Cut(self.shard.dense_size, self.shard.dense_rank) if sharing.per_node else group
             self._declare_parameters(make_layers(dense, dtype, device), make_layers(group, dtype, device))
         self.to_empty(device=device)
@@ -137,7 +139,8 @@ class LlamaModel(nn.Module):
         self._chosen: list[tuple[int, Tensor]] = []
         self._routing, self._earlier = blake2b(digest_size=8), b""
         self.on_rows: Callable[[Tensor], None] | None = None
-        """Called once a step on CPUs with the rows [E] of every expert in a layer in the middle."""
+        """Called once per step on CPUs with the number of rows [E] of each expert in a middle layer, for the
+        metrics."""
         self.routing: Tensor | None = None
         if self._mixed and device.type == "cuda":
             self.routing = torch.zeros(1, dtype=torch.int64, device=device)
@@ -171,9 +174,9 @@ class LlamaModel(nn.Module):
         return self.config.hidden_size
 
     def load(self, source: Source, progress: Progress | None = None, verify: tuple[int, int] | None = None) -> int:
-        """Reads this rank's slices into place and prepares each layer as soon as it is there, so that a repacked copy
-        never coexists with more than its own layer; returns the bytes read. What the operators' pages are filled with
-        is not read. progress, verify: see weights/load.py. Raises CheckpointError."""
+        """Reads this rank's slices into the parameters; returns the bytes read. Each layer is repacked as soon as it is
+        complete, so at most one layer exists twice. Weights that the operators' pages already hold are not read.
+        progress, verify: see weights/load.py. Raises CheckpointError."""
         pages = self.ops.pages
         filled = pages is not None and pages.filled
         read = load(
@@ -197,12 +200,12 @@ class LlamaModel(nn.Module):
         return list(self._layers)
 
     def _repacked(self) -> set[str]:
-        """Parameters that operators which repack hold a copy of."""
+        """Names of the parameters of which the operators hold a repacked copy."""
         names = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Linear)}
         return names | ({"embedding.weight"} if self.shard.samples and self.head is None else set())
 
     def prepare(self) -> None:
-        """Hands parameters that were filled by other means to the operators."""
+        """Passes parameters that were filled without `load` to the operators."""
         for i in range(self.config.num_layers):
             self._prepare_layer(f"layers.{i}")
         self._prepare_head()
@@ -219,14 +222,14 @@ class LlamaModel(nn.Module):
         if self.head is not None:
             self._head = prepare(self.head, self.ops.exact, self._norm(self.norm))
         else:
-            # A tied table is looked up in as well: repacked or not, it is held once.
+            # A tied table also serves the embedding: it is held once, repacked or not.
             self._head, lookup = self.ops.exact.tied(self._table(), self._norm(self.norm))
             if lookup is not None:
                 assert isinstance(self.embedding, VocabEmbedding)
                 self.embedding.repacked(lookup)
 
     def _prepared(self, layer: Any, down_name: str) -> LayerProducts:
-        shared = getattr(layer, "mlp_norm", layer.attention_norm)  # the parallel wiring has one norm a layer
+        shared = getattr(layer, "mlp_norm", layer.attention_norm)  # the parallel wiring has one norm per layer
         q_norm = self._norm(layer.q_norm) if self.config.qk_norm else None
         k_norm = self._norm(layer.k_norm) if self.config.qk_norm else None
         attention_norm = self._norm(layer.attention_norm)
@@ -264,7 +267,7 @@ class LlamaModel(nn.Module):
         )
 
     def _joint(self, *layers: Any) -> Linear:
-        """Row-parallel layers as one, whose inputs are theirs, leaf by leaf. Their own weights are given up."""
+        """Joins row-parallel layers into one, with their inputs interleaved leaf by leaf, and frees their weights."""
         assert self.tree is not None
         weights = [layer.weight.detach() for layer in layers]
         leaves = [w.view(len(w), self.tree.leaves, -1) for w in weights]
@@ -281,23 +284,23 @@ class LlamaModel(nn.Module):
         return table
 
     def forward(self, tokens: Tensor, layout: StepLayout, attention: AttentionBackend, rows: Tensor) -> Tensor:
-        """ids [T] -> this rank's logits [R, V / tp] in fp32 of the token rows [R]. On a stage that others follow: the
-        residual [T, D], which is on its way to the next one. Of the ids, only the first stage reads the values."""
+        """ids [T] -> this rank's logits [R, V / tp] in fp32 of the token rows [R]. A stage before the last one returns
+        the residual [T, D], which it also sends to the next stage. Only the first stage reads the ids."""
         return self.forward_streams((Stream(tokens, layout, attention, rows),))
 
     def forward_streams(self, streams: Sequence[Stream], on_travelling: Callable[[], None] | None = None) -> Tensor:
-        """A step in streams that take turns, one sub-block each: while one's all-reduce travels, the other computes.
-        Logits as of `forward`, stream by stream. A stream may attend to keys that one before it writes in this step:
-        at every layer its turn comes later. on_travelling is called once, while the first sub-block's all-reduce
-        travels: host work that fits there costs nothing."""
+        """Runs a step in streams that take turns after each sub-block, so that one computes while the other's
+        all-reduce is in flight. Returns logits as `forward`, stream by stream. A stream may attend to keys that an
+        earlier stream writes in this step, because its turn in each layer comes later. on_travelling is called once,
+        while the first sub-block's all-reduce is in flight, for host work that overlaps with it."""
         for stream in streams:
             positions = stream.layout.positions
             stream.attention.plan(stream.layout, self.rotary.cos[positions], self.rotary.sin[positions])
         return self._run([(s.tokens, s.attention, s.rows) for s in streams], on_travelling)
 
     def compute(self, tokens: Tensor, attention: AttentionBackend) -> Tensor:
-        """`forward` of all rows once the step has been planned. Reads nothing of the step but tensors, so that it may
-        be captured (engine/step/cuda_graphs.py)."""
+        """`forward` of all rows, after the attention backend's `plan`. It reads only tensors of the step, so that it
+        can be captured (engine/step/cuda_graphs.py)."""
         return self._run([(tokens, attention, None)], None)
 
     def _run(
@@ -305,8 +308,8 @@ class LlamaModel(nn.Module):
         parts: Sequence[tuple[Tensor, AttentionBackend, Tensor | None]],
         on_travelling: Callable[[], None] | None,
     ) -> Tensor:
-        # The turn after the first sub-block's: by then every stream has an all-reduce under way. Where nothing will
-        # travel, at once: the work is due all the same.
+        # The turn after the first sub-block's: by then every stream has an all-reduce in flight. At once if the
+        # wiring has no all-reduces, because the host work is due all the same.
         due = 2 if residual.collectives_per_step(self.config.wiring) else 0
 
         def turn(index: int, number: int) -> None:
@@ -315,7 +318,7 @@ class LlamaModel(nn.Module):
             if on_travelling is not None and (index, number) == (0, due):
                 on_travelling()
 
-        # One stream waits for what it starts; of two, the other one computes meanwhile.
+        # A single stream waits for its all-reduces; with two streams, the other one computes meanwhile.
         self._at_once = len(parts) == 1
         ends = residual.interleave([self._flow(tokens) for tokens, _, _ in parts], turn)
         if self._chosen:
@@ -332,7 +335,7 @@ class LlamaModel(nn.Module):
         return self._logits(ends, [rows for _, _, rows in parts])
 
     def _logits(self, ends: Sequence[Tensor], rows: Sequence[Tensor | None]) -> Tensor:
-        """Logits of the wanted rows of each stream's complete residual."""
+        """Logits of the given rows of each stream's complete residual."""
         if self._head is None:
             raise RuntimeError("forward before load")
         wanted = [x if each is None else x[each] for x, each in zip(ends, rows, strict=True)]
@@ -340,8 +343,8 @@ class LlamaModel(nn.Module):
         return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
 
     def _flow(self, tokens: Tensor) -> Generator[None, None, Tensor]:
-        """One stream from ids, or what the stage before sends, to the complete residual; yields after each all-reduce
-        has set off, the embedding's first."""
+        """Computes one stream from the ids, or from what the previous stage sends, to the complete residual. Yields
+        after the start of each all-reduce, first the embedding's."""
         wiring, size = self.config.wiring, self.shard.size
         pending = tuple[Pending, ...]()
         if self.boundary is None or self.shard.embeds:
@@ -349,13 +352,13 @@ class LlamaModel(nn.Module):
             yield
             x = embedding.wait()
             if self.tree is not None:
-                x = x + 0.0  # as a sum over ranks has it: no -0
+                x = x + 0.0  # turns -0 into 0, as a sum over ranks does
             x = x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
         else:
             first, *rest = self._receive(self.boundary, len(tokens), 1 + self.stage.pending)
             yield
             x, pending = first.wait(), tuple(rest)
-        # desync divides its residual, which a RunningSum is not made for.
+        # desync divides its residual, which a RunningSum does not support.
         late = self.ops.sums_late and not wiring.desync_every
         start: Any = self._running(x) if wiring.lanes is not None or late else x
         dense: residual.Scope = "node" if self.shard.per_node else "group"
@@ -374,7 +377,7 @@ class LlamaModel(nn.Module):
         return boundary.receive((tokens, self.config.hidden_size), self.dtype, count)
 
     def _hand_on(self, boundary: Boundary, x: Tensor, pending: Sequence[Pending]) -> Tensor:
-        """To the next stage the residual and what is pending; returns their sum."""
+        """Sends the residual and the pending outputs to the next stage; returns their sum."""
         boundary.send(x)
         for output in pending:
             y = output.wait()
@@ -412,12 +415,12 @@ class LlamaModel(nn.Module):
         return self._scaled(mixture(residual, partial(self._note, layer)))
 
     def _note(self, layer: int, chosen: Tensor) -> None:
-        # NOTE: where residuals drift, each rank routes by its own.
+        # NOTE: with desync each rank routes by its own residual, so the experts may differ between ranks.
         if not self.config.wiring.drifts:
             self._chosen.append((layer, chosen))
 
     def _follow(self, chosen: Tensor) -> None:
-        """Adds a step's experts to `routed`; on a GPU by arithmetic that a capture allows."""
+        """Adds a step's chosen experts to the digest of `routed`; on a GPU by operators that can be captured."""
         if self.routing is None:
             self._routing.update(chosen.to(torch.int16).numpy().tobytes())
             return
@@ -426,15 +429,15 @@ class LlamaModel(nn.Module):
         self.routing.add_(factors.mul_(chosen + 1).sum())
 
     def routed(self) -> bytes:
-        """A digest of the experts that all rows so far went through: the same on every rank, or an expert's rows were
-        computed twice or not at all. Where nodes of a stage may differ, those of the stages before come first.
-        On a GPU it is `routing`, which this reads."""
+        """A digest of the experts chosen for all rows so far. It must be equal on all ranks: otherwise rows of an
+        expert were computed twice or not at all. With a dense path per node, the digests of the previous stages come
+        first. On a GPU the digest is `routing`, which is copied to the host."""
         if self.routing is not None:
             return self.routing.cpu().numpy().tobytes()
         return self._earlier + self._routing.digest()
 
     def _pass_routing(self, boundary: Boundary) -> None:
-        """The last stage's ranks compare what their peers in each stage chose."""
+        """Sends the digests of this and the previous stages to the next one; the last stage's ranks compare them."""
         if not self.shard.embeds:
             (earlier,) = boundary.receive((self.stage.index, 2), torch.float32, 1, own=True)
             self._earlier = earlier.wait().numpy().tobytes()
@@ -464,6 +467,6 @@ class LlamaModel(nn.Module):
         return self._attention.attend(layer, x, part.q_norm, part.k_norm)
 
     def _scaled(self, partial: Tensor) -> Tensor:
-        """A tree scales its leaves."""
+        """Applies the residual multiplier, unless a tree scales its leaves."""
         m = self.config.residual_multiplier
         return partial if m == 1.0 or self.tree is not None else partial * m

@@ -1,20 +1,20 @@
-"""The residual wirings: which sub-block reads what, and when an all-reduce is waited for. The heart of laddertron.
+"""The residual wirings: which outputs each sub-block reads, and when the loop waits for an all-reduce.
 
-A layer is a few sub-blocks (attention, MLP), each "norm, column-parallel, row-parallel": its output is a partial sum
-that an all-reduce completes. A wiring is data: a list of `SubBlock`s, each with the collective that completes it and a
-*lag*: the number of sub-blocks after it that begin without its output. One loop runs them all: *take the outputs that
-are due, compute, start the all-reduce*.
+A layer consists of sub-blocks (attention, MLP), each "norm, column-parallel, row-parallel". The output of a sub-block
+is a partial sum that an all-reduce completes. A wiring is a list of `SubBlock`s, each with the collective that
+completes it and a *lag*: the number of following sub-blocks that start without its output. One loop runs all wirings:
+*add the outputs that are due, compute, start the all-reduce*.
 
     standard, parallel   0   the residual is complete
     ladder               1   the predecessor's output is still in flight (arXiv 2501.06589)
     delay-d              d   ladder generalised: an output is read d sub-blocks later, d + 1 all-reduces in flight
 
-Lanes (delayed tensor parallelism) have a residual of their own on each rank, or several: a lane adds its own output at
-once, and what the other lanes computed arrives 2d sub-blocks later.
+Lanes (delayed tensor parallelism): each rank has one or several residuals of its own. A lane adds its own output at
+once and the outputs of the other lanes 2d sub-blocks later.
 
-A hybrid changes the lag from layer to layer. desync-n reduces the residual itself, after every n-th sub-block and the
-last, and adds partial sums locally in between. Knows no tensors: the same code runs on real ones, on a recorder (tests
-of order) and on the simulator's virtual clock.
+In a hybrid the lag differs between layers. desync-n reduces the residual itself, after every n-th sub-block and the
+last one, and adds partial sums locally in between. This file imports no torch: the same code runs on tensors, on a
+recorder (tests of order) and on the simulator's virtual clock.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .config.model_config import Wiring
 
 LAG = {"standard": 0, "parallel": 0, "ladder": 1}
 SHORTCUT = 3
-"""Sub-blocks that an output of experts parallel to an MLP is behind: that MLP, and the next layer's two."""
+"""Lag of experts parallel to an MLP: their output is read after that MLP and the next layer's two sub-blocks."""
 Scope = Literal["group", "node"]
-"""Which ranks a sum is over: all of the tensor-parallel group, or those of this rank's node."""
+"""The ranks of a sum: the whole tensor-parallel group, or its ranks on this node."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubBlock:
-    """One step of the loop. name: the method of SubBlocks; account: what its collective is counted under; scope: None
-    where its output is added without a collective; lag: the number of sub-blocks after it that begin without its
-    output. drifts: the sum carries the residual's share, and replaces it (desync).
+    """One iteration of the loop. name: the method of SubBlocks. account: the ledger's name for its collective. scope:
+    None if its output is added without a collective. lag: the number of following sub-blocks that start without its
+    output. drifts: the sum includes the residual and replaces it (desync).
 
-    lanes: what is sent is the sum of this rank's lanes. Of these, own: the factor by which a lane adds its output at
-    once, 0 where it waits for the sum; others: the lag of the sum without its own output, 0 where none is added."""
+    lanes: the sum of this rank's lanes is sent. own: the factor by which a lane adds its output at once; 0 if it waits
+    for the sum. others: the lag of the other lanes' outputs; 0 if they are not added."""
 
     name: str
     layer: int
@@ -58,15 +58,16 @@ class SubBlock:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The sub-blocks of a model or a stage, and where a stage before left outputs pending: the sub-block that each of
-    them is added before. Outputs that are due behind the last sub-block are pending where the next stage begins."""
+    """The sub-blocks of a model or a pipeline stage. `pending`: for each output that the previous stage left in flight,
+    the index of the sub-block before which it is added. Outputs due after the last sub-block are left to the next
+    stage."""
 
     sub_blocks: tuple[SubBlock, ...]
     pending: tuple[int, ...] = ()
 
 
 class Summand(Protocol):
-    """A summand of the residual: a tensor [T, D] in the engine."""
+    """A term of the residual: a tensor [T, D] in the engine."""
 
     def __add__(self, other: Self, /) -> Self: ...
 
@@ -81,23 +82,24 @@ End = TypeVar("End")
 
 
 class SubBlocks(Protocol[R]):
-    """The sub-blocks of a model, each from residual to partial sum: pre-norm included, all-reduce not."""
+    """The sub-blocks of a model. Each computes a partial sum from the residual, including the pre-norm, without the
+    all-reduce."""
 
     def attention(self, layer: int, residual: R) -> R: ...
 
     def mlp(self, layer: int, residual: R) -> R: ...
 
     def shortcut(self, layer: int, residual: R) -> R:
-        """Experts parallel to the layer's MLP: they read what it reads."""
+        """The experts parallel to the layer's MLP, which read the same residual."""
 
     def attention_and_mlp(self, layer: int, residual: R) -> R:
-        """Both behind one shared norm, summed: the parallel wiring's only sub-block."""
+        """The sum of attention and MLP with one shared norm: the only sub-block of the parallel wiring."""
 
     def sum_of_lanes(self, output: R) -> R:
-        """What this rank's lanes send: their outputs, added, in memory of its own."""
+        """The sum of the outputs of this rank's lanes, in new memory, to be sent."""
 
     def of_others(self, total: R, output: R) -> R:
-        """What each of these lanes adds of the sum over all: without its own output."""
+        """For each of this rank's lanes, the sum over all lanes without its own output."""
 
 
 class Arriving(Protocol[R_co]):
@@ -105,13 +107,14 @@ class Arriving(Protocol[R_co]):
 
 
 class AllReduce(Protocol[R]):
-    """topology's Collective, as seen from here. `account`: wiring and sub-block, as in "ladder attention"."""
+    """The part of topology's Collective that is used here. `account`: wiring and sub-block, as in "ladder
+    attention"."""
 
     def start(self, x: R, account: str = "", at_once: bool = False, /) -> Arriving[R]: ...
 
 
 class _Others(Generic[R]):
-    """A sum without the part that this rank's lanes have added already."""
+    """A sum in flight, without the outputs that this rank's lanes have already added."""
 
     __slots__ = ("_blocks", "_own", "_total")
 
@@ -135,10 +138,10 @@ def flow(
     pending: Iterable[Arriving[R]] = (),
     alone: bool = False,
 ) -> Generator[None, None, tuple[R, tuple[Arriving[R], ...]]]:
-    """The residual's way through all sub-blocks of a group of `size` ranks, from the outputs `pending` where the stage
-    before ended to those pending where the next one begins: of a whole model none, and the residual is ready for the
-    final norm. Yields after each sub-block's all-reduce has started: see `interleave`. alone: nothing but this flow
-    computes, so that a sum that the next sub-block reads is waited for at once."""
+    """Runs all sub-blocks of `plan` on a group of `size` ranks. pending: the outputs that the previous stage left in
+    flight. Returns the residual and the outputs left to the next stage (none at the end of the model). Yields after
+    starting each sub-block's all-reduce: see `interleave`. alone: no other flow computes, so a sum that the next
+    sub-block reads may stay on the compute stream."""
     due: dict[int, list[Arriving[R]]] = {}
     for index, output in zip(plan.pending, pending, strict=True):
         due.setdefault(index, []).append(output)
@@ -157,7 +160,7 @@ def flow(
             sent = partial + residual / size
         elif block.lanes:
             sent = blocks.sum_of_lanes(partial)
-        # A sum on the computing stream must not overtake those in flight.
+        # A sum on the compute stream must not overtake those in flight.
         at_once = alone and block.lag == 0 and not due
         started = collectives[block.scope].start(sent, block.account, at_once)
         if block.others:
@@ -178,12 +181,12 @@ _NAMES = {"parallel": ("attention_and_mlp",), "shortcut": ("attention", "shortcu
 
 @cache
 def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...] = (), dense: Scope = "group") -> Plan:
-    """The sub-blocks of all layers. pending, left: how many outputs a stage takes over from the one before, and leaves
-    to the next one. mixed: the layers whose MLP is a mixture of experts; dense: what all else is summed over."""
+    """The sub-blocks of all layers. pending, left: how many outputs a stage gets from the previous one, and leaves to
+    the next one. mixed: for each layer, whether its MLP is a mixture of experts. dense: the scope of all other sums."""
     if wiring.lanes is not None and "none" not in wiring.kinds:
         return _lane_plan(wiring.lanes, len(wiring.kinds))
     found: list[tuple[str, int, str]] = []
-    lags: list[int] = []  # of the reader: how many outputs it does without
+    lags: list[int] = []  # of each reader: how many of the latest outputs it does not read
     for layer, kind in enumerate(wiring.kinds):
         names = _NAMES.get(kind, ("attention", "mlp"))
         word = f"desync-{wiring.desync_every}" if wiring.desync_every else kind
@@ -215,8 +218,8 @@ def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...
 
 
 def _lane_plan(lanes: Lanes, num_layers: int) -> Plan:
-    """The outputs that a stage takes over belong to the `delay` layers before it, and are added behind the same
-    sub-blocks of the layers `delay` further on."""
+    """As `plan`, for lanes. The outputs that a stage gets are those of the `delay` layers before it; they are added
+    after the same sub-blocks of the layers `delay` later."""
     lag, blocks, pending = 2 * lanes.delay, [], []
     for layer, name in product(range(-lanes.delay, num_layers), ("attention", "mlp")):
         mlp = name == "mlp"
@@ -234,7 +237,7 @@ def _lane_plan(lanes: Lanes, num_layers: int) -> Plan:
 
 
 def pending_at(wiring: Wiring, layer: int) -> int:
-    """The number of outputs not yet in the residual where `layer` begins: 0 before the first and behind the last."""
+    """The number of outputs in flight at the start of `layer`: 0 for the first layer and after the last."""
     blocks = plan(wiring).sub_blocks
     first = next((index for index, block in enumerate(blocks) if block.layer == layer), 0)
     return sum(index + 1 + max(block.lag, block.others) > first for index, block in enumerate(blocks[:first]))
@@ -243,9 +246,10 @@ def pending_at(wiring: Wiring, layer: int) -> int:
 def interleave(
     streams: Sequence[Generator[None, None, End]], turn: Callable[[int, int], None] = lambda stream, number: None
 ) -> list[End]:
-    """Flows of one wiring to their ends, taking turns: while one's all-reduce travels, the others compute. Streams may
-    be two halves of a batch or two pieces of a prompt, the earlier one first: it has written a layer's keys by the time
-    the next one reads them. `turn` is called with the stream and the number of each turn before it."""
+    """Runs flows of one wiring in turns to their ends: while one's all-reduce is in flight, the others compute. Streams
+    may be two halves of a batch or two parts of a prompt, the earlier one first: it has written a layer's keys before
+    the next one reads them. `turn` is called before each turn with the index of the stream and the number of the
+    turn."""
     ends: list[End] = []
     for number in count():
         for index, stream in enumerate(streams):
@@ -254,11 +258,11 @@ def interleave(
                 next(stream)
             except StopIteration as end:
                 ends.append(end.value)
-        if ends:  # all have as many turns
+        if ends:  # all flows have the same number of turns
             return ends
     raise AssertionError("a flow has an end")
 
 
 def collectives_per_step(wiring: Wiring) -> int:
-    """All-reduces of the layers in one step (the embedding's and the gather of candidates not counted)."""
+    """The number of all-reduces of the layers in one step, without the embedding's and the gather for sampling."""
     return sum(block.scope is not None for block in plan(wiring).sub_blocks)

@@ -1,6 +1,6 @@
-"""Pipeline stages (which layers each holds, where a wiring lets one end), and one rank's share of a stage: heads, KV
-heads, rows of the vocabulary. Pure; no torch. A stage is a model of its own layers (`Stage.config`), numbered from 0;
-`first_layer` leads back to the checkpoint's numbers.
+"""Pipeline stages (the layers of each, where a wiring allows one to end) and a rank's share of a stage: heads, KV
+heads, rows of the vocabulary. Pure; no torch. `Stage.config` describes a stage as a model whose layers are numbered
+from 0; `first_layer` is the checkpoint's number of the first one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from .residual import pending_at
 
 
 class StageError(Refusal, ValueError):
-    """Layers that do not divide so: the arithmetic, and what would do."""
+    """The layers cannot be divided like this; the message has the arithmetic and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage `index` of `count`. `pending`: how many outputs are not yet in the residual where it begins, `left` where
-    the next one does."""
+    """Stage `index` of `count`. `pending`: the number of outputs in flight at its start; `left`: at its end."""
 
     config: ModelConfig
     index: int = 0
@@ -60,8 +59,8 @@ def _layers(config: ModelConfig, begin: int, end: int) -> ModelConfig:
 
 
 def choose_layers(config: ModelConfig, count: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
-    """How many layers each of `count` stages holds: as `wanted` says, else so that the slowest stage is as fast as can
-    be, layers and the head weighed by the bytes that a step reads of them. Raises StageError."""
+    """The number of layers of each of `count` stages: `wanted` if given, else the division whose slowest stage is
+    fastest, with layers and head weighted by the bytes that a step reads. Raises StageError."""
     unit = _unit(config.wiring)
     layers = config.num_layers
     places = layers // unit + (layers % unit > 0)
@@ -77,17 +76,17 @@ def choose_layers(config: ModelConfig, count: int, wanted: Sequence[int] = ()) -
 
 
 def head_in_layers(config: ModelConfig) -> float:
-    """The head's reads in a step, in layers."""
+    """The bytes of the head that a step reads, as a number of layers."""
     head = config.vocab_size * config.hidden_size
     rest = config.num_parameters - head * (1 if config.tied_embeddings else 2)
     return head / max(1.0, rest / config.num_layers)
 
 
 def _balanced(layers: int, unit: int, count: int, head: float) -> tuple[int, ...]:
-    """The shares nearest to even of those whose largest, the head counted, is least."""
+    """The most even of the divisions whose largest stage, including the head, is smallest."""
     if count == 1:
         return (layers,)
-    # The last stage's layers decide: what is left is divided evenly, in units, among the others.
+    # Try each number of layers for the last stage, and divide the rest evenly, in units, among the others.
     best: tuple[float, tuple[int, ...]] | None = None
     for last in range(layers % unit or unit, layers - (count - 1) * unit + 1, unit):
         each, over = divmod((layers - last) // unit, count - 1)
@@ -100,7 +99,7 @@ def _balanced(layers: int, unit: int, count: int, head: float) -> tuple[int, ...
 
 
 def _unit(wiring: Wiring) -> int:
-    """Layers between two places where a stage may end."""
+    """Stages must end after a multiple of so many layers."""
     if wiring.name == "shortcut":
         return 2
     every = wiring.desync_every
@@ -137,10 +136,10 @@ class RankShard:
     size: int
     rank: int
     stage: Stage | None = None
-    """Where this is one of several: then `config` is its own."""
+    """The pipeline stage; None without a pipeline. `config` is then the stage's."""
     spread: bool = False
     per_node: int = 0
-    """As in Sharing."""
+    """Ranks of a node if the dense path is split inside nodes, else 0 (see Sharing)."""
 
     @staticmethod
     def of(stage: Stage, size: int, rank: int, sharing: Sharing = WHOLE) -> RankShard:
@@ -148,7 +147,7 @@ class RankShard:
 
     @property
     def dense_size(self) -> int:
-        """The ranks that attention, dense MLPs and embedding are cut over."""
+        """The number of ranks over which attention, dense MLPs and embedding are split."""
         return self.per_node or self.size
 
     @property
@@ -157,16 +156,16 @@ class RankShard:
 
     @property
     def embeds(self) -> bool:
-        """Whether it has rows of the embedding: the first stage does."""
+        """Whether it has rows of the embedding, as the first stage does."""
         return self.stage is None or self.stage.first
 
     @property
     def samples(self) -> bool:
-        """Whether it has the final norm and rows of the head: the last stage does."""
+        """Whether it has the final norm and rows of the head, as the last stage does."""
         return self.stage is None or self.stage.last
 
     def has_head(self, replicate_embedding: bool) -> bool:
-        """Whether the head is a parameter of its own here: a tied one is the embedding, if on this rank."""
+        """Whether the head is a separate parameter here; a tied head is the embedding, if that is on this rank."""
         apart = replicate_embedding or not self.embeds or self.dense_size != self.size
         return self.samples and (not self.config.tied_embeddings or apart)
 
@@ -189,14 +188,15 @@ class RankShard:
 
     @property
     def kv_heads_in_all(self) -> int:
-        """KV heads over the ranks that cut attention, replicas counted: the fused projection's global size is made of
-        these."""
+        """KV heads of all ranks over which attention is split, replicas included: the global size of the fused
+        projection contains these."""
         return self.num_kv_heads * self.dense_size
 
     @property
     def attention_elements(self) -> dict[str, int]:
-        """Elements of a layer's attention on this rank, by product. "kv_b": what latent attention multiplies into
-        queries and outputs, which is kept in the type that is computed with; its first product is whole on each."""
+        """Elements of a layer's attention weights on this rank, by product. "kv_b": the up-projection of latent
+        attention, absorbed into queries and outputs and kept in the compute type. The first product of latent
+        attention is whole on each rank."""
         c, heads = self.config, self.num_heads
         d = c.hidden_size
         if (latent := c.latent) is None:
@@ -207,7 +207,7 @@ class RankShard:
 
     @property
     def attention_outputs(self) -> int:
-        """Elements of a token between attention's first product and its last."""
+        """Elements per token of the activations between attention's first and last product."""
         c, heads = self.config, self.num_heads
         if (latent := c.latent) is None:
             return (heads + 2 * self.num_kv_heads) * c.head_dim
@@ -216,13 +216,13 @@ class RankShard:
 
     @property
     def kv_elements(self) -> int:
-        """Elements that a layer's cache holds of one position."""
+        """Elements per position in a layer's KV cache."""
         latent = self.config.latent
         return 2 * self.num_kv_heads * self.config.head_dim if latent is None else latent.width
 
     @property
     def num_lanes(self) -> int:
-        """Copies of the residual that this rank has."""
+        """Residuals (lanes) of this rank."""
         return 1 if self.config.lanes is None else self.config.lanes.count // self.size
 
     @property
@@ -248,12 +248,12 @@ class RankShard:
 
     @property
     def embedded(self) -> range:
-        """The same of the embedding."""
+        """Global ids of this rank's rows of the embedding."""
         return _vocabulary(self.config, self.dense_size, self.dense_rank)
 
     @property
     def expert_ids(self) -> range:
-        """The experts that this rank holds, or holds a share of."""
+        """The experts of which this rank holds all or a share."""
         count = 0 if self.config.experts is None else self.config.experts.count
         return range(self.rank, count, self.size) if self.spread else range(count)
 
@@ -270,14 +270,14 @@ class RankShard:
 
 
 def _part(whole: int, parts: int, index: int) -> range:
-    """Share `index` of equal parts, the last ones beyond `whole` where it does not divide."""
+    """Part `index` of `parts` equal parts; if they do not divide `whole`, the last ones extend beyond it."""
     each = -(-whole // parts)
     return range(index * each, (index + 1) * each)
 
 
 def _vocabulary(config: ModelConfig, size: int, rank: int) -> range:
-    """A rank's rows: equally many of LEAVES shares, so that a rank has those of two ranks of a group twice as large.
-    Lanes divide it otherwise."""
+    """A rank's rows: an equal number of LEAVES shares, so that a rank has the rows of two ranks of a group twice as
+    large. Models with lanes divide the vocabulary without these shares."""
     if size == 1 or LEAVES % size or config.lanes is not None:
         return _part(config.vocab_size, size, rank)
     each = -(-config.vocab_size // LEAVES) * (LEAVES // size)

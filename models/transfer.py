@@ -1,5 +1,5 @@
-"""Small arrays between host and device through pinned memory, either way, without waiting: from pageable memory the
-driver may wait for all the device's work, and `.cpu()` always does.
+"""Copies small arrays between host and device through pinned memory, without waiting for the device: with pageable
+memory the driver may wait for all of the device's work, and `.cpu()` always does.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Arriving = Callable[[], NDArray[Any]]
-"""A copy on its way to the host: the call waits for it, asleep, and gives its values."""
+"""A copy to the host in flight: the call waits for it and returns the values."""
 
 
 def carry(x: Tensor, device: torch.device) -> Tensor:
-    """x on `device`; itself where it is there already. torch keeps the pinned memory until the copy has left it."""
+    """Copies x to `device`; returns x itself if it is already there. torch keeps the pinned memory until the copy is
+    complete."""
     if x.device == device:
         return x
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def pinned(values: NDArray[Any], device: torch.device) -> Tensor:
-    """The values on the host, where copies to `device` begin without waiting for what it has still to do."""
+    """The values in host memory (pinned for CUDA) from which copies to `device` start without waiting for it."""
     x = torch.from_numpy(values)
     return x.pin_memory() if device.type == "cuda" else x
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
-    """The values on `device`, in their type; on a CPU the array's own memory."""
+    """Copies the values to `device` in their dtype; on a CPU it shares the array's memory."""
     return carry(torch.from_numpy(values), device)
 
 
 def stage(target: Tensor, source: Tensor) -> None:
-    """Copies source (on the host) into target, which stays where it is; source may be written to at once."""
+    """Copies source (on the host) into target, whose address stays the same; source may be overwritten at once."""
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
 
 def download(x: Tensor, wait: Callable[[Any], None] = lambda event: event.synchronize()) -> Arriving:
-    """Starts the copy of x to the host; x may then be overwritten. wait: how the host waits for an event."""
+    """Starts a copy of x to the host; x may then be overwritten. wait: how the host waits for an event."""
     if not x.is_cuda:
         there: NDArray[Any] = np.array(x.numpy())
         return lambda: there

@@ -1,5 +1,6 @@
-"""Attention on a CPU by the C kernels: models/cpu/attend.c for decodes, models/cpu/attend_prompts.c for prompts. Torch
-serves what they do not: fp32 prompts, other head dimensions, processors without AVX-512 BF16, prompts on AMX.
+"""Attention on a CPU by C kernels: models/cpu/attend.c for decodes, models/cpu/attend_prompts.c for bf16 prompts. Torch
+computes the prompts that this kernel does not: other types and head dimensions, processors without AVX-512 BF16 and,
+unless `deterministic`, with AMX.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ..ops import Norm
 from .kernels import TYPES, Kernels
 
 MOST_HEAD_DIM = 1024
-"""The decode kernel's scratch for one head."""
+"""The largest head dimension: the decode kernel's scratch space for one head."""
 SHARED_WORK = 1024
-"""Positions times KV heads from which the attention of a step is worth waking the other threads for."""
+"""Positions times KV heads of a step above which attention uses the other threads."""
 
 
 class _Prompts(ctypes.Structure):
@@ -36,8 +37,7 @@ class _Prompts(ctypes.Structure):
 
 
 class CpuAttention(TorchAttention):
-    """One kernel call a layer for the sequences with one new token and one for the prompts: QK norm, rotation, cache
-    write and attention."""
+    """One kernel call per layer for the decodes and one for the prompts: QK norm, rotation, cache write, attention."""
 
     name = "cpu"
     _masks_decodes = False
@@ -88,7 +88,7 @@ class CpuAttention(TorchAttention):
         keys, values, decode = cache.keys[layer], cache.values[layer], layout.decode
         kv_heads, dim = keys.shape[1], keys.shape[3]
         heads = qkv.shape[1] // dim - 2 * kv_heads
-        out = qkv.new_empty((qkv.shape[0], heads * dim))  # row t is token t's: the decodes' stay unused
+        out = qkv.new_empty((qkv.shape[0], heads * dim))  # row t is token t's; the rows of decodes are unused
         table = layout.block_table[decode:]
         plan = _Prompts(
             out.data_ptr(), qkv.data_ptr(), keys.data_ptr(), values.data_ptr(),
@@ -105,9 +105,9 @@ class CpuAttention(TorchAttention):
 
 
 class RowAttention(CpuAttention):
-    """`parallel.deterministic`: every token by one kernel, which goes through a context in the same pieces independent
-    of the rest of the step: the prompts' where it serves, else the decodes', a token at a time. Keys and values of a
-    step's tokens are all stored before any token attends."""
+    """Attention with `parallel.deterministic`: one kernel for every token (the prompt kernel if it supports the type,
+    else the decode kernel), which divides a context into parts independently of the rest of the step. All keys and
+    values of a step are stored before any token attends."""
 
     name = "cpu, a row by itself"
 
@@ -137,6 +137,6 @@ class RowAttention(CpuAttention):
 
 
 def fits_kernels(cache: KVCache, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether CpuAttention can serve: keys and values in the model's own dtype, fp32, bf16 or fp16, on a CPU."""
+    """Whether CpuAttention supports this cache: on a CPU, in the model's dtype, which is fp32, bf16 or fp16."""
     stored = cache.keys[0]
     return stored.device.type == "cpu" and stored.dtype == dtype and dtype in TYPES and head_dim <= MOST_HEAD_DIM

@@ -1,5 +1,5 @@
-"""The operators of models/ops.py on a CPU: weights packed once, products by models/cpu/products.c (without it oneDNN),
-the rest by models/cpu/kernels.c, at the CPU tier in force.
+"""The operators of models/ops.py on a CPU: weights are packed once; models/cpu/products.c computes products (oneDNN
+without it), models/cpu/kernels.c the rest, in the current CPU tier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .experts import MOST_EXPERTS, CpuChoice, PackedExperts
 from .kernels import ROWS, TYPES, Kernels, OddInputsError
 
 FEW_TOKENS = 64
-"""Up to this many a step, norm and gating are kernel calls on one thread; beyond, torch spreads them over all."""
+"""Tokens of a step up to which norm and gate are kernel calls on one thread; above, torch uses all threads."""
 
 
 class _Product(ctypes.Structure):
@@ -41,20 +41,20 @@ class _Product(ctypes.Structure):
 
 
 _Plan = tuple[_Product, tuple[Tensor | None, ...]]
-"""A product, and what it points to."""
+"""A product's C structure, and the tensors that it points to."""
 
 
 class CpuOps(TorchOps):
-    """Packed products; kernels for norm and gating where they were built. int8: weights are held as 8-bit integers
-    with a scale an output row (bf16 given; wants kernels.int8); tokens stay bf16 and sums fp32."""
+    """Packed products, and kernels for norm and gate if they were built. int8: rounds bf16 weights to 8-bit integers
+    with one scale per output row (needs kernels.int8); activations stay bf16 and sums fp32."""
 
     name = "cpu"
     repacks = True
     pages: HugePages
 
     def __init__(self, kernels: Kernels | None, *, int8: bool = False, pages: HugePages | None = None) -> None:
-        """pages: where packed weights are stored; filled ones are taken as they are, and the weights given may hold
-        anything."""
+        """pages: memory for packed weights. If it is already filled, its contents are used and the given weights are
+        ignored."""
         self.kernels = kernels
         self.int8 = int8
         self.matrix_bytes = 1 if int8 else None
@@ -65,7 +65,7 @@ class CpuOps(TorchOps):
         return CpuOps(self.kernels, pages=self.pages) if self.int8 else self
 
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
-        """oneDNN's on a weight that is packed once. It packs bf16 for AVX-512 alone and fp16 hardly anywhere."""
+        """oneDNN's product with a weight packed once. oneDNN packs bf16 only with AVX-512, and fp16 almost nowhere."""
         packs = {"generic": (), "avx2": (torch.float32,)}.get(cpu_tier.current(), (torch.float32, torch.bfloat16))
         if weight.dtype not in packs:
             return super()._matmul(weight, bias)
@@ -76,7 +76,7 @@ class CpuOps(TorchOps):
     def _fused(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None, gated: bool, tree: Tree | None = None
     ) -> Product | None:
-        """The whole product as one kernel call, None where models/cpu/products.c does not serve."""
+        """The product with norm and gate as one kernel call; None if models/cpu/products.c does not support it."""
         plan = self._packed(weight, bias, norm, gated, tree)
         return None if plan is None else self._call(*plan)
 
@@ -104,7 +104,7 @@ class CpuOps(TorchOps):
         return self._plan(TYPES[weight.dtype], packed, scales, bias, norm, inputs, outputs, gated, tree)
 
     def _leave_to_torch(self, product: str) -> None:
-        """Raises OddInputsError under `deterministic`, which torch's products are not."""
+        """Leaves a product to torch; raises OddInputsError with `deterministic`, because torch's are not."""
         if self.kernels is not None and self.kernels.deterministic:
             raise OddInputsError(
                 f"parallel.deterministic=true: {product} inputs on this rank, not an even number: use another "
@@ -243,7 +243,8 @@ class CpuOps(TorchOps):
         return self._fused(weight, bias, norm, True) or super().gated_product(weight, bias, norm)
 
     def tied(self, table: Tensor, norm: Norm | None) -> tuple[Product, Lookup | None]:
-        """One packed table serves both: of a row, each input (bf16: pair of inputs) is a panel's width apart."""
+        """One packed table for head and embedding: the inputs of a row (in bf16 pairs of inputs) are one panel's width
+        apart."""
         kernels, table, (rows, inputs) = self.kernels, table.contiguous(), table.shape
         if kernels is None or inputs % 2 or table.dtype not in kernels.served:
             self.pages.whole = False
