@@ -127,7 +127,7 @@ def test_fused_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
 def test_scales_by_block_are_widened_exactly(tmp_path: Path, suffix: str, size: int) -> None:
-    """Blocks of 24 x 28 meet neither the matrices' ends nor the ranks' cuts. The oracle multiplies one by one."""
+    """Blocks of 24 x 28 meet neither the matrices' ends nor the ranks' cuts. The oracle has a scale for each element."""
     folder = checkpoints.save(tmp_path / "m", "qwen3_moe_mixed", dtype="bfloat16", tokenizer=False)
     rows, columns = 24, 28
     meant: dict[str, torch.Tensor] = {}
@@ -141,8 +141,8 @@ def test_scales_by_block_are_widened_exactly(tmp_path: Path, suffix: str, size: 
                 shape = -(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns)
                 out[name] = (tensor.float() * 100).to(FP8)
                 scale = out[f"{name}{suffix}"] = torch.rand(shape) / 100
-                each = [[scale[r // rows, c // columns] for c in range(tensor.shape[1])] for r in range(len(tensor))]
-                meant[name] = out[name].float() * torch.tensor(each)
+                row, column = (torch.arange(length) for length in tensor.shape)
+                meant[name] = out[name].float() * scale[(row // rows)[:, None], column // columns]
         return out
 
     checkpoints.edit_tensors(folder, quantise)
