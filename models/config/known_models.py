@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from typing import Literal
 
 from .experts import Experts, Router
@@ -93,6 +94,7 @@ def _longcat() -> ModelConfig:
     )
 
 
+@cache
 def _table() -> dict[str, ModelConfig]:
     ladder = "ladder_residual"
     return {

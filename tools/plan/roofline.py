@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 from math import comb
 
 from ...models.config.model_config import ModelConfig
@@ -23,12 +24,15 @@ KV_SHARE = 0.70
 FLOPS_SHARE = 0.55
 CALL_ONE_S, CALL_MANY_S = 7e-6, 18e-6
 """Fitted to published single-token rates of 70B and 405B on H100 (tools/benchmarks/simulate_published.py), but for
-KV_SHARE
-and FLOPS_SHARE, which are assumptions: shares of the nominal memory bandwidth that weights and KV are read at, of the
-dense FLOP/s in large products, and what a sub-block costs beyond its bytes with one row and with more."""
+KV_SHARE and FLOPS_SHARE, which are assumptions: shares of the nominal memory bandwidth that weights and KV are read at,
+of the dense FLOP/s in large products, and what a sub-block costs beyond its bytes with one row and with more."""
 
 ATTENTION_CALLS = 0.65
 """Attention's share of what a layer costs beyond its bytes: it launches about twice as many kernels as the MLP."""
+
+
+_simulated = lru_cache(4096)(simulate_step)
+"""A plan asks for most steps more than once: layouts share them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +255,11 @@ class SimulatedGroup:
         if self.node_links is not None and self.sharing.per_node:
             node = self.node_links.wire(message)
         return StepCost(
-            attention_s=[
+            attention_s=tuple(
                 times[wide][0] + calls[0] + attend[window] for wide, window in zip(kept, windows, strict=True)
-            ],
-            mlp_s=[calls[1] + (times[wide][1] if c.has_mlp(i) else experts_s) for i, wide in enumerate(kept)],
-            beside_s=[experts_s if each else 0.0 for each in mixed] if c.experts and c.experts.beside else (),
+            ),
+            mlp_s=tuple(calls[1] + (times[wide][1] if c.has_mlp(i) else experts_s) for i, wide in enumerate(kept)),
+            beside_s=tuple(experts_s if each else 0.0 for each in mixed) if c.experts and c.experts.beside else (),
             mixed=mixed,
             node=node,
             all_reduce=self.links.wire(message),
@@ -327,11 +331,11 @@ class SimulatedGroup:
     def step(self, load: Load, wiring: Wiring | None = None) -> StepTime:
         """The step on the virtual clock, wired as the model is or as `wiring`."""
         wiring, cost = wiring or self.config.wiring, self.cost(load)
-        whole = simulate_step(cost, wiring, self.size, self.overlap)
+        whole = _simulated(cost, wiring, self.size, self.overlap)
         if not self.split or load.tokens < 2 or not wiring.waits or not self.overlap:
             return whole
-        halves = [self.cost(half) for half in load.halves()]
-        return min(whole, simulate_step(cost, wiring, self.size, True, halves), key=lambda time: time.total_s)
+        halves = tuple(self.cost(half) for half in load.halves())
+        return min(whole, _simulated(cost, wiring, self.size, True, halves), key=lambda time: time.total_s)
 
     def prefill(self, prompt: int, chunk: int, wiring: Wiring | None = None) -> StepTime:
         """One prompt of `prompt` tokens, alone, in chunks of at most `chunk`: the sum of its steps."""

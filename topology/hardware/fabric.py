@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -125,7 +126,7 @@ class Link:
             raise ValueError(f"path {self.path!r} between {self.a} and {self.b}: expected NV1…NV99, {', '.join(PATHS)}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Node:
     """One host. A host without devices computes on its cores; `cpu_tier` is their own, never a forced one."""
 
@@ -170,11 +171,17 @@ class Node:
 
     def path(self, a: str, b: str) -> str:
         """The path between two keys; where no link is recorded, what the NUMA nodes say (NODE or SYS)."""
-        for link in self.links:
-            if {link.a, link.b} == {a, b}:
-                return link.path
-        numa = {d.key: d.numa for d in self.devices} | {h.key: h.numa for h in self.hcas}
-        return "NODE" if numa[a] is not None and numa[a] == numa[b] else "SYS"
+        if path := self._linked.get((a, b)):
+            return path
+        return "NODE" if self._numa[a] is not None and self._numa[a] == self._numa[b] else "SYS"
+
+    @cached_property
+    def _linked(self) -> dict[tuple[str, str], str]:
+        return {ends: link.path for link in self.links for ends in ((link.a, link.b), (link.b, link.a))}
+
+    @cached_property
+    def _numa(self) -> dict[str, int | None]:
+        return {part.key: part.numa for part in (*self.devices, *self.hcas)}
 
     @property
     def nvlinks(self) -> int:

@@ -69,6 +69,7 @@ def test_stages_have_the_same_bits(verify: Any, tmp_path: Path) -> None:
     assert said.count("all bits are equal") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built here")
 def test_a_planted_product_is_found_with_its_layer_and_step(verify: Any, tmp_path: Path) -> None:
     """An expert's, which depends on how many rows chose it."""

@@ -127,7 +127,7 @@ def test_fused_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
 def test_scales_by_block_are_widened_exactly(tmp_path: Path, suffix: str, size: int) -> None:
-    """Blocks of 24 x 28 meet neither the matrices' ends nor the ranks' cuts. The oracle has a scale for each element."""
+    """Blocks of 24 x 28 meet neither the matrices' ends nor the ranks' cuts. The oracle has a scale an element."""
     folder = checkpoints.save(tmp_path / "m", "qwen3_moe_mixed", dtype="bfloat16", tokenizer=False)
     rows, columns = 24, 28
     meant: dict[str, torch.Tensor] = {}

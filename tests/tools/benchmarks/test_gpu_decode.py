@@ -61,7 +61,8 @@ def test_the_table_has_shares_and_ratios(gpu_decode: Any) -> None:
     assert rows[3].endswith("| sdpa | off | bf16 | greedy | 1 | 1,000 | 30.00 |  | 66 | 30% | 1.00x |")
 
 
-@pytest.mark.parametrize("how", [["--fp8"], pytest.param(["--top-p", "0.9", "--layers", "1"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [["--fp8"], ["--top-p", "0.9", "--layers", "1"]])
 def test_it_runs_on_a_cpu(how: list[str]) -> None:
     """Head, a line a batch, the table; the same engine that a GPU would run. Without a GPU it says so."""
     command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "gpu" / "gpu_decode.py"), "--engines", "ours"]

@@ -62,6 +62,7 @@ def test_each_k_has_its_row_and_shares_the_silent_step(report: Any) -> None:
     assert report.shard_table(few).endswith("|  |  |  |")
 
 
+@pytest.mark.slow
 def test_it_runs_on_a_cpu_and_says_what_is_emulated() -> None:
     """A toy shard of 16 ranks that are not there: every wiring has its line, with as many all-reduces as its layers
     start and one for the embedding, and waits at least as long for the emulated ones as they are said to take."""

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ sys.exit(code)
 """
 
 
+@cache
 def planned(name: str, fabric: str, **more: object) -> CapacityEstimate:
     return make_plan(from_names(name, Asked(preset(fabric), Work()), **more))  # type: ignore[arg-type]
 
@@ -389,6 +391,7 @@ def test_the_verdict_is_the_cheapest_that_keeps_what_is_given() -> None:
     assert {row[1].partition(":")[0] for row in by_context.rows} == {"tp 8 x pp 2"}
 
 
+@pytest.mark.slow
 def test_slower_links_leave_less_to_tensor_parallelism_across_nodes() -> None:
     counts = []
     for link in LINKS:

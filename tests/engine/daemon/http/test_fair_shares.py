@@ -236,7 +236,7 @@ def test_answers_that_nobody_reads_are_bounded(folder: Path, tmp_path: Path, mon
         def fill(rows: Rows) -> None:
             for key, _ in (alice, bob, carol):
                 for number in range(10_000):
-                    row = FileRow(f"file-{key.id}-{number}", key.id, "batch", "x" * 200, 0, now)
+                    row = FileRow(f"file-{key.id}-{number}", key.id, "batch", "x" * 200, 0, int(time.time()))
                     records.add_file(rows, row)
 
         daemon.on_loop(daemon.daemon.services.store.write(fill))
