@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import click
 
@@ -88,6 +89,14 @@ def _key_of(error: click.UsageError) -> str:
     key = error.option_name.lstrip("-").replace("-", "_")
     section = next((name for name, cls in hints(Deployment).items() if key in hints(cls)), None)
     return "" if section is None else f" Use --set {section}.{key}=VALUE"
+
+
+def check_output(path: Path, option: str) -> None:
+    """Before work that takes long: raises UsageError where its result could not be written."""
+    folder = path.absolute().parent
+    there = path if path.exists() else folder
+    if path.is_dir() or not folder.is_dir() or not os.access(there, os.W_OK):
+        raise UsageError(f"{option} {path}: cannot write there: name a file in a folder that exists")
 
 
 @contextmanager

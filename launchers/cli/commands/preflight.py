@@ -28,7 +28,7 @@ from ...control.processes import die_with_parent
 from ...job.fleet import Fleet
 from ...measure.preflight import PreflightOutcome
 from ...measure.preflight_job import DONE_S, SIGNS, hold, sign
-from ..errors import FAILED, ended_by, show_error
+from ..errors import FAILED, UsageError, check_output, ended_by, show_error
 from ..fabric_source import fabric_option
 
 
@@ -50,6 +50,8 @@ def be_rank(deployment: Deployment, identity: Identity, save: Path | None, as_js
 
     sign(identity.rank, "started")
     try:
+        if identity.rank == 0 and save is not None:
+            check_output(save, "--save")
         status, outcome = run_preflight(deployment, identity, lambda text: end(identity, text, 1))
         signal.alarm(int(DONE_S))  # MPI's own end waits for all ranks, and cannot be ended from Python
         if outcome is not None:
@@ -65,7 +67,7 @@ def be_rank(deployment: Deployment, identity: Identity, save: Path | None, as_js
         if identity.rank == 0:
             show_error(str(error))
         return FAILED
-    except IdentityError as error:
+    except (IdentityError, UsageError) as error:
         end(identity, str(error), 2)
     except BaseException as error:
         expected = isinstance(error, ValueError | RuntimeError | OSError)

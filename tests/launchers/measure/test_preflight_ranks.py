@@ -103,6 +103,17 @@ def test_ranks_alike_and_too_few_each_say_so(
     assert "error: rank 1 on n1: openmpi started 2 ranks, tensor_parallel_size=4 needs 4" in capsys.readouterr().err
 
 
+def test_a_result_that_could_not_be_saved_is_refused_before_the_measuring(
+    monkeypatch: pytest.MonkeyPatch, exits: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(preflight, "run_preflight", None)
+    first = replace(SECOND, rank=0, local_rank=0)
+    for save in (tmp_path / "none" / "t.json", tmp_path):
+        with pytest.raises(Exited, match="2"):
+            door.be_rank(deployment(), first, save, False)
+        assert f"--save {save}: cannot write there" in capsys.readouterr().err
+
+
 def test_a_file_that_one_rank_cannot_read_is_named_with_the_rank(
     monkeypatch: pytest.MonkeyPatch, exits: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

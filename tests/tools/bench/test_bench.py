@@ -335,7 +335,10 @@ def test_interrupted_while_they_load_they_are_ended_at_once(monkeypatch: pytest.
         pass
 
 
-@pytest.mark.parametrize("words", [["--batch", "0"], ["--batch", "a"], ["--wiring", "spiral"], ["--tp", "1,x"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--batch", "0"], ["--batch", "a"], ["--wiring", "spiral"], ["--tp", "1,x"], ["--json", "/proc/none/rows.json"]],
+)
 def test_a_command_line_that_cannot_be(words: list[str]) -> None:
     result = CliRunner().invoke(group, ["bench", "sweep", str(CONFIG), *words])
     assert result.exit_code == 2

@@ -24,7 +24,7 @@ import click
 from ....engine.config.load import Deployment
 from ....launchers.cli.batch_client import ApiError, BatchClient
 from ....launchers.cli.commands.check import read_model
-from ....launchers.cli.errors import FAILED, OK, UsageError, show_error, show_warning
+from ....launchers.cli.errors import FAILED, OK, check_output, show_error, show_warning
 from ....launchers.cli.fabric_source import fabric_option, faults_of
 from ....launchers.control.processes import descendants, ended_by_term, kill, words_of
 from ....launchers.job import supervised_process as kept
@@ -230,8 +230,8 @@ def command(
     Exit codes: 0 every bound of CONFIG's `acceptance` section is met; 1 one is not, or could not be measured; 2 the
     command line or CONFIG is wrong."""
     deployment = read_model(config, overrides)
-    if output is not None and not os.access(output.absolute().parent, os.W_OK):
-        raise UsageError(f"--output {output}: cannot write there: name a file in a folder that exists")
+    if output is not None:
+        check_output(output, "--output")
     plan = _predict(config, deployment, overrides, prompt, generate)
     limits, parts, when = deployment.acceptance, list[pages.Part](), datetime.now(UTC)
     load = busy_share(LOAD_S)

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from ....engine.config.load import Deployment
 from ....launchers.cli.commands.check import read_model
-from ....launchers.cli.errors import USAGE, UsageError, ended_by
+from ....launchers.cli.errors import USAGE, UsageError, check_output, ended_by
 from ....launchers.cli.fabric_source import fabric_option
 from ....launchers.control.processes import ended_by_term
 from ....launchers.measure.rank_job import BenchJob
@@ -137,6 +137,12 @@ def _write(rows: Sequence[Row], as_json: str | None) -> None:
         Path(as_json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
+def _writable(_: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    if value not in (None, "-"):
+        check_output(Path(value), option.opts[0])
+    return value
+
+
 def _common(function: Any) -> Any:
     for option in (
         fabric_option,
@@ -144,7 +150,9 @@ def _common(function: Any) -> Any:
         click.option(
             "--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Runs of each case."
         ),
-        click.option("--json", "as_json", metavar="FILE", help="Write the rows as JSON (- for stdout)."),
+        click.option(
+            "--json", "as_json", metavar="FILE", callback=_writable, help="Write the rows as JSON (- for stdout)."
+        ),
         click.argument("config"),
     ):
         function = option(function)
