@@ -1,8 +1,8 @@
-"""Which token, given what the ranks gathered: pure decisions over small arrays, the same on every rank. Every filter
-keeps a prefix of the ids by falling logit (equal: rising id): top_k its first k; top_p those before which there is less
-than top_p of the (top_k-filtered) probability; min_p those with at least min_p of the best one's. The drawn id is the
-kept one with the largest x / T + Gumbel(id), so a prefix of the merged candidates decides, or how many ids and how much
-probability precede one id.
+"""Chooses tokens from the gathered arrays: pure functions, the same on every rank. Every filter keeps a prefix of the
+ids in order of falling logit (of equal ones, rising id): top_k the first k; top_p the ids before which the sum of the
+(top_k-filtered) probabilities is less than top_p; min_p the ids with at least min_p times the best one's probability.
+The sampled id is the kept one with the largest x / T + Gumbel(id). So a prefix of the merged candidates is sufficient,
+or the number of ids and the probability before one id.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ NO_ID = -1
 _FAR = np.int64(2**62)
 
 MAIN = np.dtype([("best", "<f8"), ("peak", "<f8"), ("mass", "<f8"), ("best_id", "<i4"), ("bad", "<i4")])
-"""Every row's part of the gather: the rank's best score and id, its peak, its mass relative to that peak."""
+"""A row's part of the gather: the rank's best score (with noise) and its id, its peak, its mass relative to that
+peak."""
 CANDIDATE = np.dtype([("x", "<f4"), ("raw", "<f4"), ("id", "<i4")])
-"""One of a rank's largest logits: processed, as the model gave it, global id (NO_ID: the shard has no more)."""
+"""One of a rank's largest logits: processed, unprocessed, and its global id (NO_ID: the shard has no more)."""
 RAW = np.dtype([("peak", "<f8"), ("mass", "<f8"), ("best", "<f4"), ("unused", "<f4")])
-"""For log-probabilities: peak and mass of the untouched logits, and the untouched logit of MAIN's best_id."""
+"""For log-probabilities: peak and mass of the unprocessed logits, and the unprocessed logit of MAIN's best_id."""
 WALK = np.dtype([("best", "<f8"), ("mass", "<f8"), ("count", "<i8"), ("x", "<f4"), ("raw", "<f4"), ("best_id", "<i8")])
-"""About the ids that come before a limit: the best score among them, its id and logits; their number and mass."""
+"""About the ids before a limit: the best score among them, its id and logits; their number and mass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Filters:
 
 
 def winner(score: Array, ids: Array) -> tuple[Array, Array]:
-    """Over axis 0 (ranks): the id of the best score, the lowest of equals, and the rank that holds it."""
+    """Over axis 0 (ranks): the id of the best score, the lowest of equals, and the rank that has it."""
     top = score == score.max(0)
     held = np.where(top & (ids >= 0), ids.astype(np.int64), _FAR)
     rank = held.argmin(0)
@@ -49,8 +50,8 @@ def winner(score: Array, ids: Array) -> tuple[Array, Array]:
 
 
 def total_mass(peak: Array, mass: Array, scale: Array) -> tuple[Array, Array]:
-    """(peak, mass) of the whole vocabulary from each rank's [tp, R]; masses are sums of exp((x - peak) * scale), added
-    two by two in one binary tree: a part of the ranks may have been added before."""
+    """(peak, mass) of the whole vocabulary from each rank's [tp, R]. Masses are sums of exp((x - peak) * scale), added
+    in one binary tree, so that a subtree may have been added on a rank before."""
     if len(peak) == 1:
         return peak[0], mass[0]
     odd = len(peak) % 2
@@ -63,13 +64,14 @@ def total_mass(peak: Array, mass: Array, scale: Array) -> tuple[Array, Array]:
 
 
 def tree_sum(parts: Array) -> Array:
-    """Over axis 0, as `total_mass` adds."""
+    """The sum over axis 0 in the tree of `total_mass`."""
     return total_mass(np.zeros_like(parts), parts, np.ones(1))[1]
 
 
 def merge(lists: Array) -> tuple[Array, Array, Array]:
-    """Candidates [tp, R, K] in falling order -> [R, tp * K] in one falling order; how many of them are surely the
-    vocabulary's first (those up to the earliest end of a list that its rank cut short); whether they are all of it."""
+    """Merges candidates [tp, R, K], each list in falling order, to [R, tp * K] in falling order. Also returns how many
+    of them are certainly the first of the vocabulary (up to the end of the first list that its rank truncated), and
+    whether they are the whole vocabulary."""
     tp, rows, k = lists.shape
     flat = lists.transpose(1, 0, 2).reshape(rows, tp * k)
     order = np.lexsort((np.where(flat["id"] < 0, _FAR, flat["id"]), -flat["x"]), axis=-1)
@@ -81,15 +83,15 @@ def merge(lists: Array) -> tuple[Array, Array, Array]:
 
 
 def prefix(x: Array, peak: Array, mass: Array, filters: Filters, safe: Array, complete: Array) -> tuple[Array, Array]:
-    """How many of the merged candidates x [R, C] each row keeps, and whether that is certain. `mass` [R] is the whole
-    vocabulary's (not read where top_p is 1, or top_k <= safe)."""
+    """How many of the merged candidates x [R, C] each row keeps, and whether that number is certain. mass [R]: of the
+    whole vocabulary (not read if top_p is 1, or top_k <= safe)."""
     rows, width = x.shape
     at = np.arange(width)[None]
     with np.errstate(invalid="ignore"):
         z = (x.astype(np.float64) - peak[:, None]) * filters.inv_temperature[:, None]
     weight = np.exp(z)
     upto = np.cumsum(weight, 1)
-    before = np.concatenate([np.zeros((rows, 1)), upto], 1)  # one more: what comes before the first unseen id
+    before = np.concatenate([np.zeros((rows, 1)), upto], 1)  # the last entry: mass before the first unknown id
     top_k = np.where(filters.top_k > 0, filters.top_k, _FAR)
 
     by_p = filters.top_p < 1.0
@@ -100,7 +102,7 @@ def prefix(x: Array, peak: Array, mass: Array, filters: Filters, safe: Array, co
     kept_most = _first(before >= (filters.top_p * most)[:, None], by_p)
     kept_min_p = _first((z < filters.log_min_p[:, None]) & (at < safe[:, None]), np.isfinite(filters.log_min_p))
 
-    # A row without top_k knows its total; one with a large top_k knows bounds of it.
+    # The total is known for a row without top_k; with a large top_k only bounds of it are.
     low = np.where(filters.top_k > 0, kept_least, kept_most)
     kept = np.maximum(np.minimum(np.minimum(top_k, kept_min_p), kept_most), 1)
     kept_at_least = np.maximum(np.minimum(np.minimum(top_k, kept_min_p), low), 1)
@@ -109,13 +111,13 @@ def prefix(x: Array, peak: Array, mass: Array, filters: Filters, safe: Array, co
 
 
 def _first(dropped: Array, applies: Array) -> Array:
-    """Index of the first True of each row; far beyond the end where there is none or the filter does not apply."""
+    """Index of the first True of each row; far beyond the end if there is none or the filter does not apply."""
     return np.where(applies & dropped.any(1), dropped.argmax(1), _FAR)
 
 
 def passes_filters(x: Array, count: Array, mass_before: Array, peak: Array, mass: Array, filters: Filters) -> Array:
-    """Whether the filters keep an id of logit x [R] that `count` ids of together `mass_before` precede. Exact where
-    top_k is off or top_p is."""
+    """Whether the filters keep an id of logit x [R] after `count` ids with the mass `mass_before`. Exact if top_k or
+    top_p is off."""
     z = (x.astype(np.float64) - peak) * filters.inv_temperature
     inside: Array = (filters.top_k == 0) | (count < filters.top_k)
     inside &= (filters.top_p >= 1.0) | (mass_before < filters.top_p * mass)
@@ -125,8 +127,8 @@ def passes_filters(x: Array, count: Array, mass_before: Array, peak: Array, mass
 
 
 def disagreement(digests: Array) -> tuple[tuple[int, ...], bool] | None:
-    """Ranks whose digest is not the majority's, and whether there is a majority (else all ranks are named); None if
-    all agree."""
+    """The ranks whose digest differs from the majority's, and whether there is a majority (without one, all ranks);
+    None if all digests are equal."""
     if bool((digests == digests[0]).all()):
         return None
     values, counts = np.unique(digests, return_counts=True)
@@ -137,8 +139,8 @@ def disagreement(digests: Array) -> tuple[tuple[int, ...], bool] | None:
 
 
 def taken(offset: Array, fed: Array, ids: Array, bad: Array) -> Array:
-    """Which rows [B] are drawn behind what is the sequence's: all with offset 0, and each draft's row that is sound and
-    whose predecessor is taken and drew the id fed to this one."""
+    """Which rows [B] belong to their sequence: all with offset 0, and each draft's row that has finite logits and whose
+    previous row belongs and sampled this row's input id."""
     agrees = np.ones(len(ids), np.bool_)
     agrees[1:] = (ids[:-1] == fed[1:]) & ~bad[1:]
     wrong = np.cumsum(~agrees & (offset > 0))

@@ -1,5 +1,5 @@
-"""What one rank computes over its shard of the logits: peaks, masses, noisy bests, candidate lists. Two implementations
-with the same results: C for a CPU (engine/sampling/noise.c), torch for any device and builds without a compiler.
+"""Scans of one rank's shard of the logits: peaks, masses, best ids with noise, candidate lists. Two implementations
+with the same results: C for CPUs (engine/sampling/noise.c), torch for any device and builds without a compiler.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ ROW = np.dtype(
         ("unused", "<i4"),
     ]
 )
-"""One row of a scan; engine/sampling/noise.c's row_t. In: seed, inv_temperature, position, choice, flags; `reference`
-of the mass (NaN: the row's own peak); with LIMIT only ids that come before (limit, limit_id) in order of falling logit,
-rising id. Out: peak and its id (the lowest of equals; -1: none), bad (a NaN or +inf), with MASS the sum of
-exp((x - reference) / T), with NOISE the best x / T + Gumbel and its id, with LIMIT how many ids come before it."""
+"""One row of a scan; row_t of engine/sampling/noise.c. Inputs: seed, inv_temperature, position, choice, flags;
+`reference` of the mass (NaN: the row's own peak); with LIMIT only ids before (limit, limit_id) in order of falling
+logit, rising id. Outputs: peak and its id (the lowest of equals; -1: none), bad (a NaN or +inf); with MASS the sum of
+exp((x - reference) / T); with NOISE the best x / T + Gumbel and its id; with LIMIT the number of ids before it."""
 
 Rows = npt.NDArray[Any]
 SCAN_LOGITS = 1 << 22
-"""TorchShard's noise and masses are made for so many logits at once: some 40 bytes of scratch each."""
+"""Logits for which TorchShard computes noise and masses at once, with some 40 bytes of scratch space each."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Rows of one step. `raw` [B, n] as the model gave them (a row is contiguous), `changed` [C, n] fp32 copies of
-    those that penalties, biases or masks changed, `where` [B] the index into `changed`, -1 for an unchanged row."""
+    """The rows of one step. `raw` [B, n]: the model's logits (each row contiguous). `changed` [C, n]: fp32 copies of
+    the rows that penalties, biases or masks changed. `where` [B]: the index into `changed`; -1 for an unchanged row."""
 
     raw: Tensor
     changed: Tensor | None = None
@@ -78,21 +78,22 @@ class Logits:
 
 
 class LogitsShard(Protocol):
-    """Results do not depend on the implementation: ids and noise to the last bit, masses within 1e-12."""
+    """A rank's shard. Results do not depend on the implementation: ids and noise are bitwise equal, masses within
+    1e-12."""
 
     def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
         """Fills the outputs of `rows` (ROW) for the processed logits of the rows `picked`."""
 
     def top(self, logits: Logits, picked: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
-        """The columns of the k largest logits of each picked row, best first, the lowest id of equals first; [R, k]
-        local columns, 1 <= k <= n."""
+        """Local columns [R, k] of the k largest logits of each picked row, best first, the lowest id of equals first;
+        1 <= k <= n."""
 
     def gumbel(self, rows: Rows, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Noise of global ids [R, C] with the seeds, positions and choices of `rows` [R]."""
+        """The noise of global ids [R, C] for the seeds, positions and choices of `rows` [R]."""
 
 
 class TorchShard:
-    """Any device; the definition that the C code is tested against. `first` is the global id of column 0."""
+    """The implementation for any device, with which tests compare the C code. `first`: the global id of column 0."""
 
     _needs_scratch = NOISE | MASS
 
@@ -110,11 +111,11 @@ class TorchShard:
                 rows[some] = part
 
     def at_once(self, columns: int, flags: int) -> int | None:
-        """Rows that `measure` should be given at once, for want of scratch; None: as many as there are."""
+        """The most rows per call of `measure`, limited by scratch space; None: no limit."""
         return max(1, SCAN_LOGITS // max(1, columns)) if flags & self._needs_scratch else None
 
     def _scan(self, x: Tensor, rows: Rows, flags: int) -> None:
-        # One copy to the device for each type, one back: on a GPU the copies are what a small scan costs.
+        # One copy to the device for each type and one back: on a GPU copies are the cost of a small scan.
         ints = np.stack([rows[name].astype(np.int64) for name in ("seed", "position", "choice", "limit_id")])
         reals = np.stack([rows[name].astype(np.float64) for name in ("inv_temperature", "reference", "limit")])
         found = self.measure(x, torch.from_numpy(ints).to(x.device), torch.from_numpy(reals).to(x.device), flags)
@@ -126,8 +127,8 @@ class TorchShard:
         rows["mass"] = np.where(rows["peak_id"] >= 0, mass, 0.0)
 
     def measure(self, x: Tensor, keys: Tensor, reals: Tensor, flags: int) -> Tensor:
-        """What a scan of rows x [R, n], fp32, finds: float64 [6, R] where they lie, peaks and their columns, bests and
-        their columns, masses, counts. keys: seeds, positions, choices and limit_ids, int64 [4, R]; reals:
+        """Scans rows x [R, n], fp32. Returns float64 [6, R] on the same device: peaks and their columns, bests and
+        their columns, masses, counts. keys: seeds, positions, choices and limit_ids, int64 [4, R]. reals:
         inv_temperature, reference and limit, float64 [3, R]."""
         limit_id = keys[3, :, None]
         scale, reference, limit = reals[:, :, None]
@@ -147,7 +148,7 @@ class TorchShard:
         return torch.stack([peak.double(), at.double(), best, best_at.double(), mass, count])
 
     def _noisiest(self, x: Tensor, scale: Tensor, keys: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The best of x [R, n] * scale [R, 1] + Gumbel in each row, float64, and its column; keys: seeds, positions and
+        """The largest x [R, n] * scale [R, 1] + Gumbel of each row, float64, and its column. keys: seeds, positions and
         choices [3, R]; ids [1, n]."""
         seed, position, choice = keys[:, :, None]
         best, at = (x.double() * scale + torch_gumbel(seed, position, choice, ids)).max(1)
@@ -167,17 +168,17 @@ _KEYS = ("seed", "position", "choice")
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """The columns of the k largest of each row of x [R, n], fp32, the first of equals first; int64 [R, k]."""
-    bits = (x + 0.0).view(torch.int32)  # -0 and +0 are one value
-    # An int64 that orders as (x, -column) does: no two are equal, so that topk has no choice to make.
+    """Columns of the k largest values of each row of x [R, n], fp32, the first of equals first; int64 [R, k]."""
+    bits = (x + 0.0).view(torch.int32)  # turns -0 into +0
+    # An int64 ordered as (x, -column): no two are equal, so the result of topk is unique.
     ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits).long() << 32
     keys = ordered | (0x7FFFFFFF - torch.arange(x.shape[1], device=x.device))
     return torch.topk(keys, k, dim=1).indices
 
 
 class TritonShard(TorchShard):
-    """On a GPU: the noise by one kernel (engine/sampling/noise_triton.py), where torch writes some 40 bytes a logit.
-    Raises ImportError without Triton, or where it could compile nothing."""
+    """The implementation for GPUs: one kernel computes the noise (engine/sampling/noise_triton.py), for which torch
+    writes some 40 bytes per logit. Raises ImportError without Triton or its compiler."""
 
     _needs_scratch = MASS
 
@@ -194,7 +195,8 @@ class TritonShard(TorchShard):
 
 
 class NativeShard:
-    """engine/sampling/noise.c over float32 and bfloat16 logits in host memory; other dtypes are made float32 first."""
+    """The implementation for CPUs: engine/sampling/noise.c over float32 and bfloat16 logits in host memory; other
+    dtypes are converted to float32 first."""
 
     def __init__(self, library: ctypes.CDLL, first: int) -> None:
         self.first = first
@@ -204,7 +206,7 @@ class NativeShard:
         self._gumbel = bind(library.laddertron_gumbel, None, *[pointer] * 5, size)
 
     def _point(self, logits: Logits, picked: npt.NDArray[np.int64]) -> tuple[Logits, Any, Any]:
-        """Address and dtype of each picked row; the Logits returned must outlive them."""
+        """The address and dtype of each picked row; they are valid as long as the returned Logits exist."""
         raw = logits.raw
         if raw.dtype not in _DTYPES or (raw.shape[1] > 1 and raw.stride(1) != 1):
             logits = Logits(raw.float().contiguous(), logits.changed, logits.where)
@@ -241,8 +243,8 @@ class NativeShard:
 
 
 class SharedShard:
-    """A shard in equal shares, each summed up by itself: what all shares of the vocabulary come to does not depend on
-    how many of them a rank has. `columns`: the shard's, with its padding; the last share may be shorter."""
+    """A shard divided into equal shares that are summed separately, so that the sum over all shares of the vocabulary
+    does not depend on how many a rank has. `columns`: the shard's, including padding; the last share may be shorter."""
 
     def __init__(self, first: int, columns: int, shares: int, device: torch.device) -> None:
         self._whole, self._each = make_shard(first, device), -(-columns // shares)
@@ -270,7 +272,7 @@ class SharedShard:
 
 
 def make_shard(first: int, device: torch.device) -> LogitsShard:
-    """The fastest that this device and build have."""
+    """The fastest implementation of this device and build."""
     if device.type == "cpu":
         library = native.load("laddertron.engine.sampling._noise")
         return TorchShard(first) if library is None else NativeShard(library, first)

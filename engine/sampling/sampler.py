@@ -1,7 +1,7 @@
-"""logits -> ids: the same function on every rank, over one small all-gather a step. Every rank brings a few numbers
-about its vocabulary shard (logits_shard.py) and decides alone (decide.py). Order of a row's edits: penalties,
-logit_bias, min_tokens, grammar mask, temperature, top_k, top_p, min_p. O(rows x candidates) cross the network; rows
-whose filters keep more than the candidates take further small gathers (step.py).
+"""Samples ids from logits: the same function on every rank, after one small all-gather per step. Every rank contributes
+a few numbers about its vocabulary shard (logits_shard.py), and decides by itself from those of all ranks (decide.py).
+Order of a row's edits: penalties, logit_bias, min_tokens, grammar mask, temperature, top_k, top_p, min_p. The gather
+sends O(rows x candidates); rows whose filters keep more ids than the candidates need further small gathers (step.py).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from .step import NOTHING_LEFT, Step, StepContext
 from .step import Sampled as Sampled
 
 Gather = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]
-"""payload [n] of this rank -> [tp, n] of all ranks, in rank order, the same on every rank."""
+"""Gathers this rank's payload [n] into [tp, n], in rank order."""
 
 
 class DesyncError(RuntimeError):
-    """Ranks drew different ids. `ranks` are those to blame (all, if no majority says which), `step` the sampling
-    step, counted from 0, whose ids differ."""
+    """Ranks sampled different ids. `ranks`: those that differ from the majority (all ranks without a majority). `step`:
+    the sampling step, counted from 0, whose ids differ."""
 
     def __init__(
         self, ranks: tuple[int, ...], majority: bool, step: int, tp: int, per_node: int = 0, stage: int | None = None
     ) -> None:
-        """per_node: the ranks of a node, where it is experts that they chose differently; stage: of a pipeline, whose
-        ranks these are."""
+        """per_node: ranks of a node, if nodes chose different experts; 0 if ids differ. stage: the pipeline stage of
+        these ranks."""
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         if per_node:
             nodes = sorted({rank // per_node for rank in ranks})
@@ -60,7 +60,7 @@ class DesyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """What a rank needs to draw rows without its host: gathers between devices, and how results are fetched."""
+    """How to sample on the device: the gather between devices, and how results are copied to the host."""
 
     gather: Gathered
     fetch: Fetch = download
@@ -68,17 +68,17 @@ class OnDevice:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Ids on their way to the host: of the sampling step `step`."""
+    """The ids of sampling step `step`, in flight to the host."""
 
     step: int
     plan: SamplingPlan
     edits: list[SlotEdits]
-    """The edits of its rows; the slots may be reused when the ids come."""
+    """The edits of its rows: their slots may be reused before the ids arrive."""
     read: Arriving
 
 
 class Sampler:
-    """One rank's sampler. `shard`: global ids of this rank's columns; those >= vocab_size are padding and never seen.
+    """One rank's sampler. `shard`: global ids of this rank's columns; ids >= vocab_size are padding and are ignored.
     Every rank must make the same calls with the same sequences and slots."""
 
     def __init__(
@@ -92,13 +92,13 @@ class Sampler:
         on_device: OnDevice | None = None,
         shares: int = 0,
     ) -> None:
-        """on_device: how `start` draws; without it every draw passes through the host. shares: of the shard, each of
-        which is summed by itself, so that every number of ranks draws and reports the same; 0: this does not matter."""
+        """on_device: how `start` samples; None: sampling always runs on the host. shares: divides the shard into so
+        many shares that are summed separately, so that results do not depend on the number of ranks; 0: no shares."""
         self.columns = max(0, min(shard.stop, vocab_size) - shard.start)
         self.step, self.grammars = 0, grammars
         self._routed: Callable[[], bytes] = bytes
         self._routing: Tensor | None = None
-        self._seen = b""  # what `_routed` gave for the last step
+        self._seen = b""  # result of `_routed` for the last step
         self._per_node = 1
         self._gather = gather
         self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
@@ -116,28 +116,27 @@ class Sampler:
 
     @property
     def latest(self) -> Tensor | None:
-        """Each slot's id that `start` drew last, int64 on the device; None where it never does."""
+        """The id that `start` sampled last for each slot, int64 on the device; None without sampling on the device."""
         return None if self._on_device is None else self._on_device.latest
 
     def follow(self, routed: Callable[[], bytes], routing: Tensor | None, per_node: int) -> None:
-        """Compares the ranks' experts too. routed: a digest of those that rows went through, of eight bytes; routing:
-        the same on a GPU, int64 [1]; per_node: ranks of a node."""
+        """Makes each gather also compare the experts that the ranks chose. routed: returns their digest of eight bytes;
+        routing: the digest on a GPU, int64 [1]; per_node: ranks of a node."""
         self._routed, self._routing, self._per_node = routed, routing, per_node
 
     def admit(self, sequence: NewSequence) -> None:
-        """Fills a slot; the noise goes on at output position len(tokens) - prompt_len. Raises ValueError if the slot is
-        taken, or it wants a grammar and there are none."""
+        """Fills a slot; the noise continues at output position len(tokens) - prompt_len. Raises ValueError if the slot
+        is in use, or the sequence needs a grammar and grammars are unavailable."""
         self._slots.admit(sequence)
 
     def release(self, slot: int) -> None:
-        """Empties a slot (an empty one stays empty)."""
+        """Empties a slot; no effect on an empty one."""
         self._slots.release(slot)
 
     def sample(self, logits_BV: Tensor, slots: Sequence[int], fed: Array | None = None) -> Sampled:
-        """Draws one id for each row of logits [B, len(shard)] (model dtype or fp32, rows in the order of `slots`) and
-        appends it to the slot's state. fed [B], where slots have drafts: the id behind which each row is drawn; a row
-        behind a draft is taken if the row before was, and drew that very id. Raises DesyncError if the ranks' last ids
-        differ."""
+        """Samples one id for each row of logits [B, len(shard)] (model dtype or fp32, rows in the order of `slots`) and
+        appends it to the slot's state. fed [B]: with drafts, the input id of each row. A draft's row counts if the
+        previous row counts and sampled the draft's id. Raises DesyncError if the ranks' last ids differ."""
         if logits_BV.shape[0] != len(slots):
             raise ValueError(f"{logits_BV.shape[0]} rows of logits for {len(slots)} slots: one id a row")
         plan = self._slots.plan(slots)
@@ -154,21 +153,21 @@ class Sampler:
         return sampled
 
     def drafted(self, slot: int, drafts: list[int]) -> list[int]:
-        """Drafts up to the first that the slot's grammar refuses."""
+        """The drafts before the first that the slot's grammar refuses."""
         if slot not in self._slots.grammatical or self.grammars is None:
             return drafts
         return drafts[: self.grammars.state(slot).accepts(drafts)]
 
     def record(self, logits_BV: Tensor, sizes: Sequence[int], record: Record) -> dict[int, Replay]:
-        """DeviceDraw.record, where this sampler draws on the device."""
+        """Calls DeviceDraw.record; {} without sampling on the device."""
         draw = self._on_device
         return {} if draw is None else draw.record(logits_BV[:, : self.columns], sizes, record, self._routing)
 
     def start(self, logits_BV: Tensor, slots: Sequence[int], recorded: bool = False) -> bool:
-        """Sets off, on the device, what `sample` does; `finish` gives the result, `latest` has the ids for the next
-        step. recorded: the rows are the first of those that `record` was called with. False where nothing was done,
-        since a row needs the host (a grammar, bad words, a digest of its logits, drafts) or this sampler always does:
-        then `sample` them."""
+        """Starts `sample` on the device; `finish` returns the result, and `latest` has the ids for the next step.
+        recorded: the rows are the first rows of the logits that `record` was called with. False, without effect, if a
+        row needs the host (a grammar, bad words, a digest of its logits, drafts) or this sampler has no device: call
+        `sample` instead."""
         if self._on_device is None or self._under_way is not None:
             return False
         plan = self._slots.plan(slots)
@@ -187,8 +186,8 @@ class Sampler:
         return True
 
     def finish(self) -> Sampled:
-        """What `start` set off, once it is on the host; to be called before any other draw. Raises DesyncError as
-        `sample` does, RuntimeError if nothing is under way."""
+        """Waits for the result of `start`. Must be called before the next `start` or `sample`. Raises DesyncError as
+        `sample`, RuntimeError without `start`."""
         draw, self._under_way = self._under_way, None
         if draw is None:
             raise RuntimeError("finish without start: no draw is under way")
@@ -213,7 +212,7 @@ class Sampler:
         return Sampled(ids, logprobs, bad != 0, failures)
 
     def score(self, logits_TV: Tensor, targets: Array, top: int) -> list[TokenLogprob]:
-        """Log-probabilities of targets [T] under logits [T, len(shard)], and of the `top` likeliest ids of each row;
+        """Log-probabilities of targets [T] for logits [T, len(shard)], and of the `top` most likely ids of each row;
         NaN for a row of non-finite logits. Memory does not depend on T. Raises ValueError for a target outside the
         vocabulary."""
         return self._tools.scorer.score(logits_TV[:, : self.columns], targets.astype(np.int64), top)
@@ -228,18 +227,18 @@ class Sampler:
                 sampled.logprobs[row] = item._replace(digest=digest)
 
     def digests(self, logits_TV: Tensor) -> Digests:
-        """Digests of whole rows of logits, of which this rank holds [T, len(shard)]: the same on every rank. One
-        gather."""
+        """Digests of rows of logits over the whole vocabulary, from this rank's [T, len(shard)]; the same on every
+        rank. Takes one gather."""
         own = row_digests(logits_TV[:, : self.columns], self._slots.first)
         whole: Digests = self._exchange([own])[0].sum(0)
         return whole
 
     def flush(self) -> None:
-        """The empty gather after the last step: proves that its ids agree. Raises DesyncError."""
+        """Verifies the ids of the last step by an empty gather. Raises DesyncError."""
         self._first_exchange([])
 
     def _first_exchange(self, parts: list[Array]) -> list[Array]:
-        """A step's own gather, headed by the digest of the last ids."""
+        """The first gather of a step, which also contains the digest of the last step."""
         if self._under_way is not None:
             raise RuntimeError("a draw is under way, its digest is not known yet: finish it first")
         digests, *rest = self._exchange([self._digest, *parts])
@@ -247,8 +246,8 @@ class Sampler:
         return rest
 
     def _agreed(self, digests: Array, step: int) -> None:
-        """digests [tp]: those that the gather of the sampling step `step` carried, of the ids before. Where they
-        differ, they do on every rank: all of them gather what says why."""
+        """digests [tp]: from the gather of sampling step `step`, of the previous step. If they differ, all ranks see it
+        and gather once more to find the cause. Raises DesyncError."""
         found = rule.disagreement(digests)
         if found is None:
             return
@@ -259,12 +258,12 @@ class Sampler:
         raise DesyncError(*found, step=step - 1, tp=len(digests))
 
     def _routed_alike(self, routed: Array, step: int, stage: int | None = None) -> None:
-        """routed [tp]: digests of the experts of a step's rows, in a stage of a pipeline."""
+        """routed [tp]: digests of the experts chosen in a step, in one pipeline stage. Raises DesyncError."""
         if (found := rule.disagreement(routed)) is not None:
             raise DesyncError(*found, step, len(routed), self._per_node, stage)
 
     def _exchange(self, parts: list[Array]) -> list[Array]:
-        """One gather of several arrays: each part [...] comes back as [tp, ...]."""
+        """Gathers several arrays at once: each part [...] is returned as [tp, ...]."""
         flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
         everyone = self._gather(np.concatenate(flat))
         out, at = [], 0
@@ -278,8 +277,8 @@ class Sampler:
 def _digest(
     step: int, slots: Array, ids: npt.NDArray[np.int32], fed: Array | None = None, routed: bytes = b""
 ) -> npt.NDArray[np.uint8]:
-    """Digest of what a step drew, of the drafts behind which it did, and of the experts that rows went through: ranks
-    where these differ computed no one row."""
+    """Digest of a step's sampled ids, of its input ids with drafts, and of the chosen experts: ranks where these differ
+    did not compute the same rows."""
     behind = b"" if fed is None else fed.tobytes()
     drawn = b"".join((step.to_bytes(8, "little"), slots.tobytes(), ids.tobytes(), behind, routed))
     return np.frombuffer(blake2b(drawn, digest_size=8).digest(), np.uint8)

@@ -1,5 +1,5 @@
-"""The sampler's state: how each slot's sequence is drawn and how far it is, the same on every rank but for the columns.
-SamplingParams become table entries at admission; a SamplingPlan is kept while the same slots run.
+"""The sampler's state: each slot's sampling parameters and position, the same on every rank except for the columns.
+SamplingParams become table entries at admission; a SamplingPlan is reused while the same slots run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .logits_shard import MASS, NOISE, ROW, Rows
 from .penalties import SlotEdits
 
 MIN_TEMPERATURE = 1e-5
-"""Below it a temperature means greedy, as in vLLM."""
+"""A lower temperature means greedy, as in vLLM."""
 FEWEST_CANDIDATES = 32
 
 _SLOT = np.dtype(
@@ -38,14 +38,14 @@ _SLOT = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """B slots and what is fixed about their rows. `rows` is scratch of the step (ROW); `groups`: indices of filtered
-    rows and how many candidates each rank sends for them; `scored`, `edited`, `masked`: indices of rows with
-    log-probabilities, with edits or a grammar, with a grammar; `noisy` [B], None if no row takes noise over the whole
-    shard."""
+    """The rows of B slots and their constant parameters. `rows` (ROW): scratch space of the step. `groups`: indices of
+    filtered rows, with the number of candidates that each rank sends for them. `scored`, `edited`, `masked`: indices of
+    rows with log-probabilities, with edits or a grammar, with a grammar. `noisy` [B]: rows with noise over the whole
+    shard; None if there are none."""
 
     at: npt.NDArray[np.int64]
     offset: npt.NDArray[np.int64]
-    """Rows of the same slot before this one: it is drawn so many positions later."""
+    """The number of earlier rows of the same slot: the row is sampled so many positions later."""
     rows: Rows
     filters: Filters
     groups: tuple[tuple[npt.NDArray[np.int64], int], ...]
@@ -59,26 +59,26 @@ class SamplingPlan:
 
     @property
     def most_logprobs(self) -> int:
-        """The likeliest ids that any row wants."""
+        """The largest number of most likely ids that a row reports."""
         return min(self.vocab_size, max(0, int(self.logprobs.max(initial=0))))
 
 
 class SlotTable:
-    """max_slots slots; this rank's columns are the ids [first, first + columns)."""
+    """The state of max_slots slots; this rank's columns are the ids [first, first + columns)."""
 
     def __init__(self, vocab_size: int, first: int, columns: int, max_slots: int, grammars: Grammars | None) -> None:
         self.vocab_size, self.first, self.columns, self.grammars = vocab_size, first, columns, grammars
         self.edits: dict[int, SlotEdits] = {}
         self.grammatical: set[int] = set()
         self.digested: set[int] = set()
-        """Slots whose rows' digests are wanted."""
+        """Slots whose requests have return_digest."""
         self.position = np.zeros(max_slots, np.int64)
         self._rows: Rows = np.zeros(max_slots, ROW)
         self._slots = np.zeros(max_slots, _SLOT)
         self._last: tuple[tuple[int, ...], SamplingPlan] | None = None
 
     def admit(self, sequence: NewSequence) -> None:
-        """Raises ValueError if the slot is taken, or a grammar wanted where there are none."""
+        """Fills a slot. Raises ValueError if it is in use, or if grammars are needed and unavailable."""
         slot, params = sequence.slot, sequence.params
         if self._slots["live"][slot]:
             raise ValueError(f"slot {slot} is taken: release it before admitting another sequence")
@@ -99,7 +99,7 @@ class SlotTable:
         self._last = None
 
     def release(self, slot: int) -> None:
-        """An empty slot stays empty."""
+        """Empties a slot; no effect on an empty one."""
         self._slots[slot] = np.zeros((), _SLOT)
         self.edits.pop(slot, None)
         self.digested.discard(slot)
@@ -109,8 +109,8 @@ class SlotTable:
         self._last = None
 
     def plan(self, slots: Sequence[int]) -> SamplingPlan:
-        """The plan of rows in the order of `slots`; those of one slot, several where it has drafts, are adjacent.
-        Raises ValueError for an empty slot."""
+        """The plan of rows in the order of `slots`. The rows of one slot (several with drafts) must be adjacent. Raises
+        ValueError for an empty slot."""
         key = tuple(slots)
         if self._last is not None and self._last[0] == key:
             return self._last[1]
@@ -138,7 +138,7 @@ class SlotTable:
         return plan
 
     def advance(self, plan: SamplingPlan) -> None:
-        """Each row's next id is drawn at the next position."""
+        """Moves the slot of each row to the next output position."""
         self.position[plan.at] += 1
 
     def append(
@@ -148,7 +148,7 @@ class SlotTable:
         nonfinite: npt.NDArray[np.bool_],
         taken: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """One drawn id for each row; of rows with drafts only those taken count."""
+        """Appends one sampled id per row; with drafts only those of the rows in `taken`."""
         if taken is None:
             self.advance(plan)
         else:
@@ -170,7 +170,7 @@ def _offsets(at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def resolve_row(params: SamplingParams, vocab_size: int, row: Rows, state: Array) -> None:
-    """Writes how a request is drawn into its entries (arrays of one) of the slot tables."""
+    """Writes a request's sampling parameters into its entries (arrays of one element) of the slot tables."""
     row[:] = np.zeros(1, ROW)
     state[:] = np.zeros(1, _SLOT)
     top_k = 0 if params.top_k >= vocab_size else max(0, params.top_k)

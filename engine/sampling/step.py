@@ -1,5 +1,5 @@
-"""One step's draw: edit, sum up the shard, gather, decide (engine/sampling/decide.py), and settle by further small
-gathers what that left open.
+"""Samples the rows of one step: edits logits, scans the shard, gathers, decides (engine/sampling/decide.py), and
+decides the remaining rows by further small gathers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ NOTHING_LEFT = "grammar, allowed_token_ids and min_tokens together forbid every 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Results of the rows of one step, in order. `nonfinite`: the row's logits held NaN or +inf, or nothing above -inf
-    (also: its masks left no id); its id is 0 and means nothing. `failures`: for those of them whose grammar is to
-    blame, why.
+    """Results of the rows of one step, in order. `nonfinite`: the row's logits contain NaN or +inf, or nothing above
+    -inf (also if its masks allow no id); its id is 0 and invalid. `failures`: the reason, for those of these rows whose
+    own constraints allow no id.
     """
 
     ids: npt.NDArray[np.int32]
@@ -36,12 +36,13 @@ class Sampled:
     nonfinite: npt.NDArray[np.bool_]
     failures: dict[int, str] = field(default_factory=dict)
     taken: npt.NDArray[np.bool_] | None = None
-    """Rows whose id is the sequence's: not those behind a draft that was not drawn. None: all."""
+    """Whether each row's id belongs to the sequence: not after a rejected draft. None: all do."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """A step's context: `first_exchange` carries the digest too and comes once, `exchange` as often as needed."""
+    """The objects that a step uses. `first_exchange` gathers once, with the digest of the last step; `exchange` gathers
+    any number of times."""
 
     shard: LogitsShard
     scorer: Scorer
@@ -49,12 +50,11 @@ class StepContext:
     first_exchange: Exchange
     exchange: Exchange
     nested: bool = False
-    """Whether every number of ranks draws the same: from the same candidates."""
+    """Whether results must not depend on the number of ranks; the candidates are then the same for every number."""
 
 
 class Step:
-    """Draws for the rows of one plan from raw logits [B, columns]. fed [B]: the id behind which each row is drawn,
-    where there are drafts."""
+    """Samples the rows of one plan from raw logits [B, columns]. fed [B]: with drafts, the input id of each row."""
 
     def __init__(self, tools: StepContext, plan: SamplingPlan, raw: Tensor, fed: Array | None = None) -> None:
         self.tools, self.plan, self.fed = tools, plan, fed
@@ -73,7 +73,7 @@ class Step:
 
         bad: npt.NDArray[np.bool_] = main["bad"].any(0) | (main["peak"].max(0) == -np.inf)
         self.ids, rank = rule.winner(main["best"], main["best_id"])
-        self.raw = np.zeros(len(plan.at))  # the untouched logit of the id, of rows that want it
+        self.raw = np.zeros(len(plan.at))  # the unprocessed logit of the id, for rows with log-probabilities
         if len(scored):
             self.raw[scored] = rest[-2]["best"][rank[scored], np.arange(len(scored))]
         if plan.groups:
@@ -92,7 +92,7 @@ class Step:
         return Sampled(self.ids.astype(np.int32), logprobs, bad, self._failures(bad, main) if bad.any() else {})
 
     def _failures(self, bad: npt.NDArray[np.bool_], main: Array) -> dict[int, str]:
-        """Why rows with finite logits have no id to draw, by the request's own parameters."""
+        """The reasons for which rows with finite logits have no allowed id: the request's own constraints."""
         slots, found = self.tools.slots, {}
         for row in np.flatnonzero(bad).tolist():
             slot = int(self.plan.at[row])
@@ -125,7 +125,7 @@ class Step:
         return Logits(raw, changed, where)
 
     def _grammars(self, rows: list[int]) -> Iterator[tuple[int, GrammarState]]:
-        """Each row's: the slot's, and behind a draft as if that had been drawn."""
+        """The grammar state of each row: the slot's, advanced by the drafts before the row."""
         grammars = self.tools.slots.grammars
         if grammars is None:
             return
@@ -138,7 +138,7 @@ class Step:
             yield row, grammar
 
     def _edits(self, rows: list[int]) -> list[SlotEdits]:
-        """The edits of each row: the slot's, and behind a draft as if that had been drawn."""
+        """The edits of each row: the slot's, extended by the drafts before the row."""
         found: list[SlotEdits] = []
         for row in rows:
             if self.plan.offset[row] and self.fed is not None:
@@ -149,7 +149,7 @@ class Step:
         return found
 
     def _main(self) -> Array:
-        """[B] of MAIN."""
+        """This rank's MAIN entries [B]."""
         rows, noisy = self.rows, self.plan.noisy
         main: Array = np.zeros(len(rows), MAIN)
         if self.columns == 0:
@@ -164,14 +164,14 @@ class Step:
             main["best"] = np.where(noisy, rows["best"], rows["peak"])
             main["best_id"] = np.where(noisy, rows["best_id"], rows["peak_id"])
         if len(self.plan.masked):
-            # A mask must not hide what is wrong with a row (adding -inf, as min_tokens does, hides nothing).
+            # A mask must not hide non-finite logits (adding -inf, as min_tokens does, hides none).
             untouched = np.zeros(len(self.plan.masked), ROW)
             self.tools.shard.scan(Logits(self.logits.raw), self.plan.masked, untouched)
             main["bad"][self.plan.masked] |= untouched["bad"]
         return main
 
     def _candidates(self, rows: Array, k: int) -> Array:
-        """[R, K] of CANDIDATE."""
+        """This rank's CANDIDATE entries [R, K]."""
         out: Array = np.zeros((len(rows), k), CANDIDATE)
         out["x"], out["id"] = -np.inf, NO_ID
         held = min(k, self.columns)
@@ -182,7 +182,7 @@ class Step:
         return out
 
     def _values(self, rows: Array, columns: Array) -> tuple[Array, Array]:
-        """Processed and untouched logits of columns [R, K]."""
+        """Processed and unprocessed logits of columns [R, K]."""
         raw = pick(self.logits.raw, rows, columns)
         if self.logits.changed is None or self.logits.where is None:
             return raw, raw
@@ -193,7 +193,7 @@ class Step:
         return x, raw
 
     def _raw_parts(self, main: Array) -> list[Array]:
-        """[S] of RAW and [S, top] of CANDIDATE, about the untouched logits of the rows that want log-probabilities."""
+        """RAW [S] and CANDIDATE [S, top] entries of the unprocessed logits of the rows with log-probabilities."""
         scored = self.plan.scored
         head, tops = self.tools.scorer.summary(self.logits.raw, scored, int(self.plan.logprobs.max()))
         own = main["best_id"][scored].astype(np.int64) - self.first
@@ -205,7 +205,7 @@ class Step:
     # ---- after the gather ----
 
     def _filter(self, rows: Array, k: int, lists: Array) -> None:
-        """Settles filtered rows, whose candidates are lists [tp, R, K]."""
+        """Decides filtered rows from their candidates `lists` [tp, R, K]."""
         while len(rows):
             filters = self.plan.filters.take(rows)
             merged, safe, complete = rule.merge(lists)
@@ -213,7 +213,7 @@ class Step:
                 merged, safe, complete = merged[:, :k], np.minimum(safe, k), merged["id"][:, k - 1] == NO_ID
             kept, certain = rule.prefix(merged["x"], self.peak[rows], self.mass[rows], filters, safe, complete)
             self._draw(rows[certain], merged[certain], kept[certain])
-            # Without top_k, or without top_p, an id can be judged alone; with both, the k-th must be seen.
+            # With only one of top_k and top_p an id can be decided by itself; with both, the k-th id must be known.
             both = (filters.top_k > 0) & (filters.top_p < 1.0)
             self._walk(rows[~certain & ~both])
             rows = rows[~certain & both]
@@ -222,7 +222,7 @@ class Step:
                 (lists,) = self.tools.exchange([self._candidates(rows, k)])
 
     def _draw(self, rows: Array, merged: Array, kept: Array) -> None:
-        """The best of each row's first `kept` merged candidates, noise added."""
+        """Samples the best of each row's first `kept` merged candidates, with noise added."""
         if len(rows) == 0:
             return
         merged = merged[:, : kept.max()]
@@ -234,10 +234,11 @@ class Step:
         self.raw[rows] = merged["raw"][np.arange(len(rows)), at]
 
     def _walk(self, rows: Array) -> None:
-        """Settles rows whose kept set is too large to send. The kept set is a prefix: if the best of all ids (noise
-        added) is in it, that is the drawn one; if not, the drawn one is the best of those that come before it, and so
-        on. Each round asks the shards about the ids before a limit; it ends at the very first id at the latest. With
-        top_p p that is 1 / p rounds on average, of some forty bytes a rank; a whole row of 128K ids is 1.5 MB."""
+        """Decides rows whose kept set is too large to send. The kept set is a prefix of the ids by falling logit. If
+        the best of all ids (noise added) is in it, that id is sampled; otherwise the best of the ids before that one is
+        tried, and so on, at the latest down to the first id. Each round gathers about the ids before a limit. With
+        top_p = p this takes 1 / p rounds on average, of some forty bytes per rank; a whole row of 128K ids is 1.5
+        MB."""
         limit: Array = np.full(len(rows), -np.inf, np.float32)
         limit_id: Array = np.full(len(rows), np.iinfo(np.int32).max, np.int64)
         raw: Array = np.zeros(len(rows))
@@ -257,7 +258,7 @@ class Step:
             judged = True
 
     def _before(self, rows: Array, limit: Array, limit_id: Array) -> Array:
-        """[R] of WALK, about this shard's ids that come before (limit, limit_id)."""
+        """WALK entries [R] of this shard's ids before (limit, limit_id)."""
         out: Array = np.zeros(len(rows), WALK)
         out["best"], out["best_id"] = -np.inf, NO_ID
         if self.columns == 0:

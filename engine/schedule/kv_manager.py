@@ -1,6 +1,6 @@
-"""Allocates what sequences hold on the ranks: slots, and the KV blocks behind them, allocated, shared, copied and
-freed. Knows how known tokens can be had without computing them (prefix cache, a sibling's prompt), not who deserves to
-run (scheduler.py). A freed block may be allocated again at once: plans run strictly in order.
+"""Allocates, shares, copies and frees the slots and KV blocks of sequences. Finds the tokens whose keys and values
+exist already (prefix cache, the prompt of another choice). The policy is in scheduler.py. A freed block may be
+allocated again at once, because plans run strictly in order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BlockPool:
             raise ValueError(f"num_blocks={num_blocks} holds no sequence: give the cache at least one block")
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        # Last in, first out: what was touched lately is touched again, the rest of the memory stays cold.
+        # Last in, first out: recently used blocks are used again, and the rest of the memory is not touched.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._digest: list[bytes | None] = [None] * num_blocks
@@ -35,19 +35,19 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `take` can give: free ones, and cached ones at the price of what they remember."""
+        """Blocks that `take` can allocate: free ones, and cached ones, which it evicts."""
         return len(self._free) + len(self._cached)
 
     @property
     def cached(self) -> int:
-        """Unreferenced blocks whose content is still known."""
+        """Unreferenced blocks in the prefix cache."""
         return len(self._cached)
 
     def references(self, block: int) -> int:
         return self._references[block]
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks for one holder. Raises RuntimeError if fewer are available: the caller looks first."""
+        """Allocates `count` blocks. Raises RuntimeError if fewer are available, which the caller must check."""
         if count > self.available:
             raise RuntimeError(f"{count} KV blocks wanted, {self.available} available: ask before taking")
         blocks = []
@@ -62,15 +62,15 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One holder more for each: of a block that is held, or of one found by `match`."""
+        """Adds one reference to each block: to one in use, or to one found by `match`."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
             self._references[block] += 1
 
     def give_back(self, blocks: Seq[int]) -> None:
-        """One reference less for each. Unreferenced blocks go to the cache if their content is known, the last of the
-        sequence to be evicted first: a block is of no use without those before it."""
+        """Removes one reference from each block. An unreferenced block is cached if it has a digest; the last block of
+        a sequence is evicted first, because a block is useless without those before it."""
         for block in reversed(blocks):
             left = self._references[block] - 1
             if left < 0:
@@ -83,27 +83,28 @@ class BlockPool:
                     self._cached[block] = None
 
     def register(self, block: int, digest: bytes) -> None:
-        """A held block's content is `digest` from now on. Where another block already is, that one stays the one."""
+        """Enters a block in use in the prefix cache under `digest`. If another block has this digest, that one
+        stays."""
         if self._digest[block] is None and digest not in self._by_digest:
             self._digest[block] = digest
             self._proven[block] = False
             self._by_digest[digest] = block
 
     def prove(self, digests: Iterable[bytes]) -> None:
-        """Marks blocks as verified finite: a token was drawn from their content."""
+        """Marks blocks as verified finite: a token was sampled from their content."""
         for digest in digests:
             block = self._by_digest.get(digest)
             if block is not None:
                 self._proven[block] = True
 
     def doubtful(self, digests: Iterable[bytes]) -> set[bytes]:
-        """Those that are not proven; what is not known by content never is."""
+        """The digests whose blocks are not marked by `prove`."""
         known = ((digest, self._by_digest.get(digest)) for digest in digests)
         return {digest for digest, block in known if block is None or not self._proven[block]}
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Evicts these digests from the prefix cache."""
-        for digest in sorted(digests):  # the free list must not depend on how a set is ordered
+        for digest in sorted(digests):  # the free list must not depend on the order of a set
             block = self._by_digest.get(digest)
             if block is not None:
                 self._drop_digest(block)
@@ -112,7 +113,7 @@ class BlockPool:
                     self._free.append(block)
 
     def match(self, digests: Seq[bytes]) -> list[int]:
-        """The blocks of the longest known beginning of `digests`; holds nothing."""
+        """The cached blocks of the longest prefix of `digests`; adds no references."""
         blocks = []
         for digest in digests:
             block = self._by_digest.get(digest)
@@ -122,7 +123,7 @@ class BlockPool:
         return blocks
 
     def unheld(self, blocks: Iterable[int]) -> int:
-        """How many of them `share` would take from `available`."""
+        """How many of these blocks are unreferenced, and so would reduce `available` when shared."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def _drop_digest(self, block: int) -> None:
@@ -134,17 +135,18 @@ class BlockPool:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Positions [0, start) need no computing: `shared` full blocks, then a copy of block `copied`, if any."""
+    """Positions [0, start) need not be computed: `shared` full blocks, then a copy of block `copied`, if any."""
 
     shared: tuple[int, ...] = ()
     start: int = 0
     copied: int | None = None
     cached: bool = False
-    """Whether it is a hit of the prefix cache, not a sibling's blocks."""
+    """Whether the blocks are from the prefix cache, not from another choice of the request."""
 
 
 class Residency:
-    """`running` is sorted by `Sequence.order`: its last one is the first to be preempted."""
+    """The slots and blocks of all sequences. `running` is sorted by `Sequence.order`; its last one is preempted
+    first."""
 
     def __init__(self, max_num_seqs: int, block_size: int, num_blocks: int, caching: bool) -> None:
         self.block_size = block_size
@@ -153,15 +155,15 @@ class Residency:
         self.running: list[Sequence] = []
         self.slots = list(range(max_num_seqs))
         self.released: list[int] = []
-        """Slots to be emptied by the next plan."""
+        """Slots that the next plan empties."""
         self.holders: dict[int, RequestGroup] = {}
-        """Groups that hold their prompt for choices to come, by number."""
+        """Groups that hold their prompt for further choices, by number."""
 
     def blocks_for(self, positions: int) -> int:
         return -(-positions // self.block_size)
 
     def reuse(self, sequence: Sequence) -> Reuse:
-        """The longest beginning that is there already; at least one known token is left to compute."""
+        """The longest reusable prefix of the sequence; at least one known token is left to compute."""
         if not sequence.prompt_scored:
             return Reuse()
         size, group = self.block_size, sequence.group
@@ -171,19 +173,19 @@ class Residency:
             shared = self.pool.match(sequence.chain.upto(full, sequence.tokens)[:full])
         last = group.prompt_len - 1
         if group.held and last > len(shared) * size:
-            # The last prompt position is computed again, for the choice's own first token, so its block is written.
+            # The last prompt position is computed again, for the choice's first token, so its block is written.
             full = last // size
             return Reuse(tuple(group.held[:full]), last, group.held[full] if last % size else None)
         return Reuse(tuple(shared), len(shared) * size, None, True)
 
     def need(self, sequence: Sequence, reuse: Reuse) -> int:
-        """Blocks that admission takes from `pool.available`: blocks for all known tokens, so that a prompt never
+        """Blocks that admission takes from `pool.available`: enough for all known tokens, so that a prompt never
         stalls."""
         fresh = self.blocks_for(len(sequence.tokens)) - len(reuse.shared)
         return fresh + self.pool.unheld(reuse.shared)
 
     def enter(self, sequence: Sequence, rank: int, reuse: Reuse) -> None:
-        """Slot and blocks for all known tokens. The caller has seen to it that there are enough."""
+        """Allocates a slot and blocks for all known tokens. The caller must check that there are enough."""
         self.pool.share(reuse.shared)
         fresh = self.blocks_for(len(sequence.tokens)) - len(reuse.shared)
         sequence.blocks = [*reuse.shared, *self.pool.take(fresh)]
@@ -197,7 +199,7 @@ class Residency:
         insort(self.running, sequence, key=Sequence.order)
 
     def grow(self, sequence: Sequence) -> int:
-        """One more block, which it returns."""
+        """Allocates one more block for the sequence, and returns it."""
         self.register(sequence)
         (block,) = self.pool.take(1)
         sequence.blocks.append(block)
@@ -205,8 +207,8 @@ class Residency:
         return block
 
     def vacate(self, sequence: Sequence) -> None:
-        """Gives slot and blocks back. The caller sets the new state and takes it out of `running`. What nothing is ever
-        drawn from is not kept: the ranks zero NaN in it without telling anybody."""
+        """Frees slot and blocks. The caller sets the new state and removes the sequence from `running`. Blocks from
+        which no token was sampled are not cached: the ranks zero non-finite values in them without a report."""
         self.register(sequence)
         self.pool.give_back(sequence.blocks)
         if not (sequence.proven or sequence.inflight):
@@ -218,8 +220,8 @@ class Residency:
         sequence.slot = -1
 
     def register(self, sequence: Sequence) -> None:
-        """Full blocks whose tokens are known and planned become known by content. Called only between plans and for
-        blocks that earlier plans fill, so that a later hit reads complete blocks."""
+        """Enters full blocks whose tokens are known and planned in the prefix cache. Called only between plans, for
+        blocks that earlier plans fill, so that a hit reads complete blocks."""
         chain = sequence.chain
         if chain is None:
             return
@@ -231,7 +233,7 @@ class Residency:
             sequence.registered = full
 
     def hold(self, sequence: Sequence) -> None:
-        """The group holds this sequence's prompt, computed by now, until every choice has had it."""
+        """Holds this sequence's computed prompt for the group until every choice has used it."""
         group = sequence.group
         group.held = sequence.blocks[: self.blocks_for(group.prompt_len)]
         self.pool.share(group.held)

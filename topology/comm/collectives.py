@@ -1,5 +1,5 @@
-"""`start(x) -> Pending`, `Pending.wait()`: an all-reduce in flight while the next sub-block computes. The interface of
-models/residual.py and of every strategy and backend.
+"""The interface of collectives, for models/residual.py and every strategy and backend: `start(x)` returns a `Pending`,
+whose `wait` is called after the next sub-block has computed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ T = TypeVar("T")
 
 
 class Pending(Protocol):
-    """An all-reduce under way."""
+    """An all-reduce in flight."""
 
     def wait(self) -> Tensor:
-        """The sum over the group, in x's shape and dtype: x itself, overwritten. On a GPU this makes the current
-        stream wait, never the host. A second call returns the same again. Raises CollectiveTimeout or PeerLost, which
-        name the peer and the collective."""
+        """Waits for the sum over the group and returns it: x itself, overwritten. On a GPU the current stream waits,
+        never the host. Later calls return the same tensor. Raises CollectiveTimeout or PeerLost, which name the peer
+        and the collective."""
 
 
 class Collective(Protocol):
-    """All-reduces over one group, in program order, the same on every rank, started and awaited by one thread."""
+    """All-reduces over one group. One thread starts and awaits them, in the same order on every rank."""
 
     def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
-        """Starts the sum of x (contiguous, not empty; float32, bfloat16 or float16) over the group. x belongs to the
-        collective until `wait` returns it with the sum. At most eight are in flight: a ninth `start` first waits for
-        the oldest. `layer`: the ledger's account. `at_once`: the sum is waited for before anything else is computed,
-        so on a GPU it may stay on the computing stream."""
+        """Starts the sum of x (contiguous, not empty; float32, bfloat16 or float16) over the group. x must not be used
+        until `wait` returns it with the sum. At most eight are in flight: a ninth `start` first waits for the oldest.
+        layer: the account in the ledger. at_once: `wait` follows before any other computation, so on a GPU the sum may
+        run on the compute stream."""
 
 
 class Later(Generic[T]):
-    """An operation in flight: `finish` waits for it, until it did so without an error; a Pending where it gives a
-    sum."""
+    """An operation in flight. `wait` calls `finish` and keeps its result; after an error it may be called again. It is
+    a Pending if the result is a sum."""
 
     __slots__ = ("_finish", "_found")
 
@@ -54,55 +54,56 @@ class Later(Generic[T]):
 
 
 Gathering = Later["NDArray[np.uint8]"]
-"""A gather under way: uint8 [size, n], every rank's bytes in rank order. Raises as `Pending.wait`."""
+"""A gather in flight; its `wait` returns uint8 [size, n], every rank's bytes in rank order, and raises as
+`Pending.wait`."""
 
 
 class Gather(Protocol):
-    """Gathers of equally many bytes from every rank, in program order with the all-reduces."""
+    """Gathers of equally many bytes from every rank, in one order with the all-reduces."""
 
     def start(self, payload: NDArray[np.uint8]) -> Gathering:
-        """Sets off the gathering of payload, uint8 [n], n the same on every rank."""
+        """Starts gathering payload, uint8 [n] with the same n on every rank."""
 
 
 @runtime_checkable
 class DeviceGather(Protocol):
-    """A Gather that can also gather data on devices without the host."""
+    """A Gather that can also gather device tensors without the host."""
 
     def gather_tensor(self, x: Tensor) -> Tensor:
-        """x [n] of every rank, n and dtype the same everywhere: [size, n] in rank order, on x's device. The current
-        stream waits for it, the host does not."""
+        """Gathers x [n], with the same n and dtype on every rank, into [size, n] in rank order on x's device. The
+        current stream waits, the host does not."""
 
     def wait_for(self, event: Any | None, what: str) -> None:
-        """The host waits for a device's event (None: for all that the current stream was given), for `what` in words,
-        as long as a collective may take. Raises CollectiveTimeout or PeerLost."""
+        """Waits on the host for a device's event (None: for all work of the current stream), at most for the timeout of
+        a collective. what: named in the error. Raises CollectiveTimeout or PeerLost."""
 
 
 def device_gather(gathers: Gather, size: int) -> Callable[[Tensor], Tensor] | None:
-    """How a group of `size` gathers data on its devices; None where gathers pass through the host."""
+    """The function by which a group of `size` ranks gathers device tensors; None if gathers go through the host."""
     if size == 1:
         return lambda x: x[None]
     return gathers.gather_tensor if isinstance(gathers, DeviceGather) else None
 
 
 class Boundary(Protocol):
-    """From the pipeline stage before this one, and to the one after it. Messages come in the order of their sending;
-    each crosses between nodes once, in shares of the group's ranks. own: a message is this rank's alone, and goes whole
-    to its peer; both sides say so."""
+    """The connection to the previous and the next pipeline stage. Messages arrive in order. Each rank sends its share
+    of a message, which crosses between nodes once. own: the message is only this rank's and is sent whole to its peer;
+    both sides must pass it."""
 
     def send(self, x: Tensor, own: bool = False) -> None:
-        """Sets off x [T, D], the same on every rank of the group unless it is its own, to the next stage. Not to be
-        written to afterwards."""
+        """Starts sending x [T, D] to the next stage; it must be the same on every rank of the group unless `own`. x
+        must not be written to afterwards."""
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int, own: bool = False) -> list[Pending]:
-        """The next `count` messages of the stage before, [T, D] each."""
+        """The next `count` messages of the previous stage, [T, D] each, in flight."""
 
 
 class CommunicationError(RuntimeError):
-    """A group cannot go on: the job has to be ended and launched again."""
+    """The group cannot continue: the job must be ended and launched again."""
 
 
 class _PeerError(CommunicationError):
-    """`peer`: the rank in the group (-1: unknown), `seq`: which collective of the group it was."""
+    """`peer`: its rank in the group (-1: unknown). `seq`: the number of the group's collective."""
 
     def __init__(self, message: str, peer: int, seq: int) -> None:
         super().__init__(message)
@@ -110,15 +111,15 @@ class _PeerError(CommunicationError):
 
 
 class CollectiveTimeout(_PeerError):
-    """A peer did not deliver in time."""
+    """A peer did not send its data before the timeout."""
 
 
 class PeerLost(_PeerError):
-    """A peer's process or connection has ended."""
+    """A peer's process exited or its connection was closed."""
 
 
 class RanksDisagree(_PeerError):
-    """A peer is in another collective than this rank."""
+    """A peer is in a different collective than this rank."""
 
 
 class Done:
@@ -132,7 +133,7 @@ class Done:
 
 
 class Alone:
-    """The all-reduce of a group of one, on any device: its own part is the sum."""
+    """The all-reduce of a group of one rank, on any device: returns x."""
 
     def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         return Done(x)
@@ -144,7 +145,7 @@ class AloneGather:
 
 
 class Blocking:
-    """The same collective without overlap: `start` returns when the sum is there. Bitwise the same numbers."""
+    """A collective without overlap: `start` returns after the sum is complete. The results are bitwise the same."""
 
     def __init__(self, inner: Collective) -> None:
         self._inner = inner

@@ -1,5 +1,5 @@
-"""Communicator: everything that one tensor-parallel group needs to communicate, made once by topology/connect.py, with
-torch groups of torch_groups.py.
+"""Communicator: the collectives and connections of one tensor-parallel group, made once by topology/connect.py; its
+torch groups are made by torch_groups.py.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CollectiveName = Literal["auto", "flat", "two_level", "exchange", "doubling", "p
 
 @dataclass(frozen=True, slots=True)
 class CommOptions:
-    """backend auto: native where it was built, else gloo. collective auto: `choose` of `connect` where given, else by
-    size on native and flat on the others. `deterministic`: one order of summation for every message; "everywhere": a
-    binary tree over the ranks, rounded at each node, for 1, 2, 4, 8 or 16 of them. `address`: what this rank binds to,
-    reachable from the group's other nodes. `timeout_s`: how long a collective may make its caller wait
-    (Communicator.set_timeout changes it). `spin_us`: how long a waiter looks before it sleeps, None: not at all where
-    ranks outnumber cores. `chunk_bytes`: of a large message, what one node
-    sends another at once. `secret`: the launch's, mixed into the connections' key. `node_group`:
-    whether the ranks of a node have an all-reduce of their own as well."""
+    """Options of a group. backend auto: native if it was built, else gloo. collective auto: `choose` of `connect` if
+    given, else by size on native, and flat on the others. `deterministic`: one order of summation for every message;
+    "everywhere": a binary tree over 1, 2, 4, 8 or 16 ranks, rounded at each node. `address`: the address that this rank
+    binds, reachable from the group's other nodes. `timeout_s`: the longest wait for a collective
+    (Communicator.set_timeout changes it). `spin_us`: how long a waiter polls before it sleeps; None: the default, 0 if
+    there are more ranks than cores. `chunk_bytes`: bytes of a large message that a node sends to another at once.
+    `secret`: of the launch, part of the connections' key. `node_group`: whether the ranks of a node also have an
+    all-reduce of their own."""
 
     backend: BackendName = "auto"
     collective: CollectiveName = "auto"
@@ -59,7 +59,7 @@ class CommOptions:
         if self.deterministic is True and self.collective not in (
             "pipeline",
             "emulated",
-        ):  # the one tree small and large share
+        ):  # small and large messages then use the same tree
             object.__setattr__(self, "collective", "two_level")
         for name in ("small_bytes", "chunk_bytes"):
             if getattr(self, name) < 4096 or getattr(self, name) % 4096:
@@ -68,9 +68,9 @@ class CommOptions:
 
 @dataclass(frozen=True, slots=True)
 class TorchGroups:
-    """`tp`: the whole group; `subgroups`: this rank's node (intra) and rail, those with more than one rank, and for
-    gloo in two levels a second one of the node (gather). `end` destroys what was made. `store`: what the ranks met in;
-    None where torch.distributed was initialised before."""
+    """`tp`: the whole group. `subgroups`: this rank's node (intra) and rail, if they have more than one rank, and for
+    two-level gloo a second group of the node (gather). `end` destroys the groups. `store`: the rendezvous store; None
+    if torch.distributed was already initialised."""
 
     tp: Any = None
     subgroups: dict[str, Any] = field(default_factory=dict)
@@ -79,9 +79,9 @@ class TorchGroups:
 
 
 class Communicator:
-    """One group on one rank: a replica's, or that of a pipeline's stage. `rank` counts inside the group; one thread
-    starts and waits for all of its collectives, in the same order on every rank. `tp` and `subgroups`: torch groups, as
-    TorchGroups says; None and empty where CommOptions.process_groups is off. Those groups end last."""
+    """The group of a replica or of a pipeline stage, on one rank. `rank`: within the group. One thread starts and waits
+    for all of its collectives, in the same order on every rank. `tp`, `subgroups`: as in TorchGroups; None and empty
+    without CommOptions.process_groups."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Communicator:
         pipeline: Pipeline | None = None,
         node_reduce: Collective | None = None,
     ) -> None:
-        """pipeline: what connects this group, a stage, with the others. node_reduce: over this rank's node alone; None
+        """pipeline: connects this stage with the others. node_reduce: the all-reduce over this rank's node; None
         without CommOptions.node_group."""
         self.rank, self.size, self.layout, self.backend = rank, layout.size, layout, backend
         self.all_reduce, self.plans, self.ledger = all_reduce, plans, ledger
@@ -109,25 +109,27 @@ class Communicator:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank plans and speaks for all: the group's first, of a pipeline the first stage's."""
+        """Whether this rank makes the plans and reports to the owner: the first rank of the group, in a pipeline of the
+        first stage."""
         return self.rank == 0 and (self.pipeline is None or self.pipeline.first)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long a collective may make its caller wait from now on."""
+        """Sets the longest wait [s] for a collective."""
         self._set_timeout(seconds)
         if self.pipeline is not None:
             self.pipeline.set_timeout(seconds)
 
     def start_gather(self, payload: NDArray[np.uint8]) -> Gathering:
-        """Sets off the gathering of payload, uint8 [n] with the same n everywhere; `.wait()` gives uint8 [size, n]."""
+        """Starts gathering payload, uint8 [n] with the same n on every rank; `.wait()` returns uint8 [size, n]."""
         return self.gathers.start(payload)
 
     def gather(self, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """uint8 [n] of every rank, in rank order: uint8 [size, n]. Blocks, asleep."""
+        """Gathers payload, uint8 [n], of every rank in rank order into uint8 [size, n]. Waits without polling."""
         return self.gathers.start(payload).wait()
 
     def collect(self, payload: bytes) -> list[bytes]:
-        """Every rank's bytes, of any lengths, in rank order, on the rank that leads; all call it, between steps."""
+        """Gathers bytes of any length on the rank with `leads`, in rank order. All ranks must call it, between
+        steps."""
         lengths = self.gather(np.array([len(payload)], np.int64).view(np.uint8))
         each = np.ascontiguousarray(lengths).view(np.int64)[:, 0].tolist()
         mine = np.zeros(max(1, *each), np.uint8)
@@ -139,26 +141,26 @@ class Communicator:
         return [row for stage in zip(*rails, strict=True) for row in stage]
 
     def wait_event(self, event: Any, what: str) -> None:
-        """The host waits for a device's event, for `what` in words; over NCCL no longer than a collective may take.
-        Raises CollectiveTimeout or PeerLost."""
+        """Waits on the host for a device's event; with NCCL at most for the timeout of a collective. what: named in the
+        error. Raises CollectiveTimeout or PeerLost."""
         if isinstance(self.gathers, DeviceGather):
             self.gathers.wait_for(event, what)
         else:
             event.synchronize()
 
     def drain(self) -> None:
-        """Where collectives run on the device, the host waits for all that it was given. Raises as wait_event."""
+        """Waits on the host for all work of the device, if collectives run on it. Raises as wait_event."""
         if isinstance(self.gathers, DeviceGather):
             self.gathers.wait_for(None, "all-reduces")
 
     def before_close(self, release: Callable[[], None]) -> None:
-        """Calls this method first when the group closes, if its object still lives: recorded graphs that hold
-        collectives must be gone, or NCCL waits for them."""
+        """Calls `release`, a method, before the group closes, if its object still exists: NCCL would wait for recorded
+        graphs that contain collectives."""
         self._first.append(weakref.WeakMethod(release))
 
     def close(self, broken: bool = False) -> None:
-        """Ends every connection and thread of the group; always returns. Idempotent. broken: after an error, when the
-        process ends next; NCCL's groups are left as they are, since ending them waits for peers that may be gone."""
+        """Closes every connection and thread of the group; always returns. Idempotent. broken: the process exits after
+        an error; NCCL's groups are then not destroyed, because that waits for peers that may be gone."""
         first, self._first = self._first, []
         closers, self._closers = self._closers, []
         end_groups, self._end_groups = self._end_groups, lambda: None

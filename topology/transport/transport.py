@@ -1,5 +1,5 @@
 """The ctypes interface of transport.c: all-reduces and gathers of one group on CPUs. One thread starts and waits; any
-may `close`.
+thread may call `close`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPS = ("all_reduce", "gather")
 _TIMEOUT, _LOST, _MISMATCH, _PROTOCOL, _CLOSED, _TOO_LARGE, _SYSTEM, _BUSY = range(1, 9)
 _ABI = 4  # LT_ABI of transport.h
 _DEPTH = 8  # collectives in flight
-_LAYERS = 16  # names that accounts stand under
+_LAYERS = 16  # names of ledger accounts
 
 
 class _Total(Structure):
@@ -52,12 +52,12 @@ class _Record(Structure):
 
 
 def available() -> bool:
-    """Whether the extension was built (a machine without a C compiler installs without it)."""
+    """Whether the extension was built; without a C compiler it is not."""
     return locate(EXTENSION) is not None
 
 
 def segment_bytes(size: int, per_node: int, small: int, chunk: int) -> int:
-    """Bytes of shared memory that a node of the group needs."""
+    """Bytes of shared memory that each node of the group needs."""
     needed = bind(_library(ctypes.CDLL).lt_segment_bytes, c_uint64, c_int, c_int, c_uint64, c_uint64)
     return int(needed(size, per_node, small, chunk))
 
@@ -77,10 +77,10 @@ def _library(kind: type[ctypes.CDLL]) -> ctypes.CDLL:
 
 
 class Transport:
-    """One group's connections on this rank; it takes over the mesh's data sockets and segment. small: bytes up to
-    which a message goes whole, without the communication thread; larger ones travel in pieces of `chunk` bytes.
-    spin_us: how long `wait` polls before it sleeps. tree: sums are a binary tree over the ranks (2, 4, 8 …), rounded
-    at each node."""
+    """One group's connections on this rank; it owns the mesh's data sockets and its shared memory from now on. small:
+    bytes up to which a message is sent whole, without the communication thread; larger ones are sent in pieces of
+    `chunk` bytes. spin_us: how long `wait` polls before it sleeps. tree: adds in a binary tree over the ranks
+    (2, 4, 8 …), rounded at each node."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Transport:
         tree: bool = False,
     ) -> None:
         self._layout = layout
-        # PyDLL keeps the GIL: right for calls of microseconds that never sleep. Handing it over costs more than they
-        # do, and getting it back can cost a whole switch interval where another thread computes in Python.
+        # PyDLL keeps the GIL: right for calls of microseconds that never sleep. Releasing it takes longer than they do,
+        # and acquiring it again can take a whole switch interval if another thread runs Python code.
         quick, slow = _library(ctypes.PyDLL), _library(ctypes.CDLL)
         fds = [-1 if s is None else s.detach() for s in mesh.data]
         sizes = c_int, c_uint64, c_uint64, c_int64, c_int64, c_int, c_int
@@ -109,14 +109,14 @@ class Transport:
             chunk,
             int(spin_us * 1e3),
             int(timeout_s * 1e9),
-            -1,  # the communication thread has no core of its own
+            -1,  # the communication thread is not bound to a core
             tree,
         )
         code = ctypes.get_errno()
         os.close(mesh.segment)
         if not handle:
             raise CommunicationError(f"the transport could not start: {os.strerror(code) if code else 'no resources'}")
-        # Closing ends the connections; memory goes with the object, as a waiter may still be inside.
+        # `close` ends the connections; memory is freed with the object, because a waiter may still use it.
         self._handle = c_void_p(handle)
         self._close = bind(slow.lt_close, None, c_void_p)
         weakref.finalize(self, _end, self._close, bind(slow.lt_free, None, c_void_p), self._handle)
@@ -129,12 +129,12 @@ class Transport:
         self._totals = bind(quick.lt_totals, POINTER(_Total), c_void_p)
         self._history = bind(quick.lt_history, POINTER(_Record), c_void_p, POINTER(c_uint64))
         self.small = small
-        # What C may still read or write, even if its caller has let go of it: at most eight are in flight.
+        # Keeps tensors alive that C may still read or write: at most eight collectives are in flight.
         self._held: list[object] = [None] * 8
         self._last = -1
         self._layers = {"": 0}
         self.waiting_for = -1
-        """The collective whose `wait` sleeps, for other threads; it stays if the wait fails."""
+        """The collective whose `wait` sleeps, for other threads to read; kept if the wait fails."""
 
     def place(self) -> tuple[int, str]:
         seq = self.waiting_for
@@ -145,17 +145,18 @@ class Transport:
         return self._last + 1, f"collective {seq} ({what})"
 
     def set_timeout(self, seconds: float) -> None:
-        """How long `wait` may take from now on before it raises CollectiveTimeout."""
+        """Sets the time [s] after which `wait` raises CollectiveTimeout."""
         self._set_timeout(self._handle, int(seconds * 1e9))
 
     def layer(self, name: str) -> int:
-        """The number under which `start` accounts for `name`. Beyond fifteen names it is that of none."""
+        """The number of the account `name`, for `start`; after fifteen names, the number of the account without a
+        name."""
         if name not in self._layers and len(self._layers) < _LAYERS:
             self._layers[name] = len(self._layers)
         return self._layers.get(name, 0)
 
     def start(self, x: Tensor, strategy: int, layer: int = 0) -> int:
-        """Sets off the sum of x, in place; returns the collective's number for `wait`."""
+        """Starts the sum of x, in place; returns the collective's number for `wait`."""
         seq: int = self._start(self._handle, x.data_ptr(), x.numel(), DTYPES[x.dtype], strategy, layer)
         if seq == -_BUSY:
             self.wait(self._last + 1 - _DEPTH)
@@ -167,7 +168,8 @@ class Transport:
         return seq
 
     def start_gather(self, payload: NDArray[np.uint8], out: NDArray[np.uint8]) -> int:
-        """Starts gathering payload [n] (<= `small` bytes) into out [size, n]; both are used until `wait`."""
+        """Starts gathering payload [n] (at most `small` bytes) into out [size, n]; both are used until `wait`. Returns
+        the collective's number."""
         seq: int = self._gather(self._handle, payload.ctypes.data, out.ctypes.data, payload.nbytes)
         if seq == -_BUSY:
             self.wait(self._last + 1 - _DEPTH)
@@ -179,7 +181,8 @@ class Transport:
         return seq
 
     def wait(self, seq: int) -> None:
-        """Waits for collective `seq`. Raises CollectiveTimeout, PeerLost, RanksDisagree; the group is then unusable."""
+        """Waits for collective `seq`. Raises CollectiveTimeout, PeerLost or RanksDisagree; the group is then
+        unusable."""
         code = self._try(self._handle, seq)
         if code == 0:
             self.waiting_for = seq
@@ -214,7 +217,7 @@ class Transport:
         raise CommunicationError(f"collective {seq}: {errno.errorcode.get(int(out[3]), 'system error')} towards {who}")
 
     def entries(self, link: Callable[[str], str]) -> Iterable[Entry]:
-        """The C side's accounts; `link` says which link class a strategy crossed."""
+        """The accounts that C counts; `link` maps a strategy to the link class that it crossed."""
         totals = self._totals(self._handle)
         return [
             Entry(op, name, link(name), int(t.count), int(t.bytes), t.flight_ns * 1e-9, t.waited_ns * 1e-9, layer)
@@ -243,7 +246,7 @@ class Transport:
         ]
 
     def close(self) -> None:
-        """Ends the connections; always returns, within about two seconds. Idempotent."""
+        """Closes the connections; always returns, within about two seconds. Idempotent."""
         self._close(self._handle)
 
 
@@ -264,7 +267,7 @@ class NativePending:
 
 
 class NativeCollective:
-    """All-reduces over a Transport. `choose`: message bytes -> one of STRATEGIES; asked once for every size."""
+    """All-reduces over a Transport. `choose`: message bytes -> one of STRATEGIES; called once for each size."""
 
     def __init__(self, transport: Transport, choose: Callable[[int], str]) -> None:
         self._transport, self._choose = transport, choose
@@ -285,13 +288,13 @@ class NativeCollective:
 
 
 class NativeGather:
-    """Gathers of bytes over a Transport; longer payloads go in pieces."""
+    """Gathers of bytes over a Transport; long payloads are sent in pieces."""
 
     def __init__(self, transport: Transport, size: int) -> None:
         self._transport, self._size = transport, size
 
     def start(self, payload: NDArray[np.uint8]) -> Gathering:
-        """The first piece travels, the others follow in `wait`."""
+        """Starts gathering the first piece; `wait` gathers the others."""
         mine = np.ascontiguousarray(payload, dtype=np.uint8)
         transport, size, step = self._transport, self._size, self._transport.small
         out = np.empty((size, mine.nbytes), dtype=np.uint8)
