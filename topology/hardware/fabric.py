@@ -181,7 +181,7 @@ class Node:
 
     @cached_property
     def _numa(self) -> dict[str, int | None]:
-        return {part.key: part.numa for part in (*self.devices, *self.hcas)}
+        return {d.key: d.numa for d in self.devices} | {h.key: h.numa for h in self.hcas}
 
     @property
     def nvlinks(self) -> int:
