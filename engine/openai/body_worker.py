@@ -7,12 +7,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from dataclasses import asdict
 from typing import Any
 
 from ..text import worker
-from ..text.pool import LARGE_BYTES, Blob, Encoder, OwnedPool, PromptError, ids_of
-from ..text.tokenizer import ChatOptions, TextModel
+from ..text.pool import LARGE_BYTES, Blob, Encoder, PromptError
+from ..text.tokenizer import TextModel
 from .batch_input import BatchLine, LineRules, check_line
 from .body import TOKENIZE, Body, check_body, check_tokenize, parse_body
 from .errors import ApiError
@@ -24,7 +23,7 @@ MODULE = __name__
 Prepared = tuple[Body, list[tuple[int, ...]]]
 
 
-async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, encoder: OwnedPool) -> Prepared:
+async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, encoder: Encoder) -> Prepared:
     """The checked body and the ids of its prompts, `max_ids` each at most where it is large. Raises ApiError."""
     if len(raw) <= LARGE_BYTES:
         body = parse_body(bytes(raw), endpoint)
@@ -35,9 +34,9 @@ async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, enco
     return body, [tuple(ids) for ids in reply["ids"]]
 
 
-async def _asked(raw: Blob, payload: dict[str, Any], encoder: OwnedPool) -> dict[str, Any]:
+async def _asked(raw: Blob, payload: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
     try:
-        reply = await encoder.ask(payload, raw)
+        reply = await encoder.ask(payload, len(raw), raw)
     except PromptError as error:
         status = 500 if error.code == "server_error" else 400
         raise ApiError(str(error), code=error.code, status=status) from None
@@ -46,7 +45,7 @@ async def _asked(raw: Blob, payload: dict[str, Any], encoder: OwnedPool) -> dict
     return reply
 
 
-async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: OwnedPool) -> bytes:
+async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: Encoder) -> bytes:
     """The answer to /tokenize as JSON, made by a worker. The text may exceed the model's length. Raises ApiError."""
     most = max(max_model_len or 1 << 20, LARGE_BYTES)
     payload = {"endpoint": TOKENIZE, "served": served, "max_ids": most, "max_model_len": max_model_len}
@@ -55,14 +54,15 @@ async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: O
 
 
 async def prepare_line(
-    line: BatchLine, endpoint: Endpoint, served: str, max_ids: int, encoder: OwnedPool, ids: bool = True
+    line: BatchLine, endpoint: Endpoint, served: str, max_ids: int, encoder: Encoder, ids: bool = True
 ) -> tuple[BatchLine, list[tuple[int, ...]] | ApiError]:
     """A large line of a batch, looked at in a worker: checked, its body without its prompts; and the ids of these, or
     why it has none. `ids=False`: it is only checked. Raises OSError where there are no workers."""
     assert line.raw is not None
     place = [line.number, endpoint]
     try:
-        reply = await encoder.ask({"line": place, "served": served, "max_ids": max_ids, "ids": ids}, line.raw)
+        payload = {"line": place, "served": served, "max_ids": max_ids, "ids": ids}
+        reply = await encoder.ask(payload, len(line.raw), line.raw)
     except PromptError as error:
         if error.code == "server_error":
             raise OSError(str(error)) from error
@@ -89,20 +89,8 @@ class _Here(Encoder):
     def __init__(self, model: TextModel, max_ids: int) -> None:
         self._model, self._max_ids = model, max_ids
 
-    async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
-        return self._ids({"text": text, "add_special_tokens": add_special_tokens, "longer": longer})
-
-    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions, longer: int = 1) -> list[int]:
-        return self._ids({"messages": messages, "options": asdict(options), "longer": longer})
-
-    async def check_grammar(self, spec: str) -> None:
-        self._ids({"grammar": spec})
-
-    async def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return self._model.bad_word_ids(words)
-
-    def _ids(self, item: dict[str, Any]) -> list[int]:
-        return ids_of(worker.answer(self._model, item, self._max_ids))
+    async def ask(self, payload: dict[str, Any], size: int, blob: Blob = b"") -> dict[str, Any]:
+        return worker.answer(self._model, payload, self._max_ids)
 
 
 def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .tokenizer import ChatOptions, TextError
 from .worker import MAX_FRAME, frame
@@ -109,28 +109,41 @@ class PromptError(ValueError):
         self.code = code
 
 
-class Encoder(Protocol):
-    """The interface of a text pool for daemon and `run`."""
+class Encoder:
+    """Text to ids by `ask`, which a subclass defines. Every method may raise PromptError."""
+
+    async def ask(self, payload: dict[str, Any], size: int, blob: Blob = b"") -> dict[str, Any]:
+        """What worker.py's `answer` makes of an item; `size` in characters, or bytes of `blob`."""
+        raise NotImplementedError
 
     async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
-        """Ids of a plain prompt, `longer` times the tokens otherwise taken at most. Raises PromptError."""
+        """Ids of a plain prompt, `longer` times the tokens otherwise taken at most."""
+        payload = {"text": text, "add_special_tokens": add_special_tokens, "longer": longer}
+        return (await self._ids(payload, len(text)))[0]
 
-    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions, longer: int = 1) -> list[int]:
-        """Ids of a chat. Raises PromptError."""
+    async def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        options: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
+        longer: int = 1,
+    ) -> list[int]:
+        payload = {"messages": messages, "options": asdict(options), "longer": longer}
+        return (await self._ids(payload, sum(len(str(m.get("content", ""))) for m in messages)))[0]
 
     async def check_grammar(self, spec: str) -> None:
         """Raises PromptError if a grammar (llguidance's JSON) cannot be used, or the library is not installed."""
+        await self._ids({"grammar": spec}, len(spec))
 
     async def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """See TextModel. Raises PromptError."""
+        """See TextModel."""
+        return tuple(map(tuple, await self._ids({"words": words}, sum(map(len, words)))))
 
-
-def ids_of(reply: dict[str, Any]) -> list[int]:
-    """The ids of a worker's answer to one text. Raises PromptError."""
-    if "ids" in reply:
-        (ids,) = reply["ids"]
-        return list(ids)
-    raise PromptError(reply["error"], reply["code"])
+    async def _ids(self, payload: dict[str, Any], size: int) -> list[list[int]]:
+        reply = await self.ask(payload, size)
+        if "ids" not in reply:
+            raise PromptError(reply["error"], reply["code"])
+        found: list[list[int]] = reply["ids"]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,34 +348,11 @@ class TextPool:
         raise TextError(f"a text worker for {self._folder} ended {_MAX_FAILED_STARTS} times while starting: {said}")
 
 
-class OwnedPool:
+class OwnedPool(Encoder):
     """A pool's workers, in the turns of one owner."""
 
     def __init__(self, pool: TextPool, owner: str, stream: str) -> None:
         self._pool, self._owner, self._stream = pool, owner, stream
 
-    async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
-        return await self._ids({"text": text, "add_special_tokens": add_special_tokens, "longer": longer}, len(text))
-
-    async def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        options: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
-        longer: int = 1,
-    ) -> list[int]:
-        payload = {"messages": messages, "options": asdict(options), "longer": longer}
-        return await self._ids(payload, sum(len(str(m.get("content", ""))) for m in messages))
-
-    async def check_grammar(self, spec: str) -> None:
-        await self._ids({"grammar": spec}, len(spec))
-
-    async def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        size = sum(map(len, words))
-        reply = await self._pool.ask(self._owner, self._stream, {"words": words}, size)
-        return tuple(map(tuple, reply["ids"]))
-
-    async def ask(self, payload: dict[str, Any], blob: Blob) -> dict[str, Any]:
-        return await self._pool.ask(self._owner, self._stream, payload, len(blob), blob)
-
-    async def _ids(self, payload: dict[str, Any], size: int) -> list[int]:
-        return ids_of(await self._pool.ask(self._owner, self._stream, payload, size))
+    async def ask(self, payload: dict[str, Any], size: int, blob: Blob = b"") -> dict[str, Any]:
+        return await self._pool.ask(self._owner, self._stream, payload, size, blob)

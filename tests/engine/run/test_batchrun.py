@@ -32,8 +32,9 @@ from laddertron.engine.run.past import RunFileError, model_digest
 from laddertron.engine.run.progress import RankKind, Snapshot, Summary
 from laddertron.engine.run.run import RunOptions, run_batch
 from laddertron.engine.sampling import grammar
+from laddertron.engine.text import worker
 from laddertron.engine.text.pool import Encoder
-from laddertron.engine.text.tokenizer import ChatOptions, TextModel
+from laddertron.engine.text.tokenizer import TextModel
 from tiny_text import write_folder
 from waiting import HANG_S
 
@@ -47,19 +48,12 @@ class Direct(Encoder):
     def __init__(self, model: TextModel) -> None:
         self.model = model
 
-    async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
+    async def ask(self, payload: dict[str, Any], size: int, blob: bytes | memoryview = b"") -> dict[str, Any]:
         await asyncio.sleep(0)
-        return self.model.encode(text, add_special_tokens)
-
-    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions, longer: int = 1) -> list[int]:
-        await asyncio.sleep(0)
-        return self.model.encode_chat(messages, options)
+        return worker.answer(self.model, payload, 1 << 20)
 
     async def check_grammar(self, spec: str) -> None:
         grammar.validate(spec)
-
-    async def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        return self.model.bad_word_ids(words)
 
 
 @pytest.fixture(scope="module")

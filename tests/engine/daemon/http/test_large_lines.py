@@ -162,7 +162,7 @@ def test_lines_that_cost_too_much_keep_their_names() -> None:
     asked: list[bool] = []
 
     class Costly:
-        async def ask(self, payload: dict[str, Any], blob: bytes) -> dict[str, Any]:
+        async def ask(self, payload: dict[str, Any], size: int, blob: bytes) -> dict[str, Any]:
             asked.append(payload["ids"])
             if payload["ids"]:
                 raise PromptError("it took 10 s", "prompt_too_costly")
