@@ -59,40 +59,42 @@ _COLLECTIVE = (*_RANK, "op", "link")
 _PORT = ("node", "hca", "port")
 
 
+def _gauge(name: str, help: str, *labels: str) -> Series:
+    return Series(name, "gauge", labels, help)
+
+
+def _counter(name: str, help: str, *labels: str) -> Series:
+    return Series(name, "counter", labels, help)
+
+
+def _histogram(name: str, help: str, bounds: tuple[float, ...], *labels: str) -> Series:
+    return Series(name, "histogram", labels, help, bounds)
+
+
 def _engine() -> Iterator[Series]:
-    replica = ("replica",)
-    yield Series("num_requests_running", "gauge", replica, "Requests with a choice in the running batch.")
-    yield Series("num_requests_waiting", "gauge", replica, "Sequences waiting in the engine for a slot or KV blocks.")
-    yield Series(
+    yield _gauge("num_requests_running", "Requests with a choice in the running batch.", "replica")
+    yield _gauge("num_requests_waiting", "Sequences waiting in the engine for a slot or KV blocks.", "replica")
+    yield _gauge(
         "kv_cache_usage_ratio",
-        "gauge",
-        replica,
         "Share of KV blocks in use; cached blocks that no sequence uses count as free.",
+        "replica",
     )
-    yield Series("kv_cached_blocks", "gauge", replica, "Unreferenced KV blocks, kept for prompts with the same prefix.")
-    yield Series(
-        "engine_oldest_waiting_age_seconds", "gauge", replica, "Age of the oldest request waiting in the engine."
+    yield _gauge("kv_cached_blocks", "Unreferenced KV blocks, kept for prompts with the same prefix.", "replica")
+    yield _gauge("engine_oldest_waiting_age_seconds", "Age of the oldest request waiting in the engine.", "replica")
+    yield _counter("prompt_tokens_total", "Prompt tokens of requests that entered the engine.", "replica")
+    yield _counter("surplus_tokens_total", "Tokens generated past a sequence's end and discarded.", "replica")
+    yield _counter("split_steps_total", "Steps computed as two streams (parallel.split_steps).", "replica")
+    yield _counter(
+        "spec_decode_num_drafts_total", "Decode steps of a sequence with a draft (engine.speculation).", "replica"
     )
-    yield Series("prompt_tokens_total", "counter", replica, "Prompt tokens of requests that entered the engine.")
-    yield Series("surplus_tokens_total", "counter", replica, "Tokens generated past a sequence's end and discarded.")
-    yield Series("split_steps_total", "counter", replica, "Steps computed as two streams (parallel.split_steps).")
-    yield Series(
-        "spec_decode_num_drafts_total",
-        "counter",
-        replica,
-        "Decode steps of a sequence with a draft (engine.speculation).",
+    yield _counter("spec_decode_num_draft_tokens_total", "Draft tokens verified.", "replica")
+    yield _counter("spec_decode_num_accepted_tokens_total", "Draft tokens accepted.", "replica")
+    yield _counter(
+        "spec_decode_num_accepted_tokens_per_pos_total", "Draft tokens accepted, by position.", "replica", "position"
     )
-    yield Series("spec_decode_num_draft_tokens_total", "counter", replica, "Draft tokens verified.")
-    yield Series("spec_decode_num_accepted_tokens_total", "counter", replica, "Draft tokens accepted.")
-    yield Series(
-        "spec_decode_num_accepted_tokens_per_pos_total",
-        "counter",
-        ("replica", "position"),
-        "Draft tokens accepted, by position.",
-    )
-    yield Series("prefix_cache_queries_total", "counter", replica, "Prompt tokens looked up in the prefix cache.")
-    yield Series("prefix_cache_hits_total", "counter", replica, "Prompt tokens found in the prefix cache.")
-    yield Series("num_preemptions_total", "counter", replica, "Sequences preempted for lack of KV blocks.")
+    yield _counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", "replica")
+    yield _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", "replica")
+    yield _counter("num_preemptions_total", "Sequences preempted for lack of KV blocks.", "replica")
     for name, text in (
         ("iteration_tokens", "Tokens computed in one step."),
         ("expert_rows", "Rows computed by one expert in one step, for all experts of a middle layer (CPUs only)."),
@@ -100,189 +102,134 @@ def _engine() -> Iterator[Series]:
         ("request_prefill_time_seconds", "Time from the first step to the first token."),
         ("request_decode_time_seconds", "Time from the first token to the last."),
     ):
-        yield Series(name, "histogram", replica, text, RANK_HISTOGRAMS[name])
+        yield _histogram(name, text, RANK_HISTOGRAMS[name], "replica")
 
 
 def _requests() -> Iterator[Series]:
-    yield Series(
-        "generation_tokens_total",
-        "counter",
-        ("replica",),
-        "Generated tokens, counted as in usage.",
+    yield _counter("generation_tokens_total", "Generated tokens, counted as in usage.", "replica")
+    yield _counter("request_success_total", "Finished choices, by reason.", "finished_reason")
+    yield _histogram(
+        "time_to_first_token_seconds", "Time from arrival at the daemon to the first token.", FIRST_TOKEN_SECONDS
     )
-    yield Series("request_success_total", "counter", ("finished_reason",), "Finished choices, by reason.")
-    yield Series(
-        "time_to_first_token_seconds",
-        "histogram",
-        (),
-        "Time from arrival at the daemon to the first token.",
-        FIRST_TOKEN_SECONDS,
+    yield _histogram("inter_token_latency_seconds", "Time between two tokens of a choice.", INTER_TOKEN_SECONDS)
+    yield _histogram(
+        "e2e_request_latency_seconds", "Time from arrival at the daemon to the last token.", REQUEST_SECONDS
     )
-    yield Series(
-        "inter_token_latency_seconds", "histogram", (), "Time between two tokens of a choice.", INTER_TOKEN_SECONDS
-    )
-    yield Series(
-        "e2e_request_latency_seconds",
-        "histogram",
-        (),
-        "Time from arrival at the daemon to the last token.",
-        REQUEST_SECONDS,
-    )
-    yield Series("request_prompt_tokens", "histogram", (), "Prompt tokens of a request.", TOKENS)
-    yield Series("request_generation_tokens", "histogram", (), "Tokens generated for a request, all choices.", TOKENS)
-    yield Series("key_requests_total", "counter", ("key",), "Requests and batch lines computed for a key.")
-    yield Series("key_tokens_total", "counter", ("key", "tokens"), "Tokens computed for a key, counted as in usage.")
-    yield Series("key_limited_total", "counter", ("key", "limit"), "Requests refused by a limit of their key.")
-    yield Series("nonfinite_logits_total", "counter", (), "Choices ended because their logits were NaN or Inf.")
-    yield Series(
-        "http_requests_total", "counter", ("route", "code"), "HTTP requests by route template and status code."
-    )
-    yield Series(
+    yield _histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+    yield _histogram("request_generation_tokens", "Tokens generated for a request, all choices.", TOKENS)
+    yield _counter("key_requests_total", "Requests and batch lines computed for a key.", "key")
+    yield _counter("key_tokens_total", "Tokens computed for a key, counted as in usage.", "key", "tokens")
+    yield _counter("key_limited_total", "Requests refused by a limit of their key.", "key", "limit")
+    yield _counter("nonfinite_logits_total", "Choices ended because their logits were NaN or Inf.")
+    yield _counter("http_requests_total", "HTTP requests by route template and status code.", "route", "code")
+    yield _histogram(
         "http_request_duration_seconds",
-        "histogram",
-        ("route",),
         "Time from the request to the last byte of the response.",
         HTTP_SECONDS,
+        "route",
     )
 
 
 def _ranks() -> Iterator[Series]:
-    yield Series(
-        "rank_info", "gauge", (*_RANK, "device", "cpu_tier", "threads"), "Always 1; labels describe the rank's device."
+    yield _gauge("rank_info", "Always 1; labels describe the rank's device.", *_RANK, "device", "cpu_tier", "threads")
+    yield _gauge("rank_up", "1 while the rank's heartbeat is at most 3 s old.", *_RANK)
+    yield _gauge("rank_heartbeat_timestamp_seconds", "Time of the rank's last heartbeat, unix seconds.", *_RANK)
+    yield _histogram(
+        "step_duration_seconds", "Duration of one step on one rank.", RANK_HISTOGRAMS["step_duration_seconds"], *_RANK
     )
-    yield Series("rank_up", "gauge", _RANK, "1 while the rank's heartbeat is at most 3 s old.")
-    yield Series("rank_heartbeat_timestamp_seconds", "gauge", _RANK, "Time of the rank's last heartbeat, unix seconds.")
-    yield Series(
-        "step_duration_seconds",
-        "histogram",
-        _RANK,
-        "Duration of one step on one rank.",
-        RANK_HISTOGRAMS["step_duration_seconds"],
-    )
-    yield Series(
-        "last_step_timestamp_seconds", "gauge", _RANK, "Time when the rank last completed a step, unix seconds."
-    )
-    yield Series(
+    yield _gauge("last_step_timestamp_seconds", "Time when the rank last completed a step, unix seconds.", *_RANK)
+    yield _gauge(
         "straggler_score",
-        "gauge",
-        _RANK,
         "The rank's own time per step (without waits for others) divided by the other ranks' mean, last 15 s.",
+        *_RANK,
     )
-    yield Series(
-        "rank_run_delay_seconds_total",
-        "counter",
-        _RANK,
-        "Time the rank's step thread was runnable but had no CPU.",
-    )
+    yield _counter("rank_run_delay_seconds_total", "Time the rank's step thread was runnable but had no CPU.", *_RANK)
     middle = "Rows computed by the rank's experts in a middle layer."
-    yield Series("rank_expert_rows_total", "counter", _RANK, middle)
-    yield Series(
+    yield _counter("rank_expert_rows_total", middle, *_RANK)
+    yield _gauge(
         "expert_imbalance",
-        "gauge",
-        ("replica",),
         "Rows of the rank with the most expert rows, divided by the mean of ranks with experts, last 15 s.",
+        "replica",
     )
-    yield Series("rank_resident_memory_bytes", "gauge", _RANK, "The rank process's memory on the host.")
-    yield Series(
+    yield _gauge("rank_resident_memory_bytes", "The rank process's memory on the host.", *_RANK)
+    yield _counter(
         "collective_seconds_total",
-        "counter",
-        (*_COLLECTIVE, "exposure"),
         "Time of collectives: hidden (overlapped with computation) or exposed (waited for).",
+        *_COLLECTIVE,
+        "exposure",
     )
-    yield Series(
+    yield _counter(
         "layer_collective_seconds_total",
-        "counter",
-        (*_RANK, "layer", "link", "exposure"),
         "Time of all-reduces, by the wiring and the sub-block whose output they sum.",
+        *_RANK,
+        "layer",
+        "link",
+        "exposure",
     )
-    yield Series("collective_bytes_total", "counter", _COLLECTIVE, "Message bytes of collectives.")
-    yield Series("collectives_total", "counter", _COLLECTIVE, "Collectives completed.")
-    yield Series(
-        "overlap_ratio",
-        "gauge",
-        ("replica", "op", "link"),
-        "Share of collective time that is hidden, all ranks, last 15 s.",
+    yield _counter("collective_bytes_total", "Message bytes of collectives.", *_COLLECTIVE)
+    yield _counter("collectives_total", "Collectives completed.", *_COLLECTIVE)
+    yield _gauge(
+        "overlap_ratio", "Share of collective time that is hidden, all ranks, last 15 s.", "replica", "op", "link"
     )
 
 
 def _hosts() -> Iterator[Series]:
-    yield Series("infiniband_port_up", "gauge", _PORT, "1 while the RDMA port is active.")
-    yield Series("infiniband_received_bytes_total", "counter", _PORT, "Bytes received by the port.")
-    yield Series("infiniband_transmitted_bytes_total", "counter", _PORT, "Bytes sent by the port.")
-    yield Series(
+    yield _gauge("infiniband_port_up", "1 while the RDMA port is active.", *_PORT)
+    yield _counter("infiniband_received_bytes_total", "Bytes received by the port.", *_PORT)
+    yield _counter("infiniband_transmitted_bytes_total", "Bytes sent by the port.", *_PORT)
+    yield _counter(
         "infiniband_transmit_wait_ticks_total",
-        "counter",
-        _PORT,
         "Ticks in which data waited for flow-control credits (congestion).",
+        *_PORT,
     )
-    yield Series("infiniband_errors_total", "counter", ("node", "error", "hca", "port"), "Port errors, by kind.")
-    yield Series("gpu_memory_used_bytes", "gauge", _RANK, "Memory in use on the rank's GPU.")
-    yield Series("gpu_memory_total_bytes", "gauge", _RANK, "Memory of the rank's GPU.")
-    yield Series("gpu_utilization_ratio", "gauge", _RANK, "Share of time with a kernel running.")
-    yield Series("gpu_temperature_celsius", "gauge", _RANK, "Temperature of the rank's GPU.")
-    yield Series("gpu_power_watts", "gauge", _RANK, "Power drawn by the rank's GPU.")
-    yield Series("gpu_sm_clock_hertz", "gauge", _RANK, "SM clock of the rank's GPU.")
-    yield Series("gpu_throttled", "gauge", (*_RANK, "reason"), "1 while the GPU's clocks are lowered for this reason.")
-    yield Series("gpu_ecc_errors_total", "counter", (*_RANK, "error"), "Memory errors since the driver was loaded.")
+    yield _counter("infiniband_errors_total", "Port errors, by kind.", "node", "error", "hca", "port")
+    yield _gauge("gpu_memory_used_bytes", "Memory in use on the rank's GPU.", *_RANK)
+    yield _gauge("gpu_memory_total_bytes", "Memory of the rank's GPU.", *_RANK)
+    yield _gauge("gpu_utilization_ratio", "Share of time with a kernel running.", *_RANK)
+    yield _gauge("gpu_temperature_celsius", "Temperature of the rank's GPU.", *_RANK)
+    yield _gauge("gpu_power_watts", "Power drawn by the rank's GPU.", *_RANK)
+    yield _gauge("gpu_sm_clock_hertz", "SM clock of the rank's GPU.", *_RANK)
+    yield _gauge("gpu_throttled", "1 while the GPU's clocks are lowered for this reason.", *_RANK, "reason")
+    yield _counter("gpu_ecc_errors_total", "Memory errors since the driver was loaded.", *_RANK, "error")
 
 
 def _daemon() -> Iterator[Series]:
-    yield Series("build_info", "gauge", ("version", "model", "wiring"), "Always 1; labels give version and model.")
-    yield Series("engine_ready", "gauge", ("replica",), "1 while the replica accepts requests.")
-    yield Series("engine_phase", "gauge", ("replica", "phase"), "1 for the replica's phase, 0 for the others.")
-    yield Series(
-        "engine_phase_start_timestamp_seconds", "gauge", ("replica",), "Time when the phase began, unix seconds."
-    )
-    yield Series("engine_load_seconds", "gauge", ("replica",), "Duration of the last load; 0 before the first.")
-    yield Series("kv_cache_tokens", "gauge", ("replica",), "Tokens that fit in the replica's KV cache.")
-    yield Series(
-        "engine_standby", "gauge", ("replica",), "1 while a hot standby is ready to take over (daemon.standby)."
-    )
-    yield Series("config_reloads_total", "counter", ("outcome",), "Reloads of the deployment file, by outcome.")
-    yield Series("engine_restarts_total", "counter", ("replica", "reason"), "Failed launches, by kind of failure.")
-    yield Series(
+    yield _gauge("build_info", "Always 1; labels give version and model.", "version", "model", "wiring")
+    yield _gauge("engine_ready", "1 while the replica accepts requests.", "replica")
+    yield _gauge("engine_phase", "1 for the replica's phase, 0 for the others.", "replica", "phase")
+    yield _gauge("engine_phase_start_timestamp_seconds", "Time when the phase began, unix seconds.", "replica")
+    yield _gauge("engine_load_seconds", "Duration of the last load; 0 before the first.", "replica")
+    yield _gauge("kv_cache_tokens", "Tokens that fit in the replica's KV cache.", "replica")
+    yield _gauge("engine_standby", "1 while a hot standby is ready to take over (daemon.standby).", "replica")
+    yield _counter("config_reloads_total", "Reloads of the deployment file, by outcome.", "outcome")
+    yield _counter("engine_restarts_total", "Failed launches, by kind of failure.", "replica", "reason")
+    yield _gauge(
         "engine_last_failure_timestamp_seconds",
-        "gauge",
-        ("replica", "reason", *CULPRIT),
         "Time of the replica's last failure; labels give the failed rank.",
+        "replica",
+        "reason",
+        *CULPRIT,
     )
-    yield Series(
-        "rank_desync_total", "counter", ("replica",), "Launches ended because ranks computed different tokens."
-    )
-    yield Series(
-        "quarantined_requests_total", "counter", (), "Requests rejected because they repeatedly crashed a rank."
-    )
-    yield Series("batch_jobs", "gauge", ("status",), "Batches by status.")
-    yield Series("batch_requests", "gauge", ("status",), "Lines of running batches: left, completed, failed.")
-    yield Series(
-        "dispatch_requests", "gauge", ("status",), "Requests in the daemon: waiting for a replica, or in flight."
-    )
-    yield Series("batch_eta_seconds", "gauge", (), "Time until all queued lines are answered, at the present rate.")
-    yield Series("oldest_queued_request_age_seconds", "gauge", (), "Age of the oldest batch with lines left.")
-    yield Series("batch_deadline_seconds", "gauge", (), "Time until the first running batch expires.")
-    yield Series(
+    yield _counter("rank_desync_total", "Launches ended because ranks computed different tokens.", "replica")
+    yield _counter("quarantined_requests_total", "Requests rejected because they repeatedly crashed a rank.")
+    yield _gauge("batch_jobs", "Batches by status.", "status")
+    yield _gauge("batch_requests", "Lines of running batches: left, completed, failed.", "status")
+    yield _gauge("dispatch_requests", "Requests in the daemon: waiting for a replica, or in flight.", "status")
+    yield _gauge("batch_eta_seconds", "Time until all queued lines are answered, at the present rate.")
+    yield _gauge("oldest_queued_request_age_seconds", "Age of the oldest batch with lines left.")
+    yield _gauge("batch_deadline_seconds", "Time until the first running batch expires.")
+    yield _gauge(
         "batch_overdue_seconds",
-        "gauge",
-        (),
         "Longest time by which a batch will miss its window at the present rate; negative if none will.",
     )
-    yield Series(
-        "store_commit_seconds",
-        "histogram",
-        (),
-        "Duration of a grouped commit to the store, with fsync.",
-        COMMIT_SECONDS,
+    yield _histogram("store_commit_seconds", "Duration of a grouped commit to the store, with fsync.", COMMIT_SECONDS)
+    yield _gauge("store_writable", "1 while the store accepts writes.")
+    yield _counter("store_errors_total", "Failed writes to the store.")
+    yield _gauge(
+        "clock_jump_seconds", "Size of the clock jump that paused deletion and expiry; 0 if they are not paused."
     )
-    yield Series("store_writable", "gauge", (), "1 while the store accepts writes.")
-    yield Series("store_errors_total", "counter", (), "Failed writes to the store.")
-    yield Series(
-        "clock_jump_seconds",
-        "gauge",
-        (),
-        "Size of the clock jump that paused deletion and expiry; 0 if they are not paused.",
-    )
-    yield Series("disk_free_bytes", "gauge", (), "Free space on the data folder's disk.")
-    yield Series("disk_size_bytes", "gauge", (), "Size of the data folder's disk.")
+    yield _gauge("disk_free_bytes", "Free space on the data folder's disk.")
+    yield _gauge("disk_size_bytes", "Size of the data folder's disk.")
 
 
 GROUPS: Mapping[str, tuple[Series, ...]] = {

@@ -1,6 +1,4 @@
-"""The values of catalogue.py's series for a scrape. Thread-safe. Counters of ranks continue over a relaunch; a rank
-that is silent for RANK_UP_S is down.
-"""
+"""The values of catalogue.py's series for a scrape. Thread-safe."""
 
 from __future__ import annotations
 

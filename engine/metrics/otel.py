@@ -1,6 +1,5 @@
-"""Requests for OpenTelemetry (extra `otel`), by its semantic conventions for generative AI: spans, and the histograms
-of a server. Both are made from an answered body's times, so a request pays for nothing before its end. W3C
-`traceparent` names a request's parent.
+"""Spans and histograms of requests by OpenTelemetry's conventions for generative AI (extra `otel`). They are made from
+an answered body's times, so a request pays for nothing before its end.
 """
 
 from __future__ import annotations
@@ -114,8 +113,7 @@ def export_spans(endpoint: str, model: str, service: str = "laddertron") -> Requ
 
 
 def export_histograms(endpoint: str, model: str, service: str = "laddertron") -> RequestHistograms:
-    """Histograms to an OTLP/HTTP collector every minute, such as http://127.0.0.1:4318/v1/metrics. Raises
-    TelemetryError."""
+    """Histograms every minute to a collector such as http://127.0.0.1:4318/v1/metrics. Raises TelemetryError."""
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider
