@@ -1,6 +1,4 @@
-"""The deployment file: `load(path, overrides) -> Deployment`, frozen, strict, every error reported at once.
-Reads the file alone; `laddertron check` looks at the folders that it names.
-"""
+"""The deployment file, strict, every error reported at once. `laddertron check` looks at the folders that it names."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ class LoadedDeployment:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A deployment as far as readable, its `faults`, and in `bad` the keys that hold defaults instead of the file's
-    values."""
+    """A deployment as far as readable; `bad`: keys that hold defaults instead of the file's values."""
 
     loaded: LoadedDeployment
     faults: tuple[str, ...]

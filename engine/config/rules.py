@@ -1,6 +1,4 @@
-"""The constraints between keys of a deployment, one row each. A new one is a new row, and a case in
-`RULE_CASES` of tests/engine/config/test_deploy_config.py.
-"""
+"""The constraints between keys, one row each; RULE_CASES of test_deploy_config.py has a case for each."""
 
 from __future__ import annotations
 

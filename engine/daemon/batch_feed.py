@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..config.schema import LimitsConfig
 from ..metrics.observer import AnswerTimes
@@ -52,9 +51,6 @@ class Gate:
 
 def rules_of(batch: BatchRow, limits: LimitsConfig) -> LineRules:
     return LineRules(batch.endpoint, limits.max_line_bytes, limits.max_lines)
-
-
-_answers = partial(records.answers_after, limit=_BREATH)
 
 
 class BatchFeed(LineFlights):
@@ -108,13 +104,12 @@ class BatchFeed(LineFlights):
         most = limits.max_model_len if ids and limits is not None else _ANY
         return await prepare_line(line, self.batch.endpoint, served, most, self._encoder, ids)
 
-    def checked(self, line: BatchLine) -> Coroutine[Any, Any, Ready]:
+    async def checked(self, line: BatchLine) -> BatchLine:
         """A large line, without its ids."""
-        return self._large(line, ids=False)
+        return (await self._large(line, ids=False))[0]
 
     async def reuse(self, batch_id: str) -> None:
-        """Takes over an earlier batch's answers of the same model to lines that stand in both files, byte for byte.
-        They are not charged again. Raises StoreUnavailable or OSError."""
+        """Copies an earlier batch's answers of the same model to lines that are in both files; they are not charged."""
         earlier = await self._store.read(lambda db: records.get_batch(db, batch_id, self.batch.owner))
         if earlier is None:
             return
@@ -131,7 +126,9 @@ class BatchFeed(LineFlights):
             return
         last: int | None = 0
         while last is not None:
-            part, last = await self._store.read(partial(_answers, batch_id=batch_id, number=last))
+            part, last = await self._store.read(
+                partial(records.answers_after, batch_id=batch_id, number=last, limit=_BREATH)
+            )
             taken = [replace(found, number=numbers[found.number]) for found in part if found.number in numbers]
             add = partial(records.add_results, batch_id=self.batch.id, results=taken, epoch=self._store.generation)
             await self._store.write(partial(add, day=None))
@@ -152,7 +149,7 @@ class BatchFeed(LineFlights):
         with self._path.open("rb") as file:
             part: list[Result] = []
             async for found in off_loop(read_lines(file, self._rules, finished, large=True), self._in_turn):
-                line = found if found.raw is None else (await self.checked(found))[0]
+                line = found if found.raw is None else await self.checked(found)
                 if line.custom_id is not None:
                     out = error_line(line.custom_id, answer_id(self.batch.id, line), error)
                     part.append(Result(line.custom_id, line.number, False, out.decode()))

@@ -1,6 +1,4 @@
-"""The life of every batch: checked, computed (batch_feed.py), its files made; cancelled, expired, failed, deleted.
-Its state is in the store alone, so a restarted daemon resumes every open batch at its status.
-"""
+"""The life of every batch. Its state is in the store alone: a restarted daemon resumes each at its status."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, BinaryIO
 
-from ..openai.batch_input import MAX_ERRORS, BatchLine, check_file
+from ..openai.batch_input import MAX_ERRORS, check_file
 from ..openai.errors import ApiError
 from .batch_feed import BatchFeed, Gate, rules_of
 from .core import Core
@@ -67,8 +65,7 @@ class Batches:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def engine_over(self, reason: str) -> None:
-        """Nothing will run any more: batches whose lines were in the engine when it died fail, the others wait for
-        another daemon."""
+        """Batches whose lines were in the engine when it died fail; the others wait for another daemon."""
         self._over = reason
         for batch_id, feed in self._feeds.items():
             if feed.lost_some:
@@ -182,8 +179,8 @@ class Batches:
                     if batch.status != "finalizing" and not checked:
                         await self._check_input(batch)
                         checked = True
-                    if batch.status != "finalizing" and fault is not None:
-                        batch = await self._without_input(batch, fault)
+                    if batch.status != "finalizing" and fault is not None:  # fails with the results that there are
+                        batch = await self._name_files(batch, "failed", _error(fault.code, str(fault)))
                     else:
                         batch = await self._step(batch)
                     log.info("batch %s is %s", batch.id, batch.status, extra=said)
@@ -198,7 +195,7 @@ class Batches:
                     log.error("batch %s waits: %s", batch.id, error, extra=said)
                     await asyncio.sleep(1.0)
                     await self._store.usable()
-                    batch = await self._reread(batch)
+                    batch = await self._store.read(partial(records.batch_of, batch_id=batch.id))
         except KeyError:
             log.warning("batch %s is gone", batch.id, extra=said)
         except Exception:
@@ -223,16 +220,6 @@ class Batches:
             raise InputFault("input_file_missing", f"input file {batch.input_file_id} was deleted")
         await self._store.in_turn(batch.owner, lambda: check_input(file, self._store.path_of(file.id)))
 
-    async def _without_input(self, batch: BatchRow, fault: InputFault) -> BatchRow:
-        """Fails with the results that there are."""
-        return await self._name_files(batch, "failed", _error(fault.code, str(fault)))
-
-    async def _reread(self, batch: BatchRow) -> BatchRow:
-        found = await self._store.read(lambda db: records.get_batch(db, batch.id))
-        if found is None:
-            raise KeyError(batch.id)
-        return found
-
     async def _step(self, batch: BatchRow) -> BatchRow:
         match batch.status:
             case "validating":
@@ -247,15 +234,11 @@ class Batches:
     async def _check(self, batch: BatchRow) -> BatchRow:
         """One file of a key at once; in_turn divides the time between keys."""
         feed, core = self._feed(batch), self._core
-
-        async def large(line: BatchLine) -> BatchLine:
-            return (await feed.checked(line))[0]
-
         async with self._checking[batch.owner]:
             with self._store.path_of(batch.input_file_id).open("rb") as file:
                 in_turn = partial(self._store.in_turn, batch.owner)
                 rules = rules_of(batch, core.limits)
-                check = await check_file(file, rules, core.served_model_name, in_turn, large)
+                check = await check_file(file, rules, core.served_model_name, in_turn, feed.checked)
         now = self._clock.stamp()
         # a line for another model gets its own error line, like a prompt that is too long; a file of nothing else
         # was sent to the wrong server
@@ -327,9 +310,7 @@ class Batches:
         now = self._clock.stamp()
 
         def work(rows: Rows) -> BatchRow:
-            found = records.get_batch(rows.db, batch.id)
-            if found is None:
-                raise KeyError(batch.id)
+            found = records.batch_of(rows.db, batch.id)
             names: dict[str, Any] = {
                 "output_file_id": found.output_file_id or (new_id("file-") if found.completed else None),
                 "error_file_id": found.error_file_id or (new_id("file-") if found.failed else None),

@@ -1,6 +1,5 @@
-"""Distributes requests over the replicas: interactive ones first, each to the least loaded replica.
-Requests of a failed replica are submitted again with the next epoch and resume after the last reported token;
-flight.py decides which request is to blame.
+"""Distributes requests over the replicas: interactive ones first, each to the least loaded replica. Requests of a
+failed replica are submitted again with the next epoch and resume after the last reported token.
 """
 
 from __future__ import annotations
@@ -123,8 +122,7 @@ class _Lines:
 
 
 class Dispatcher:
-    """`jobs`: one a replica, not started. `relaunches`: whether a job that died comes back, and what it lost runs
-    again. Everything on one event loop."""
+    """`jobs`: one a replica, not started. `relaunches`: whether what a job lost runs again. On one event loop."""
 
     def __init__(self, jobs: Sequence[EngineJob], observer: DispatchObserver, relaunches: bool = True) -> None:
         self.observer, self._relaunches = observer, relaunches
@@ -295,8 +293,7 @@ class Dispatcher:
         self.pump()
 
     def passed(self, replica: _Replica, flight: Flight) -> None:
-        """It ran alone, and is past the place where ranks died: others join it, or it makes room for the next to run
-        alone."""
+        """It is past the place where ranks died: others join it, or the next isolated request takes its place."""
         replica.alone = None
         if self._isolated:
             replica.leave(flight, cancel=True)

@@ -1,5 +1,4 @@
-"""One body on its way through the engine, and who wants its answer. Made by line_flights.py and
-engine/daemon/http/generate.py."""
+"""One body on its way through the engine, and the owner of its answer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Lines of a file on their way through the dispatcher, and what comes of them: shared by the daemon's batches
-(batch_feed.py) and `laddertron run` (engine/run/run.py). Knows no files and no store.
-"""
+"""Lines of a file on their way through the dispatcher: for the daemon's batches and `laddertron run`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The daemon: store, text workers, replicas, batches and HTTP, until a signal or a failure. `run` returns the exit
-code.
-"""
+"""The daemon: store, text workers, replicas, batches and HTTP, until a signal or a failure."""
 
 from __future__ import annotations
 
@@ -74,12 +72,12 @@ class Daemon:
         self._stop.set()
 
     async def run(self, listener: socket.socket, metrics_listener: socket.socket | None = None) -> int:
-        """Until stopped (0) or failed (1). `metrics_listener`: for probes and /metrics. Raises DiskError, TextError or
-        OSError where it cannot begin."""
+        """The exit code: 0 if stopped, 1 if failed. Raises DiskError, TextError or OSError where it cannot begin."""
         async with contextlib.AsyncExitStack() as stack:
             store = await self._open_store()
             stack.push_async_callback(store.close)
-            pool = TextPool(self._parts.text_folder, self._pool_limits(), body_worker.MODULE)
+            limits = PoolLimits(max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids)
+            pool = TextPool(self._parts.text_folder, limits, body_worker.MODULE)
             await stack.enter_async_context(pool)
             keys = self._parts.keys
             usage = Usage(store, self._parts.observer, (lambda owner: NO_LIMITS) if keys is None else keys.limits_of)
@@ -97,12 +95,11 @@ class Daemon:
             await batches.start()
             stack.push_async_callback(batches.close)
             daemon = self._deployment.daemon
-            limits = daemon.limits
             options = ServerOptions(
-                connections_within(limits.max_connections),
-                limits.max_connections_per_address,
-                limits.max_header_bytes,
-                limits.header_timeout,
+                connections_within(daemon.limits.max_connections),
+                daemon.limits.max_connections_per_address,
+                daemon.limits.max_header_bytes,
+                daemon.limits.header_timeout,
                 daemon.tls_cert,
                 daemon.tls_key,
             )
@@ -189,9 +186,6 @@ class Daemon:
         options = replace(given, export_dir=export, observe_commit=observer.commit, observe_error=observer.store_error)
         return await open_store(Path(daemon.data_dir), options)
 
-    def _pool_limits(self) -> PoolLimits:
-        return PoolLimits(max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids)
-
     @staticmethod
     async def _flush(usage: Usage) -> None:
         with contextlib.suppress(StoreUnavailable):
@@ -207,8 +201,8 @@ class Daemon:
 
 
 async def calm_collector(daemon: Daemon) -> None:
-    """Once the door is open: what was imported and made until then stays. The collector need not walk through it again
-    and again, which would hold every stream up for a tenth of a second. For a process that is this daemon's alone."""
+    """Once the daemon listens, exempts what exists from garbage collection, which would hold every stream up for a
+    tenth of a second. For a process that is this daemon's alone."""
     await daemon.started.wait()
     gc.collect()
     gc.freeze()

@@ -1,6 +1,4 @@
-"""Counts requests and tokens of each key by day (UTC) and enforces its limits. Batch lines are counted in the
-transaction that stores them, other requests about once a second.
-"""
+"""Counts requests and tokens of each key by day (UTC) and enforces its limits."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ class Usage:
         limits_of: Callable[[str], KeyLimits],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._observer, self._limits_of, self._monotonic = store, observer, limits_of, monotonic
+        self._store, self._observer, self.limits_of, self._monotonic = store, observer, limits_of, monotonic
         self._budgets: dict[str, tuple[float, float]] = {}  # requests that may come now, and as of when
         self._open: Counter[str] = Counter()
         self._day = 0
@@ -53,12 +51,9 @@ class Usage:
         for row in await self._store.read(lambda db: records.read_usage(db, None, day)):
             self._today[row["owner"]] += row["prompt_tokens"] + row["completion_tokens"]
 
-    def limits_of(self, owner: str) -> KeyLimits:
-        return self._limits_of(owner)
-
     def enter(self, owner: str, computes: bool) -> None:
         """One more request of the owner; `computes`: it asks for tokens. Raises ApiError, and then it is none."""
-        limits = self._limits_of(owner)
+        limits = self.limits_of(owner)
         if (most := limits.concurrent_requests) is not None and self._open[owner] >= most:
             self._refuse(owner, "concurrent_requests", f"{most} requests of this key are being answered", 1)
         if computes and (late := self.exhausted(owner)):
@@ -81,12 +76,12 @@ class Usage:
 
     def exhausted(self, owner: str) -> float:
         """Seconds until the owner may have tokens again; 0: now."""
-        day, most = self._turn(), self._limits_of(owner).tokens_per_day
+        day, most = self._turn(), self.limits_of(owner).tokens_per_day
         return (day + 1) * DAY - self._store.clock.now() if most is not None and self._today[owner] >= most else 0.0
 
     def check_stored(self, owner: str, stored: int, more: int) -> None:
         """Before `more` bytes are added to what the owner has stored. Raises ApiError."""
-        most = self._limits_of(owner).stored_bytes
+        most = self.limits_of(owner).stored_bytes
         if most is not None and stored + more > most:
             message = f"this key has stored {stored} bytes and may store {most}: delete files, or send less than {more}"
             self._refuse(owner, "stored_bytes", message, 60)

@@ -1,6 +1,4 @@
-"""Reads a batch file line by line, bounded, for `laddertron run` and the Batch API. A bad line is a Line with its
-error.
-"""
+"""Reads a batch file line by line, bounded, for `laddertron run` and the Batch API."""
 
 from __future__ import annotations
 
@@ -204,8 +202,7 @@ def _raw_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | N
 
 
 def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int]:
-    """Number in the earlier file -> number in the later one, of every line that is the same in both, but for white
-    space around it. Memory: 16 bytes a line. Raises OSError."""
+    """Number in the earlier file -> in the later one, of lines with the same digest. Memory: 16 bytes a line."""
 
     def digests(path: Path) -> Iterator[tuple[bytes, int]]:
         with path.open("rb") as file:
@@ -218,8 +215,7 @@ def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int
 
 @dataclass(slots=True)
 class FileCheck:
-    """Checks a whole batch file: how many lines, and by their numbers the first MAX_ERRORS that are bad, and of
-    the `unserved`, which are good but for their model."""
+    """How many lines a file has; the first MAX_ERRORS bad ones by number, and those for another model."""
 
     lines: int = 0
     unserved: int = 0
@@ -234,8 +230,7 @@ async def check_file(
     in_thread: InThread,
     large: Callable[[BatchLine], Awaitable[BatchLine]],
 ) -> FileCheck:
-    """Reads a batch file to its end, off the loop; `large` looks at a large line. An empty file has one error, at
-    line 0."""
+    """Reads a whole batch file, off the loop; `large` checks a large line. An empty file has an error at line 0."""
     check, seen = FileCheck(), set[bytes]()
     async for found in off_loop(read_lines(file, rules, large=True, seen=seen), in_thread):
         line = found if found.raw is None else once(await large(found), seen)

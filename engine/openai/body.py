@@ -54,7 +54,6 @@ class Body(NamedTuple):
     include_reasoning: bool = True
     priority: int = 0
     cache_salt: str = ""
-    user: str | None = None
 
 
 _BODY_NAMES, _GRAMMAR_NAMES = frozenset(Body._fields), frozenset(GrammarFields.model_fields)
@@ -68,8 +67,7 @@ def parse_body(data: bytes, endpoint: Endpoint) -> Body:
 
 
 def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
-    """A body of /tokenize: a chat's or a completion's of one prompt; and whether token strings are wanted. Raises
-    ApiError."""
+    """A body of /tokenize: a chat's, or a completion's of one prompt; and whether token strings are wanted."""
     if type(value) is not dict:
         raise ApiError("the body must be a JSON object", code="invalid_type")
     named = value.get("return_token_strs")

@@ -1,6 +1,4 @@
-"""Turns bodies into token ids: small ones in place, large ones in a text worker (engine/text/pool.py runs this module).
-A large one returns as its prompts' ids and the body without prompts.
-"""
+"""Turns bodies into token ids: small ones in place, large ones in a text worker, which runs this module."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Log probabilities as clients know them: the chat API's content list, the completions API's parallel lists, vLLM's
-prompt_logprobs. Pure: TokenLogprobs and a tokenizer's Pieces in, JSON values out.
-"""
+"""Log probabilities as JSON values of the chat API, of the completions API and of vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Response bodies and streamed chunks from tokens: an `Answer` passes events to its choices (choice.py); and its pieces
-as server-sent events, in bytes.
-"""
+"""Response bodies, streamed chunks and server-sent events from tokens."""
 
 from __future__ import annotations
 
@@ -178,7 +176,7 @@ class Answer:
                 out.append(self._chunk(delta.choice, part, scored))
         finish = delta.finish
         if self.divided:
-            parts = self._parts_of(delta.choice)
+            parts = choice.chat = choice.chat or self._new_parts(delta.choice)
             found = parts.push(delta.text, finish is not None)
             for part in self._shown(found):
                 out.append(self._chunk(delta.choice, {"delta": part}, None))
@@ -197,13 +195,6 @@ class Answer:
                 shown.update(choice.digest())
             out.append(self._chunk(delta.choice, shown, logprobs, finish, delta.stop_reason))
         return out
-
-    def _parts_of(self, index: int) -> ChatParts:
-        """A stream's parts, kept from delta to delta."""
-        choice = self._choices[index]
-        if choice.chat is None:
-            choice.chat = self._new_parts(index)
-        return choice.chat
 
     def _new_parts(self, index: int) -> ChatParts:
         body = self.body

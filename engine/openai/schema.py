@@ -1,6 +1,4 @@
-"""The fields of /v1/chat/completions and /v1/completions as pydantic models: OpenAI's and vLLM's. Sampling fields
-follow from engine/request.py's SamplingParams; body.py checks the rules between fields.
-"""
+"""Request bodies as pydantic models: OpenAI's fields and vLLM's. Sampling fields follow from SamplingParams."""
 
 from __future__ import annotations
 

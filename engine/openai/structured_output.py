@@ -1,6 +1,4 @@
-"""Converts `response_format`, `guided_*` and `structured_outputs` to one grammar in llguidance's JSON form, or None.
-Checks shape and size; the library finds out whether the grammar compiles.
-"""
+"""Converts `response_format`, `guided_*` and `structured_outputs` to one grammar in llguidance's JSON form."""
 
 from __future__ import annotations
 

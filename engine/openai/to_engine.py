@@ -100,8 +100,7 @@ def to_requests(
     max_choices: int | None = None,
 ) -> list[Request]:
     """One engine request a prompt, `request_id` suffixed `.1`, `.2` … after the first. `text`: for its end tokens, in
-    addition to the model's. Raises ApiError for what this model cannot do (prompt too long, n beyond its slots, ids
-    beyond its vocabulary)."""
+    addition to the model's. Raises ApiError for what this model cannot do."""
     most = min(limits.max_num_seqs, max_choices or limits.max_num_seqs)
     given = body.params
     if body.tools and text is not None and not (text.tool_format if body.tool_choice == "auto" else text.takes_tools):

@@ -1,6 +1,4 @@
-"""What an interrupted `laddertron run` left in its files, for `--resume`: finished lines, and answers to lines that
-changed since. All must be of one model.
-"""
+"""What an interrupted `laddertron run` left in its files, for `--resume`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`laddertron run`: lines of a file in, answers out, through jobs that are never relaunched. Holds a bounded number of
-requests, whichever size the file has.
-"""
+"""`laddertron run`: lines of a file in, answers out, through jobs that are never relaunched. Memory is bounded."""
 
 from __future__ import annotations
 
@@ -143,8 +141,7 @@ class _Run(LineFlights):
         return False
 
     async def go(self, stop: asyncio.Event) -> None:
-        """Until every line is answered, or nothing more can be; once `stop` is set until what is under way is, for at
-        most `drain_s`."""
+        """Until every line is answered or none can be; once `stop` is set, what is under way, for at most `drain_s`."""
         answering, stopping = asyncio.create_task(self._answer_all()), asyncio.create_task(stop.wait())
         try:
             await _first({answering, stopping, self._ended})

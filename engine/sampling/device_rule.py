@@ -38,8 +38,7 @@ def kept(x: Tensor, filters: Tensor) -> Tensor:
 
 
 def filtered(x: Tensor, filters: Tensor, first: int, columns: int, top_k: bool, top_p: bool) -> Tensor:
-    """Logits x [R, V] of the ids [first, first + columns), -inf where `kept` drops one. top_k and top_p: whether any
-    row has one."""
+    """Logits x [R, V] of ids [first, first + columns), -inf where `kept` drops one. top_k, top_p: any row has one."""
     mine = slice(first, first + columns)
     return torch.where(in_turns(kept, x, filters)[:, mine], x[:, mine], -torch.inf)
 

@@ -1,5 +1,4 @@
-"""Digests of rows, to compare results bit for bit without keeping or sending them. They find differences; they keep no
-secret, and do not resist an attacker who constructs a collision."""
+"""Digests of rows, to compare results bit for bit; not against an attacker who constructs a collision."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Structured output through llguidance: the grammars of requests at work on one rank's shard of the logits. A grammar
-arrives in the library's JSON (engine/openai/structured_output.py), checked (`GrammarSlots.check`); every rank compiles
-it for its slot, masks its shard and advances it with each drawn id. Without the extra (`laddertron[grammar]`)
-`available` is False and any grammar is a ValueError. No torch.
+"""Structured output through llguidance. A grammar arrives in the library's JSON (engine/openai/structured_output.py),
+checked (`GrammarSlots.check`); every rank compiles it for its slot, masks its shard and advances it with each drawn id.
+Without the extra (`laddertron[grammar]`) `available` is False and any grammar is a ValueError. No torch.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ are held, since what costs time costs memory. A prime `multipleOf` of a million 
 library's fuel."""
 _TRIAL_IDS, _STRIDE = 16, 7919  # a prime: ids from all over what is allowed
 MAX_WHITESPACE = 32
-"""Characters of white space in a row, where nothing else may be repeated: small models like to go on with blanks for
-ever."""
+"""Characters of white space in a row, where nothing else may be repeated: small models may emit blanks for ever."""
 _PROBES = 64
 
 
@@ -97,8 +95,7 @@ class _Blanks:
 
 
 class GrammarState:
-    """One sequence's position in its grammar: a matcher of the library. A failed one (a spec that slipped through the
-    door, a resource limit of the library) allows nothing."""
+    """One sequence's position in its grammar. A failed matcher (a resource limit of the library) allows nothing."""
 
     def __init__(self, matcher: Any, blanks: _Blanks | None = None, run: int = 0, last: int = -1) -> None:
         """run: characters of white space at the end; last: the token before."""
@@ -177,8 +174,7 @@ class Grammars:
 
 
 class NoGrammars(Grammars):
-    """Stands where grammars cannot be had: a request that wants one all the same ends alone, with the reason. It is
-    every sequence's matcher, and a failed one."""
+    """Stands in where grammars are unavailable: every sequence's matcher, which has failed for this reason."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -202,8 +198,7 @@ class NoGrammars(Grammars):
 
 
 class GrammarSlots(Grammars):
-    """The grammars of one rank's slots, for the sampler: where one allows nothing, it ends that request alone, with
-    `failure`'s words."""
+    """The grammars of one rank's slots. One that allows nothing ends its request alone, with `failure`'s message."""
 
     def __init__(
         self,

@@ -70,8 +70,8 @@ class Scorer:
         return [TokenLogprob(int(i), float(p), tuple(b)) for i, p, b in zip(ids, own, best, strict=True)]
 
     def score(self, logits_TV: Tensor, targets: npt.NDArray[np.int64], top: int) -> list[TokenLogprob]:
-        """Log-probabilities of targets [T] under logits [T, columns], in bounded chunks, one gather each. Raises
-        ValueError for a target outside the vocabulary."""
+        """Log-probabilities of targets [T] under logits [T, columns], and of each row's `top` likeliest ids; NaN for a
+        row of non-finite logits. In bounded chunks, one gather each. Raises ValueError for a target that is no id."""
         wrong = targets[(targets < 0) | (targets >= self.vocab_size)]
         if len(wrong):
             raise ValueError(f"token id {wrong[0]} is not in the vocabulary: ids are 0 to {self.vocab_size - 1}")

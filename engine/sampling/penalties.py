@@ -98,8 +98,7 @@ class SlotEdits:
 
 
 def apply(x: Tensor, rows: Ints, edits: Sequence[SlotEdits], positions: Sequence[int]) -> None:
-    """Changes rows [R] of x [C, n] (fp32, this rank's columns) in place; `positions` [R] are the output tokens that
-    each has so far."""
+    """Changes rows [R] of x [C, n] (fp32, this rank's columns) in place; `positions` [R]: output tokens so far."""
     _penalise(x, rows, edits)
     _add(x, rows, [e.bias_columns for e in edits], [e.bias for e in edits])
     for row, e in zip(rows.tolist(), edits, strict=True):

@@ -16,10 +16,8 @@ from .sequence import RequestGroup, Sequence
 
 
 class BlockPool:
-    """KV blocks, numbered from 0: reference counts, the free list, and the cache of full unreferenced blocks.
-
-    A block is in use (references > 0), cached (unreferenced, but a cache hit may use its content again) or free.
-    Deterministic: the same calls give the same block numbers."""
+    """KV blocks, numbered from 0. A block is in use (references > 0), cached (unreferenced, but a cache hit may use its
+    content again) or free. Deterministic: the same calls give the same block numbers."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 1:

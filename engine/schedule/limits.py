@@ -12,8 +12,7 @@ from .split import SplitRule
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """One replica's limits. `ageing_s` seconds of waiting equal one priority; admission keeps the share `watermark` of
-    blocks free."""
+    """`ageing_s` seconds of waiting equal one priority; admission keeps the share `watermark` of blocks free."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -66,7 +66,6 @@ class Scheduler:
             self._planner.spawn(group)
             sequence = group.sequences[choice]
             if sequence.state != "ended":
-                group.output_tokens -= max(0, sequence.outputs - n_tokens)
                 self._open.finish(sequence, "stop", start=n_tokens)
 
     def take_events(self) -> list[TokensEvent]:
@@ -82,15 +81,6 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a request is open or an event is pending. Plans of ended requests may still be uncommitted."""
         return bool(self._open.groups or self._open.events)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._residency.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Waiting sequences, including preempted ones."""
-        return len(self._waiting)
 
     def request_ids(self, slots: Iterable[int]) -> list[str]:
         """Request ids of the sequences in these slots; empty slots are skipped."""
@@ -109,26 +99,18 @@ class Scheduler:
     def num_uncommitted(self) -> int:
         return len(self._uncommitted)
 
-    @property
-    def kv_usage(self) -> float:
-        """Share of the KV blocks that are in use; cached unreferenced blocks count as free."""
-        return 1.0 - self._residency.pool.available / self.limits.num_blocks
-
-    def oldest_waiting_age(self, now: float) -> float:
-        """Waiting time [s] of the oldest waiting sequence; 0 if none waits."""
-        arrival = self._waiting.oldest_arrival()
-        return 0.0 if arrival is None else max(0.0, now - arrival)
-
     def snapshot(self, now: float | None = None) -> dict[str, float]:
         """Gauges at time `now` (default: the last call's) and counters, by series name."""
         counters, speculation = self.counters, self._planner.speculation
         drafts = (0, 0, 0) if speculation is None else speculation.counts
+        now = self._open.now if now is None else now
+        pool, oldest = self._residency.pool, self._waiting.oldest_arrival()
         return {
             "num_requests_running": float(len({sequence.number for sequence in self._residency.running})),
             "num_requests_waiting": float(len(self._waiting)),
-            "kv_cache_usage_ratio": self.kv_usage,
-            "kv_cached_blocks": float(self._residency.pool.cached),
-            "engine_oldest_waiting_age_seconds": self.oldest_waiting_age(self._open.now if now is None else now),
+            "kv_cache_usage_ratio": 1.0 - pool.available / self.limits.num_blocks,
+            "kv_cached_blocks": float(pool.cached),
+            "engine_oldest_waiting_age_seconds": 0.0 if oldest is None else max(0.0, now - oldest),
             "prompt_tokens_total": float(counters.prompt_tokens),
             "prefix_cache_queries_total": float(counters.prefix_queries),
             "prefix_cache_hits_total": float(counters.prefix_hits),
@@ -186,7 +168,7 @@ class Scheduler:
         self._open.now = self._committed = now
         if done.prefills or result.nonfinite or drawn != len(chunks):
             self._commit_prefills(done, result)
-        tokens, events = iter(result.tokens), self._open.events
+        tokens = iter(result.tokens)
         generated = surplus = 0
         for chunk, sequence in zip(chunks, done.sequences, strict=True):
             if not chunk[3]:
@@ -214,25 +196,8 @@ class Scheduler:
             group.count(now)
             if len(known) > sequence.end:
                 self._open.finish(sequence, "length", tokens=(token,), logprobs=scored)
-            elif outputs == 0:
-                self._open.tell(sequence, None, (token,), outputs, scored)
             else:
-                request = group.request
-                events.append(
-                    TokensEvent(
-                        request.request_id,
-                        sequence.choice,
-                        outputs,
-                        (token,),
-                        None,
-                        scored,
-                        None,
-                        None,
-                        None,
-                        group.cached_tokens,
-                        request.epoch,
-                    )
-                )
+                self._open.tell(sequence, None, (token,), outputs, scored)
         self.counters.generation_tokens += generated
         self.counters.surplus_tokens += surplus
         self._open.expire(now)

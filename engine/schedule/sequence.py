@@ -8,7 +8,7 @@ import heapq
 from array import array
 from dataclasses import InitVar, dataclass, field
 from hashlib import blake2b
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..request import Request, TokenLogprob
 from .speculation import FIRST_ACCEPTANCE
@@ -47,19 +47,13 @@ State = Literal["waiting", "running", "leaving", "ended"]
 """leaving: the last token is planned but not known yet; slot and blocks are already freed."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTimes:
+class RequestTimes(NamedTuple):
     """Times of an ended request, for the histograms: unix seconds, None for events that did not happen."""
 
-    request_id: str
-    priority: int
     arrival: float
     admitted: float | None
     first_token: float | None
     finished: float
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -80,7 +74,6 @@ class RequestGroup:
     sequences: list[Sequence] = field(default_factory=list)
     open: int = field(init=False)
     cached_tokens: int = 0
-    output_tokens: int = 0
     unforked: int = field(init=False)
     """Choices that have neither shared nor computed the prompt yet."""
     held: list[int] = field(default_factory=list)
@@ -95,24 +88,10 @@ class RequestGroup:
 
     def count(self, now: float) -> None:
         """Counts a token of one of its choices as served to its queue and its owner."""
-        self.output_tokens += 1
         self.flow.served += 1
         self.flow.owner.served += 1
         if self.first_token is None:
             self.first_token = now
-
-    def times(self, finished: float) -> RequestTimes:
-        return RequestTimes(
-            self.request.request_id,
-            self.request.priority,
-            self.arrival,
-            self.admitted,
-            self.first_token,
-            finished,
-            self.prompt_len,
-            self.output_tokens,
-            self.cached_tokens,
-        )
 
 
 @dataclass(slots=True, eq=False, repr=False)

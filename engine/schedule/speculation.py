@@ -20,8 +20,7 @@ LIKELY = 0.3
 MEMORY = 0.75
 """The weight of a draft's outcome against the next one's."""
 RECOVERY = 0.01
-"""By which share of what is missing the acceptance rises in a step without drafts: a sequence that gave them up tries
-again."""
+"""The share of what is missing by which acceptance rises in a step without drafts: drafts are tried again."""
 TRIAL, FIRST_PAUSE, LONGEST_PAUSE = 3, 32, 4096
 """Steps of each kind before one is chosen, of the slower one whenever it is tried again, and those before that: more
 while the same kind wins."""
@@ -31,8 +30,7 @@ _FORGET, _LEAST = 0.98, 1e-9
 _NEWEST = 0.2
 """The least weight of the newest step of a kind in its mean."""
 _FIRST_PRICE = 0.3
-"""The price of a row until one is measured: high, so that the first steps are not much slower where drafts do not
-pay."""
+"""Until one is measured: high, so that the first steps are not much slower where drafts do not pay."""
 _SPREAD = 0.01
 """The least spread of the rows' squares: from steps of like size a row's price cannot be fitted."""
 

@@ -93,8 +93,7 @@ class SplitChoice:
             known.observe(batch.split > 0, seconds / batch.num_tokens)
 
     def _middle(self, chunks: list[Chunk]) -> int:
-        """The row that halves the work: a row costs its products and what it attends to, so that of a
-        long prompt the earlier piece is the longer one."""
+        """The row that halves the work: later rows cost more, since they attend to more."""
         share = self._rule.attention_share
         work = [c.count * (1.0 + share * (c.start + c.count / 2)) for c in chunks]
         left, rows = sum(work) / 2, 0

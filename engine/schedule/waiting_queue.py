@@ -342,7 +342,7 @@ class OpenRequests:
         self._residency.unhold(group)
         self._waiting.leave(group)
         del self.groups[group.request.request_id]
-        self._ended.append(group.times(self.now))
+        self._ended.append(RequestTimes(group.arrival, group.admitted, group.first_token, self.now))
 
     def expire(self, now: float) -> None:
         """Ends requests past their deadline with "timeout"."""

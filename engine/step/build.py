@@ -34,7 +34,8 @@ from ..sampling.sampler import OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
 from ..schedule.speculation import speculation_rule
 from ..schedule.split import SplitRule
-from .cuda_graphs import DecodeGraphs, fell_back, make_graphs
+from .cuda_graph_sizes import graph_sizes
+from .cuda_graphs import CudaRecorder, DecodeGraphs, collectives_refuse, experts_refuse, fell_back, graphed
 from .draft_model import check_alike
 from .engine import CollectiveTimeouts
 from .kv_capacity import (
@@ -131,13 +132,17 @@ def make_grammars(folder: Path, config: ModelConfig, max_whitespace: int) -> Gra
         return NoGrammars(f"structured output cannot be had here: {fault}")
 
 
+def _mute(line: str) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
-class _Voice:
+class Voice:
     """Reports of a start: the log (rank 0's alone) and the start's progress."""
 
-    say: Callable[[str], None]
-    warn: Callable[[str], None]
-    tell: Callable[[str], None]
+    say: Callable[[str], None] = _mute
+    warn: Callable[[str], None] = _mute
+    tell: Callable[[str], None] = _mute
 
 
 def build(
@@ -153,7 +158,7 @@ def build(
     ShapeError, StageError, WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
     give_back_freed()
     leads, keys, parallel = communicator.rank == 0, deployment.engine, deployment.parallel
-    voice = _Voice(log.info if leads else _mute, log.warning if leads else _mute, tell)
+    voice = Voice(log.info, log.warning, tell) if leads else Voice(tell=tell)
     if device.type == "cpu":
         voice.say(f"CPU tier: {cpu_tier.described(cpu_tier.current(), cpu_tier.own())}")
     share = make_share(deployment, communicator, device, weights_file)
@@ -197,11 +202,7 @@ def build(
     return Built(runner, share.config, model_limits, limits, tuple(warnings), digest, held)
 
 
-def _mute(line: str) -> None:
-    pass
-
-
-def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voice: _Voice) -> list[str]:
+def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voice: Voice) -> list[str]:
     """Logs what the share leads to; returns the start's warnings."""
     stage, stored, deterministic = share.stage, share.stored, parallel.deterministic
     if parallel.pipeline_parallel_size > 1:
@@ -223,8 +224,7 @@ def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voic
 
 
 def _check(share: Share, deployment: Deployment, communicator: Communicator, device: torch.device) -> Mapping[str, int]:
-    """Refuses what cannot run or does not fit, before a weight is read; returns what steps take besides weights and KV,
-    by name."""
+    """Refuses what cannot run or does not fit; returns what steps take besides weights and KV, by name."""
     keys, size = deployment.engine, share.shard.size
     if keys.speculation and device.type != "cpu":
         raise CapacityError(
@@ -277,7 +277,7 @@ def _cache(
     communicator: Communicator,
     device: torch.device,
     working: Mapping[str, int],
-    voice: _Voice,
+    voice: Voice,
 ) -> tuple[KVCache, int]:
     """The KV cache in what is free now, and how many blocks sequences may have."""
     budget = agreed_budget(keys, communicator, device, working)
@@ -357,7 +357,7 @@ def _warmed_up(
     communicator: Communicator,
     device: torch.device,
     reserved: int,
-    voice: _Voice,
+    voice: Voice,
 ) -> DecodeGraphs | None:
     """First steps, then the collectives' timeouts, then graphs. reserved: bytes that were kept free for them."""
     if compiles(device):
@@ -369,20 +369,45 @@ def _warmed_up(
         patience = CollectiveTimeouts(FIRST_TIMEOUT_S, communicator.set_timeout)
     else:
         communicator.set_timeout(limit)
-    model, attention, cache = runner.model, runner.attention, runner.cache
     emulated = deployment.parallel.collective == "emulated"
-    graphs = make_graphs(
-        deployment.engine,
-        emulated,
-        communicator,
+    graphs = make_graphs(runner, deployment.engine, emulated, communicator, reserved, voice)
+    runner.warmed_up(patience, graphs)
+    return graphs
+
+
+def make_graphs(
+    runner: Runner,
+    keys: EngineConfig,
+    emulated: bool,
+    communicator: Communicator,
+    reserved: int | None = None,
+    voice: Voice = Voice(),
+) -> DecodeGraphs | None:
+    """Recorded decode steps, where the deployment and the device have them; the cache's last block must be unassigned.
+    emulated: whether collectives are; reserved: bytes kept free for the graphs. Raises GraphsError."""
+    model, attention, cache, sampler = runner.model, runner.attention, runner.cache, runner.sampler
+    refused = collectives_refuse(communicator.backend, communicator.size, emulated) or experts_refuse(model.config)
+    use, why = graphed(keys.cuda_graphs, runner.device.type, isinstance(attention, Capturable), attention.name, refused)
+    if fell_back(runner.device, keys.cuda_graphs, use):
+        voice.warn(
+            f"CUDA graphs: {why}; each decode step is set off kernel by kernel, several times slower for few sequences"
+        )
+    elif runner.device.type == "cuda":
+        voice.say(f"CUDA graphs: {why}")
+    if not use or not isinstance(attention, Capturable):
+        return None
+    graphs = DecodeGraphs(
         model,
         attention,
-        cache,
-        runner.sampler,
-        reserved,
-        voice.say,
-        voice.tell,
-        voice.warn,
+        CudaRecorder(runner.device),
+        graph_sizes(keys.max_num_seqs),
+        scratch_block=cache.num_blocks - 1,
+        most_blocks=-(-len(model.rotary.cos) // cache.block_size),
+        latest=sampler.latest,
+        reserved=reserved,
+        say=voice.say,
     )
-    runner.warmed_up(patience, graphs)
+    graphs.record(voice.tell)
+    graphs.record_draws(sampler)
+    communicator.before_close(graphs.drop)
     return graphs

@@ -13,18 +13,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ...models.attention import AttentionBackend, Capturable, KVCache, StepLayout
+from ...models.attention import AttentionBackend, Capturable, StepLayout
 from ...models.config.json_fields import Refusal
 from ...models.config.model_config import ModelConfig
 from ...models.llama import LlamaModel
 from ...models.transfer import stage
 from ...topology.comm.collectives import Boundary, Done, Pending
-from ...topology.comm.groups import Communicator
 from ...topology.hardware.cuda_stack import triton_missing
-from ..config.schema import EngineConfig
 from ..sampling.device_sampler import Replay, feed
 from ..sampling.sampler import Sampler
-from .cuda_graph_sizes import graph_sizes, padded_size
+from .cuda_graph_sizes import padded_size
 
 
 class GraphsError(Refusal, ValueError):
@@ -34,9 +32,8 @@ class GraphsError(Refusal, ValueError):
 def graphed(
     wanted: bool | str, device: str, capturable: bool, attention: str, collectives: str | None
 ) -> tuple[bool, str]:
-    """Whether decode steps are recorded, and why in a few words. wanted: engine.cuda_graphs; device: its type;
-    capturable: whether `attention` (its name) may be recorded; collectives: why all else may not, None if it may.
-    Raises GraphsError where graphs are insisted on and cannot be had."""
+    """Whether decode steps are recorded, and why. wanted: engine.cuda_graphs; capturable: whether `attention` may be
+    recorded; collectives: why all else may not. Raises GraphsError where graphs are required and impossible."""
     if wanted is False:
         return False, "off, as configured"
     if device != "cuda":
@@ -278,47 +275,3 @@ class DecodeGraphs:
         torch.index_select(rotary.sin, 0, positions, out=self._sin[:size])
         backend: AttentionBackend = self._attention[size]
         self._out[:size].copy_(self._model.compute(tokens, backend))
-
-
-def make_graphs(
-    keys: EngineConfig,
-    emulated: bool,
-    communicator: Communicator,
-    model: LlamaModel,
-    attention: AttentionBackend,
-    cache: KVCache,
-    sampler: Sampler,
-    reserved: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
-    tell: Callable[[str], None] = lambda doing: None,
-    warn: Callable[[str], None] = lambda line: None,
-) -> DecodeGraphs | None:
-    """Recorded decode steps, ready to run, where the deployment and the device have them. The cache's last block must
-    be unassigned. emulated: whether collectives are. sampler: draws from the steps' logits. reserved: bytes that were
-    kept free for the graphs. say and warn: the log, tell: the start's progress. Raises GraphsError."""
-    device = model.rotary.cos.device
-    refused = collectives_refuse(communicator.backend, communicator.size, emulated) or experts_refuse(model.config)
-    use, why = graphed(keys.cuda_graphs, device.type, isinstance(attention, Capturable), attention.name, refused)
-    if fell_back(device, keys.cuda_graphs, use):
-        warn(
-            f"CUDA graphs: {why}; each decode step is set off kernel by kernel, several times slower for few sequences"
-        )
-    elif device.type == "cuda":
-        say(f"CUDA graphs: {why}")
-    if not use or not isinstance(attention, Capturable):
-        return None
-    graphs = DecodeGraphs(
-        model,
-        attention,
-        CudaRecorder(device),
-        graph_sizes(keys.max_num_seqs),
-        scratch_block=cache.num_blocks - 1,
-        most_blocks=-(-len(model.rotary.cos) // cache.block_size),
-        latest=sampler.latest,
-        reserved=reserved,
-        say=say,
-    )
-    graphs.record(tell)
-    graphs.record_draws(sampler)
-    communicator.before_close(graphs.drop)
-    return graphs

@@ -34,8 +34,7 @@ from ..sampling.grammar import Grammars
 from .kv_capacity import CapacityError
 
 PIECE = 32
-"""Tokens of a decode that are left uncomputed while it gets no drafts, at most: together they cost little more than
-one."""
+"""The most tokens of a decode left uncomputed while it gets no drafts: together they cost little more than one."""
 REDONE = 2 * PIECE
 """Positions of a shared prefix that are computed again: the sequence that left it may have ended earlier."""
 
@@ -54,8 +53,7 @@ class _Alone(Alone):
 
 
 class DraftWeights:
-    """The draft model's folder, opened: what it will take. Raises OSError, ValueError, CheckpointError or
-    ShapeError."""
+    """The draft model's folder, opened. Raises OSError, ValueError, CheckpointError or ShapeError."""
 
     def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype, length: int) -> None:
         self.config, self.dtype = from_folder(folder), dtype

@@ -95,7 +95,6 @@ class StepProgress:
     last_tokens: int = 0
     last_seconds: float = 0.0
     finished_at: float = 0.0
-    total_seconds: float = 0.0
     durations: Buckets = field(default_factory=lambda: Buckets(STEP_SECONDS))
     sizes: Buckets = field(default_factory=lambda: Buckets(STEP_TOKENS))
 
@@ -116,7 +115,6 @@ class StepProgress:
         if self.turn_since is not None:
             self.turn_since = now
         self.last_seconds = now - (self.busy_since or now)
-        self.total_seconds += self.last_seconds
         self.durations.observe(self.last_seconds)
         self.sizes.observe(self.step_tokens)
         self.last_tokens, self.step_tokens = self.step_tokens, 0
@@ -186,12 +184,6 @@ class Engine:
                 TokensEvent(request.request_id, choice, 0, (), "error", message=str(fault), epoch=request.epoch)
                 for choice in range(request.params.n)
             )
-
-    def cancel(self, request_id: str) -> None:
-        self.scheduler.cancel(request_id)
-
-    def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
-        self.scheduler.stop_choice(request_id, choice, n_tokens)
 
     @property
     def has_work(self) -> bool:

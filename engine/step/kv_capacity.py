@@ -1,6 +1,4 @@
-"""How much KV a rank has room for, with the numbers in words: refuses before loading what cannot fit, counts the blocks
-afterwards.
-"""
+"""How much KV a rank has room for: refuses before loading what cannot fit, counts the blocks afterwards."""
 
 from __future__ import annotations
 
@@ -91,8 +89,7 @@ def configured_kv_bytes(keys: EngineKeys, cpu: bool) -> int | None:
 def check_memory(
     keys: EngineKeys, size: int, weights: int, free: int, working: Mapping[str, int], device: torch.device
 ) -> None:
-    """Refuses before loading what cannot fit. weights: bytes on a rank; working: what steps take besides, by name.
-    Raises CapacityError with need and have."""
+    """Raises CapacityError, before loading, where a rank's weights, KV and `working` memory exceed `free`. Bytes."""
     kv = configured_kv_bytes(keys, device.type == "cpu") or 0
     if weights + kv + sum(working.values()) > free:
         others = "".join(f", {held >> 20} MiB for {name}" for name, held in working.items() if held)
@@ -103,8 +100,7 @@ def check_memory(
 
 
 def kv_budget(keys: EngineKeys, total: int | None, free: int, working: Mapping[str, int]) -> Budget:
-    """total: the GPU's memory, None on a CPU; free: bytes left after the weights; working: what steps will take of
-    them, by name."""
+    """total: the GPU's memory, None on a CPU; free: bytes left after the weights; working: what steps will take."""
     configured = configured_kv_bytes(keys, total is None)
     if configured is not None or total is None:
         return Budget(configured or 0, "engine.kv_cache_memory", "raise engine.kv_cache_memory to that")

@@ -1,6 +1,4 @@
-"""A rank's memory, before any is allocated: weights by part, activations, buffers, reserve, and what is left
-for keys and values. Pure arithmetic over shapes; no torch.
-"""
+"""A rank's memory by part, and what is left for keys and values: arithmetic over shapes, without torch."""
 
 from __future__ import annotations
 
@@ -288,8 +286,7 @@ def memory(
 
 
 def _expert_elements(shard: RankShard) -> tuple[int, int, int]:
-    """What a rank holds of a layer of experts: elements of the shared ones, of the router, and scales of int8 outputs
-    of all."""
+    """What a rank holds of a layer of experts: elements of shared ones and of the router, scales of int8 outputs."""
     e, d = shard.config.experts, shard.config.hidden_size
     if e is None:
         return 0, 0, 0

@@ -57,8 +57,6 @@ class Runner:
         *,
         max_slots: int,
         max_model_len: int,
-        patience: CollectiveTimeouts | None = None,
-        graphs: DecodeGraphs | None = None,
         draft_model: DraftModel | None = None,
         drain: Callable[[], None] = lambda: None,
     ) -> None:
@@ -74,7 +72,8 @@ class Runner:
         self.num_blocks = np.zeros(max_slots, np.int64)
         self._prompt_top = [0] * max_slots
         self._end = np.zeros(max_slots, np.int64)  # the most positions that the slot's sequence computes
-        self._patience, self._graphs, self._draft_model, self._drain = patience, graphs, draft_model, drain
+        self._draft_model, self._drain = draft_model, drain
+        self.warmed_up(None, None)
         self._second: AttentionBackend | None = None
         self._pending_step: PendingStep | None = None
         # The position of each slot's id that is not on the host yet; -1 for none.

@@ -52,11 +52,8 @@ class Share:
 def model_config(
     keys: ModelSection, parallel: ParallelConfig, nodes: int = 1
 ) -> tuple[ModelConfig, Sharing, list[str]]:
-    """The checkpoint's configuration with its wiring settled and its shapes accepted, how it is shared by a group on so
-    many nodes, and warnings.
-
-    Raises ConfigError, WiringError or ShapeError.
-    """
+    """The checkpoint's configuration with its wiring settled, how a group on so many nodes shares it, and warnings.
+    Raises ConfigError, WiringError or ShapeError."""
     config, warnings = choose_wiring(
         from_folder(Path(keys.path)),
         keys.wiring,

@@ -31,8 +31,7 @@ class NoDraws:
 
 
 class StageRunner(Runner):
-    """`index`: of the rank in its stage's group; the first one's peer is sent everything that was drawn, the others'
-    the ids."""
+    """`index`: of the rank in its stage's group. Index 0 reports all results, the others ids alone."""
 
     def __init__(self, *args: Any, pipeline: Pipeline, index: int, **keys: Any) -> None:
         super().__init__(*args, **keys)

@@ -1,6 +1,5 @@
 """A rank's first steps, before it reports ready: what compiles, loads or connects at first use does so now. All ranks
-of a job call it at once. FlashInfer has a module for prompts and one for decodes, Triton a kernel for each norm, gate,
-rotation and draw.
+of a job call it at once.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def warm_up(runner: Runner, limits: SchedulerLimits, tell: Callable[[str], None]) -> None:
-    """Steps of every kind on slots and blocks that are empty again afterwards. tell: what goes on, for the start's
-    progress. Raises what a step raises."""
+    """Steps of every kind on slots and blocks that are empty again afterwards. Raises what a step raises."""
     began = time.monotonic()
     for name, batch in first_steps(limits):
         tell(f"compiling kernels for {name}, {time.monotonic() - began:.0f} s")
@@ -43,8 +41,7 @@ def warm_up(runner: Runner, limits: SchedulerLimits, tell: Callable[[str], None]
 
 
 def first_steps(limits: SchedulerLimits) -> Iterator[tuple[str, Batch]]:
-    """What is warmed up, and the step for it: a prompt, then for each kind of draw a prompt with the decodes of those
-    before, decodes alone, an empty step that proves the last ids. Pure."""
+    """A prompt, then for each kind of draw a prompt with the decodes of those before, decodes alone, an empty step."""
     each = -(-(PROMPT + 2 * len(DRAWS)) // limits.block_size)
     room = min(limits.max_num_seqs, limits.num_blocks // each, len(DRAWS))
     count = min(PROMPT, limits.max_num_batched_tokens - room + 1, limits.max_model_len - 2 * len(DRAWS))

@@ -1,6 +1,5 @@
-"""Renders a checkpoint's chat template in Jinja's immutable sandbox, with the helpers that templates expect
-(raise_exception, strftime_now, tojson, loop controls, generation blocks). The sandbox does not stop endless loops:
-render in a process that can be killed (engine/text/pool.py).
+"""Renders a checkpoint's chat template in Jinja's immutable sandbox, with the helpers that templates expect. It does
+not stop endless loops: render in a process that can be killed (engine/text/pool.py).
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt's text; `continue_final_message` leaves the last message open. Raises TemplateError with the
-        template's message."""
+        """The prompt's text; `continue_final_message` leaves the last message open. Raises TemplateError."""
         if continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _MARK}]
         names = {"tools": None, "documents": None, **self._special, **(variables or {})}

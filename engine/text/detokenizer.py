@@ -1,6 +1,4 @@
-"""Ids to text, token by token: incomplete characters and possible stop strings are held back. The joined text equals
-the library's decode of the whole.
-"""
+"""Ids to text, token by token, without incomplete characters. The joined text equals the library's decode."""
 
 from __future__ import annotations
 

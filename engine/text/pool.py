@@ -202,8 +202,7 @@ class _Queues:
 
 
 class TextPool:
-    """Workers over one checkpoint folder, an async context. `module`: another worker program (`ask`). `of`: an owner's
-    Encoder."""
+    """Workers over one checkpoint folder, an async context. `module`: another worker program."""
 
     def __init__(self, folder: Path, limits: PoolLimits = PoolLimits(), module: str = f"{__package__}.worker") -> None:
         self._folder, self._limits, self._module = folder, limits, module

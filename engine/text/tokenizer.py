@@ -125,8 +125,7 @@ class TextModel:
         return ids
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The ids of each word at a text's start, and after a space where equally many other ids spell it (vLLM's
-        rule)."""
+        """The ids of each word at a text's start, and after a space if as many other ids spell it (vLLM's rule)."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             plain, spaced = (

@@ -208,9 +208,9 @@ def lead(engine: Engine, channel: Channel, status: Status) -> None:
                 case messages.Submit(request):
                     engine.add(request)
                 case messages.Cancel(request_id):
-                    engine.cancel(request_id)
+                    engine.scheduler.cancel(request_id)
                 case messages.StopChoice(request_id, choice, n_tokens):
-                    engine.stop_choice(request_id, choice, n_tokens)
+                    engine.scheduler.stop_choice(request_id, choice, n_tokens)
                 case messages.Drain() | messages.Load() | messages.HeldWeights():
                     pass  # the owner sends no more, and what is here goes on to its end; what runs has loaded
                 case messages.Shutdown():

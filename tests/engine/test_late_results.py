@@ -89,7 +89,7 @@ def test_late_results_change_no_answer(seed: int, chance: float, blocks: int) ->
             engine.add(waiting.popleft())
         if dice.random() < 0.05:
             upset.add(victim := f"r{dice.randrange(12)}")
-            engine.cancel(victim)
+            engine.scheduler.cancel(victim)
         for event in engine.step():
             key = event.request_id, event.choice
             assert event.start == len(tokens.setdefault(key, []))
@@ -140,7 +140,7 @@ def test_without_work_no_rank_seems_to_be_in_a_step(end: str) -> None:
     finish: list[str | None] = []
     while engine.has_work:
         if follower.progress.step == 5 and end == "cancelled":
-            engine.cancel("a")
+            engine.scheduler.cancel("a")
         finish += [event.finish for event in engine.step()]
     assert finish[-1] == end
     assert follower.progress.step > 4
@@ -192,7 +192,7 @@ def test_two_steps_under_way_take_their_own_time(monkeypatch: pytest.MonkeyPatch
     assert progress.last_tokens == 4
     assert progress.last_seconds == pytest.approx(0.2)
     assert progress.busy_since is None
-    assert progress.total_seconds == pytest.approx(1.2)
+    assert progress.durations.total == pytest.approx(1.2)
 
 
 def test_a_follower_ends_with_nothing_under_way() -> None:

@@ -126,14 +126,15 @@ def play(
                 victim = dice.choice(open_)
                 upset.add(victim)
                 if dice.random() < 0.5:
-                    e.cancel(victim)
+                    scheduler.cancel(victim)
                 else:
                     group = scheduler._open.groups[victim]
                     for sequence in group.sequences[:1]:
-                        e.stop_choice(victim, 0, dice.randint(0, sequence.outputs))
+                        scheduler.stop_choice(victim, 0, dice.randint(0, sequence.outputs))
             heard.take(e.step())
         e.close()
-        assert scheduler.num_running == scheduler.num_waiting == 0
+        assert not scheduler._residency.running
+        assert not len(scheduler._waiting)
         counters = scheduler.counters
         reports.append(
             {

@@ -133,8 +133,7 @@ def generate(
         parts: dict[str, Any] = parts_of(built)
         if how == "overlapped":
             parts["sampler"] = sampler(built, communicator, notes)
-        if how != "eager":
-            parts["graphs"] = _graphs(built, recorder, sizes or graph_sizes(5), **parts)
+        graphs = None if how == "eager" else _graphs(built, recorder, sizes or graph_sizes(5), **parts)
         if how == "overlapped":
             built, _ = overlap(built, communicator, notes, **parts)
         else:
@@ -143,6 +142,7 @@ def generate(
                 parts |= {"pipeline": communicator.pipeline, "index": communicator.rank}
             runner = type(built.runner)(built.runner.model, sampler=own, max_slots=5, max_model_len=most, **parts)
             built = replace(built, runner=runner)
+        built.runner.warmed_up(None, graphs)
     lengths = [params["max_tokens"] + 4 * (i % 4) for i in range(len(prompts))]
     requests = [engine_cases.request(i, p, **params | {"max_tokens": lengths[i]}) for i, p in enumerate(prompts)]
     answers = engine_cases.run_requests(rank, built, communicator, requests)

@@ -12,8 +12,7 @@ import torch
 from laddertron.engine.config.schema import EngineConfig
 from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.schedule.scheduler import SchedulerLimits
-from laddertron.engine.step.build import drawn_on_device
-from laddertron.engine.step.cuda_graphs import make_graphs
+from laddertron.engine.step.build import drawn_on_device, make_graphs
 from laddertron.engine.step.runner import Runner
 from laddertron.engine.step.share import DTYPES
 from laddertron.models import ops_choice
@@ -154,16 +153,8 @@ def make_runner(
     keys = EngineConfig(max_num_seqs=seats, cuda_graphs=cuda_graphs)
     on_device, _ = drawn_on_device(communicator, device, backend, deterministic=False)
     sampler = Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device, on_device=on_device)
-    graphs = make_graphs(keys, False, communicator, model, backend, cache, sampler)
-    runner = Runner(
-        model,
-        cache,
-        backend,
-        sampler,
-        max_slots=seats,
-        max_model_len=length,
-        graphs=graphs,
-    )
+    runner = Runner(model, cache, backend, sampler, max_slots=seats, max_model_len=length)
+    runner.warmed_up(None, make_graphs(runner, keys, False, communicator))
     limits = SchedulerLimits(
         max_num_seqs=seats,
         max_num_batched_tokens=step_tokens,

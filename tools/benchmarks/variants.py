@@ -227,7 +227,7 @@ class Driver:
     def cancel(self, batch: int) -> None:
         """Ends the last `begin`'s requests."""
         for number in range(batch):
-            self._engine.cancel(f"{self._runs}/{number}")
+            self._engine.scheduler.cancel(f"{self._runs}/{number}")
         self.finish()
 
     def finish(self) -> None:

@@ -24,21 +24,12 @@ from .state import Services
 from .usage import usage_router
 from .vllm import vllm_router
 
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_MEMBERS = {"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL}
 _ERROR = {
     "type": "object",
     "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
+    "properties": {"error": {"type": "object", "required": [*_MEMBERS], "properties": _MEMBERS}},
 }
 _STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504, 507)
 _OTHER_KINDS = ("audio", "embeddings", "images", "moderations", "responses")

@@ -19,10 +19,8 @@ _UNREAD_SECONDS = 1.0  # without progress before an answer may be given up
 
 
 class HeldBodies:
-    """`most` bytes of bodies larger than SMALL_BYTES, of all clients together; `largest`: one of them at most.
-
-    A large body has a mapping of its own. Blocks of its size among the small ones on the heap would leave holes: twice
-    the bytes that are counted were held."""
+    """`most` bytes of bodies larger than SMALL_BYTES, of all clients together; `largest`: one of them at most. A large
+    body has a mapping of its own: on the heap it would leave holes, and twice the bytes that are counted were held."""
 
     def __init__(self, most: int, largest: int) -> None:
         self._most, self._largest, self.held = most, largest, 0

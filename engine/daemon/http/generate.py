@@ -106,8 +106,7 @@ class _Reply:
             await self._waiter
 
     async def next(self) -> bytes:
-        """The data so far, in one piece (slow readers get larger ones); b"" after the last. Raises ConnectionError
-        once the client is gone."""
+        """The data so far, in one piece; b"" after the last. Raises ConnectionError once the client is gone."""
         await self.begun()
         if self.gone:
             raise ConnectionError("the client is gone")

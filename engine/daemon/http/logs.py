@@ -117,8 +117,7 @@ class Sparse:
 
 
 def set_up(stream: TextIO, form: str, level: str, audit_file: Path | None = None) -> None:
-    """`form`: auto (text on a terminal, else json), json, text. The audit file is opened again when it was moved away,
-    for logrotate."""
+    """`form`: auto (text on a terminal, else json), json or text. logrotate may move the audit file."""
     if form == "auto":
         form = "text" if stream.isatty() else "json"
     handler = QueuedHandler(stream)

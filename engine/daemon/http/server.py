@@ -174,8 +174,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The listening socket: bound before anything is launched, so that a port in use is known at once. Raises
-    OSError."""
+    """The listening socket, for before anything is launched: a port in use is known at once. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)

@@ -90,8 +90,7 @@ def _frames(head: bytes) -> int:
 
 
 def check_count(folder: Path, export_dir: Path | None) -> None:
-    """Whether the store has what was acknowledged; leaves it and its log unchanged. Raises DiskError or
-    sqlite3.Error."""
+    """Raises DiskError unless the store has what was acknowledged; leaves it and its log unchanged."""
     wanted, marked, log = read_count(folder), interrupted(folder), folder / "store.db-wal"
     incomplete = (
         f"{folder}: the daemon was killed while store.db-wal was copied into store.db, which is incomplete without it, "
@@ -151,8 +150,7 @@ class Counter:
 
 
 class Watched:
-    """The files of an open store: whether they still are those that were opened, and the log has lost nothing. Made
-    after the first connection; any thread."""
+    """Whether the files of an open store are unchanged. Made after the first connection; any thread."""
 
     def __init__(self, folder: Path) -> None:
         self._log = folder / "store.db-wal"

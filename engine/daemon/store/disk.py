@@ -1,6 +1,4 @@
-"""The data folder as a disk: which daemon holds it, whether its file system can be trusted, files that are whole or
-not there at all. Knows no tables and no HTTP; used by the store and by uploads.
-"""
+"""The data folder: its lock, the check of its file system, files that are whole or not there at all."""
 
 from __future__ import annotations
 
@@ -112,8 +110,7 @@ def check_type(folder: Path, mountinfo: str) -> None:
 
 
 def probe(folder: Path) -> None:
-    """Does what the store will do: locks, two connections that see each other through shared memory, fsync. Raises
-    DiskError."""
+    """Raises DiskError unless locks, fsync and two connections' shared memory work in the folder."""
     path = folder / f".probe-{os.getpid()}.db"
     try:
         with _probe_connection(path) as one, _probe_connection(path) as two:

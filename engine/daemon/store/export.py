@@ -155,8 +155,7 @@ class Export:
                 path.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raises Fenced where another daemon claimed the export, ExportGone where the folder is not the one that was
-        opened."""
+        """Raises Fenced where another daemon claimed the export, ExportGone where the folder was replaced."""
         try:
             self._check_files()
         except ExportGone:

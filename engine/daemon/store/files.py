@@ -1,5 +1,4 @@
-"""The files of batches on the disk: an upload's bytes are checked, output and error files made from the store
-(atomically, the same bytes each time), old ones deleted."""
+"""The files of batches: uploads are checked, output and error files made from the store, old ones deleted."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ _CLEANING_SECONDS = 600.0
 
 
 class Cleaner:
-    """`retention` in seconds; None keeps everything but files that expire. Nothing is deleted while the store's clock
-    is paused."""
+    """`retention` in seconds; None keeps all but files that expire. Deletes nothing while the clock is paused."""
 
     def __init__(self, store: Store, retention: float | None) -> None:
         self._store, self._retention = store, retention
@@ -38,8 +36,7 @@ class Cleaner:
             await asyncio.sleep(_CLEANING_SECONDS)
 
     async def clean(self, before: int, now: int) -> int:
-        """Deletes what was made before a time, or has expired; how many files and batches. Raises StoreUnavailable or
-        OSError."""
+        """Deletes what was made before a time, or has expired. Raises StoreUnavailable or OSError."""
         count = 0
         while batches := await self._store.read(lambda db: records.old_batches(db, before)):
             for batch in batches:
@@ -118,8 +115,7 @@ class Outputs:
         self._making: dict[str, asyncio.Task[int]] = {}
 
     async def make(self, batch: BatchRow, file_id: str, size: int | None = None) -> int:
-        """One of the two files that the batch names, unless it is there and has `size` bytes; its bytes. Raises OSError
-        or StoreUnavailable."""
+        """Makes a file of the batch, unless it has `size` bytes; its bytes. Raises OSError or StoreUnavailable."""
         task = self._making.get(file_id)
         if task is None:
             path, ok = self._store.path_of(file_id), file_id == batch.output_file_id

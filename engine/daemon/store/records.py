@@ -63,16 +63,11 @@ def list_files(
     return None if rows is None else [_file(row) for row in rows]
 
 
-def users_of(db: sqlite3.Connection, file_id: str) -> str | None:
-    """A batch that still needs this input file."""
-    row = db.execute(f"SELECT id FROM batches WHERE input_file_id = ? AND NOT {_HAS_ENDED}", (file_id,)).fetchone()
-    return None if row is None else str(row["id"])
-
-
 def drop_file(rows: Rows, file: FileRow) -> str | None:
     """With the results that it was made of, if it was. The batch that still needs it, which then stays, or None."""
-    if (user := users_of(rows.db, file.id)) is not None:
-        return user
+    query = f"SELECT id FROM batches WHERE input_file_id = ? AND NOT {_HAS_ENDED}"
+    if (user := rows.db.execute(query, (file.id,)).fetchone()) is not None:
+        return str(user["id"])
     rows.delete("files", {"id": file.id})
     if file.batch_id is not None:
         batch = get_batch(rows.db, file.batch_id)
@@ -101,6 +96,13 @@ def add_batch(rows: Rows, batch: BatchRow, repeat_key: str | None = None, digest
 def get_batch(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> BatchRow | None:
     row = db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
     return _batch(row) if row is not None and owner in (None, row["owner"]) else None
+
+
+def batch_of(db: sqlite3.Connection, batch_id: str) -> BatchRow:
+    """Raises KeyError if it is gone."""
+    if (batch := get_batch(db, batch_id)) is None:
+        raise KeyError(batch_id)
+    return batch
 
 
 def why_not_reuse(db: sqlite3.Connection, batch_id: str, owner: str, model: str) -> str | None:
@@ -146,24 +148,17 @@ def batch_view(db: sqlite3.Connection) -> BatchView:
 
 def change_batch(rows: Rows, batch_id: str, only_if: Sequence[Status] = (), **values: Any) -> BatchRow:
     """The batch afterwards; unchanged where its status is none of `only_if`. Raises KeyError if it is gone."""
-    batch = get_batch(rows.db, batch_id)
-    if batch is None:
-        raise KeyError(batch_id)
+    batch = batch_of(rows.db, batch_id)
     if only_if and batch.status not in only_if:
         return batch
     rows.update("batches", {"id": batch_id, **_columns(values)})
-    changed = get_batch(rows.db, batch_id)
-    assert changed is not None
-    return changed
+    return batch_of(rows.db, batch_id)
 
 
 def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int, day: int | None = 0) -> BatchRow:
     """Stores those that have none yet and counts them, in the batch and in its owner's `day` (None: nothing was
     computed); a line's second result changes nothing."""
-    batch = get_batch(rows.db, batch_id)
-    if batch is None:
-        raise KeyError(batch_id)
-    done, tokens = [0, 0], Tokens()
+    batch, done, tokens = batch_of(rows.db, batch_id), [0, 0], Tokens()
     for result in results:
         row = {"custom_id": result.custom_id, "number": result.number, "ok": int(result.ok), "line": result.line}
         if rows.insert("results", {"batch_id": batch_id, "epoch": epoch, **row}):
@@ -244,9 +239,7 @@ def unreadable_results(db: sqlite3.Connection, batch_id: str) -> list[Result]:
 
 def fail_results(rows: Rows, batch_id: str, errors: Sequence[Result], epoch: int) -> BatchRow:
     """Puts errors in the place of lines' results, and counts those that were answers as failed."""
-    batch, answers = get_batch(rows.db, batch_id), 0
-    if batch is None:
-        raise KeyError(batch_id)
+    batch, answers = batch_of(rows.db, batch_id), 0
     for error in errors:
         key = {"batch_id": batch_id, "number": error.number}
         answers += rows.delete("results", {**key, "ok": 1})

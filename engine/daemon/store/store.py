@@ -1,6 +1,5 @@
-"""The store: one SQLite file in the data folder, written by one thread in group commits.
-What an awaited `write(work)` returned is on the disk (and in the export). After a disk error writes are refused until
-a trial write succeeds.
+"""The store: one SQLite file in the data folder, written by one thread in group commits. What an awaited `write(work)`
+returned is on the disk (and in the export). After a disk error writes are refused until a trial write succeeds.
 """
 
 from __future__ import annotations
@@ -124,8 +123,7 @@ class Store:
         return value
 
     async def read(self, query: Callable[[sqlite3.Connection], T], owner: str | None = None) -> T:
-        """Runs `query` on a connection that sees what is committed; with an owner `in_turn`. Raises
-        StoreUnavailable."""
+        """Runs `query` on what is committed; with an owner `in_turn`. Raises StoreUnavailable."""
 
         def work() -> T:
             return query(self._reader())
@@ -186,8 +184,7 @@ class Store:
         self._thread.start()
 
     def _clear(self, unknown: set[Path]) -> None:
-        """Files without a row: those half made go, whole ones are moved aside, since the store may be the one that
-        is wrong."""
+        """Deletes half-made files; moves whole ones aside, since the store may be wrong."""
         for path in sorted(unknown):
             if path.name.startswith(".") and path.name.endswith(".part"):
                 path.unlink()

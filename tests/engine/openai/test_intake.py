@@ -125,7 +125,7 @@ def test_every_field_reaches_its_place() -> None:
     assert body == Body(
         CHAT, "m", params, messages=({"role": "user", "content": "hi"},), max_tokens=9, seed=2**64 - 1, stop=("x",),
         include_stop_str_in_output=True, ignore_eos=True, skip_special_tokens=False, add_special_tokens=True,
-        truncate_prompt_tokens=5, add_generation_prompt=False, user="u", bad_words=("and", "x y"), priority=-7,
+        truncate_prompt_tokens=5, add_generation_prompt=False, bad_words=("and", "x y"), priority=-7,
         cache_salt="s", return_token_ids=True, return_tokens_as_token_ids=True, echo=True,
         template_variables={
             "documents": ({"title": "t"},), "reasoning_effort": "low", "verbosity": "high", "enable_thinking": False,

@@ -128,7 +128,7 @@ def check_books(scheduler: Scheduler) -> None:
     assert sorted(slots + residency.slots) == list(range(scheduler.limits.max_num_seqs))
     assert residency.running == sorted(residency.running, key=lambda sequence: sequence.order())
     waiting = list(scheduler._waiting)
-    assert len(waiting) == scheduler.num_waiting
+    assert len(waiting) == len(scheduler._waiting)
     assert {id(s) for s in waiting} == {
         id(s) for g in scheduler._open.groups.values() for s in g.sequences if s.state == "waiting"
     }
@@ -138,8 +138,9 @@ def check_books(scheduler: Scheduler) -> None:
 def check_nothing_left(scheduler: Scheduler) -> None:
     """Idle again: all blocks free or cached, all slots free, nobody remembered."""
     check_books(scheduler)
-    assert scheduler.num_running == scheduler.num_waiting == 0
-    assert scheduler.kv_usage == 0.0
+    assert not scheduler._residency.running
+    assert not len(scheduler._waiting)
+    assert scheduler.snapshot()["kv_cache_usage_ratio"] == 0.0
     assert not scheduler._open.groups
     assert not scheduler._residency.holders
     assert all(not waiting.owners for waiting in scheduler._waiting._classes)

@@ -113,7 +113,7 @@ def case_beat(rank: Rank, folder: str) -> dict[str, Any]:
         "before": before,
         "rows": beat.rows,
         "steps": beat.step,
-        "seconds": status.progress.total_seconds,
+        "seconds": status.progress.durations.total,
         "collective": beat.collective,
         "waiting": beat.waiting,
     }
@@ -413,7 +413,7 @@ def test_a_thread_that_hangs_outside_a_step_shows_as_busy(monkeypatch: pytest.Mo
         entered.set()
         stuck.wait()
 
-    monkeypatch.setattr(engine, "cancel", cancel)
+    monkeypatch.setattr(engine.scheduler, "cancel", cancel)
     desk, status = _Desk(Cancel("r")), Status(engine.progress)
     leading = threading.Thread(target=lead, args=(engine, desk, status))
     leading.start()
