@@ -33,9 +33,9 @@ class CommOptions:
     given, else by size on native, and flat on the others. `deterministic`: one order of summation for every message;
     "everywhere": a binary tree over 1, 2, 4, 8 or 16 ranks, rounded at each node. `address`: the address that this rank
     binds, reachable from the group's other nodes. `timeout_s`: the longest wait for a collective
-    (Communicator.set_timeout changes it). `spin_us`: how long a waiter polls before it sleeps; None: the default, 0 if
-    there are more ranks than cores. `chunk_bytes`: bytes of a large message that a node sends to another at once.
-    `secret`: of the launch, part of the connections' key. `node_group`: whether the ranks of a node also have an
+    (Communicator.set_timeout changes it). `spin_us`: how long a waiter polls before it sleeps; None: 20, or 0 with
+    fewer than two cores per rank of a node. `chunk_bytes`: bytes of a large message that a node sends to another at
+    once. `secret`: of the launch, part of the connections' key. `node_group`: whether the ranks of a node also have an
     all-reduce of their own."""
 
     backend: BackendName = "auto"
