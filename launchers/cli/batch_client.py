@@ -121,7 +121,7 @@ class BatchClient:
         size = 0
         try:
             content = self._answer(
-                "GET", f"/files/{_quoted(file_id)}/content", f"the download of {file_id} broke off: ERROR"
+                "GET", f"/files/{_quoted(file_id)}/content", f"the download of {file_id} was interrupted: ERROR"
             )
             with temporary.open("wb") as file, content as response:
                 while chunk := response.read(_CHUNK):
@@ -130,7 +130,7 @@ class BatchClient:
                 if response.length:  # which http.client leaves to its callers
                     raise http.client.IncompleteRead(b"", response.length)
             if not replace and path.exists():
-                raise FileExistsError(f"{path} has been written meanwhile")
+                raise FileExistsError(f"{path} was created by another program during the download")
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -144,7 +144,7 @@ class BatchClient:
         """The events of a streamed answer, as they come."""
         headers = {"content-type": "application/json"}
         data = json.dumps({**body, "stream": True}).encode()
-        with self._answer("POST", path, f"{path}: the stream broke off (ERROR)", data, headers) as response:
+        with self._answer("POST", path, f"{path}: the connection was interrupted (ERROR)", data, headers) as response:
             for raw in response:
                 if raw.startswith(b"data:") and (data := raw[5:].strip()) != b"[DONE]":
                     event = json.loads(data)
@@ -193,11 +193,11 @@ class BatchClient:
     def _json(
         self, method: str, path: str, body: bytes | Iterator[bytes] | None = None, headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        broke = f"{method} {path}: not an answer in JSON (ERROR)"
+        broke = f"{method} {path}: the response is not JSON (ERROR)"
         with self._answer(method, path, broke, body, headers or {}) as response:
             value = json.loads(response.read(_MAX_JSON))
         if not isinstance(value, dict):
-            raise ApiError(f"{method} {path}: not an object")
+            raise ApiError(f"{method} {path}: the response is not a JSON object")
         return value
 
     @contextlib.contextmanager

@@ -178,12 +178,12 @@ def summary_table(summary: Summary) -> Table:
     if summary.skipped:
         answered += f", {summary.skipped:,} done earlier"
     if summary.changed:
-        answered += f", {summary.changed:,} redone because they changed"
+        answered += f", {summary.changed:,} computed again because they changed"
     table.add_row("requests", f"{summary.requests:,}: {answered}")
     table.add_row("tokens", f"{summary.prompt_tokens:,} prompt, {summary.tokens:,} generated")
     table.add_row("speed", f"{summary.tokens_per_second:,.1f} tokens/s over {summary.seconds:,.1f} s")
     if summary.drafted:
-        right = f"{summary.accepted:,} right ({summary.accepted / summary.drafted:.0%})"
+        right = f"{summary.accepted:,} accepted ({summary.accepted / summary.drafted:.0%})"
         table.add_row("drafts", f"{summary.drafted:,} verified, {right}")
     for number, kind in enumerate(summary.computed):
         tier = f", tier {kind.cpu_tier}" if kind.device == "cpu" else ""

@@ -37,7 +37,7 @@ def divide(
         try:
             known = fabric.only(slots)
         except ValueError as error:
-            raise LaunchError(f"{error}; or leave launch.fabric out") from None
+            raise LaunchError(f"{error}; or remove launch.fabric") from None
         placement = place(known, tp, replicas, stages=stages, slots=slots)
         shares = tuple(_placed(placement.replica(index), known) for index in range(replicas))
     else:
@@ -48,7 +48,7 @@ def divide(
         total = len(available.hosts)
         raise LaunchError(
             f"{_product(tp, stages, replicas)} ranks use {total - len(idle)} of {total} allocated nodes: "
-            f"{', '.join(idle[:8])}{' …' if len(idle) > 8 else ''} would be billed and never used: allocate fewer, or "
+            f"{', '.join(idle[:8])}{' …' if len(idle) > 8 else ''} would be unused: allocate fewer nodes, or "
             f"raise parallel.tensor_parallel_size or parallel.replicas, or lower launch.ranks_per_node"
         )
     return shares
@@ -85,11 +85,11 @@ def _in_order(available: HostAllocation, tp: int, replicas: int, stages: int) ->
             have = " + ".join(str(h.slots) for h in hosts[:12]) + (" + …" if len(hosts) > 12 else "")
             slots = "1 slot" if have == "1" else f"{have} slots"
             which = f"stage {stage} of replica {replica}" if stages > 1 else f"replica {replica}"
+            taken = f", {counted(replica, 'replica')} placed before it" if replica else ""
             raise LaunchError(
-                f"{which} of {replicas} does not fit: {counted(tp, 'rank')}, inside a host or in equal shares of whole "
-                f"hosts, of {slots} on {counted(len(hosts), 'host')} (hosts: {available.source}) with "
-                f"{counted(replica, 'replica')} on them: add hosts or slots, or lower parallel.tensor_parallel_size or "
-                "parallel.replicas"
+                f"{which} of {replicas} does not fit: need {counted(tp, 'slot')} on one host or in equal numbers on "
+                f"several, have {slots} on {counted(len(hosts), 'host')} ({available.source}){taken}: add hosts or "
+                "slots, or lower parallel.tensor_parallel_size or parallel.replicas"
             )
         if stage == 0:
             begun: dict[int, tuple[int, int]] = {}  # host -> its first slot of this replica, and how many
@@ -133,7 +133,7 @@ def together(shares: Sequence[Share]) -> Share:
             found[host.name] = replace(before, slots=before.slots + host.slots, devices=devices, cores=cores)
     if len({h.slots for h in found.values()}) > 1:
         counts = ", ".join(f"{h.name} {h.slots}" for h in found.values())
-        raise LaunchError(f"one job needs equally many ranks on each host, got {counts}: choose hosts or replicas so")
+        raise LaunchError(f"a job needs the same number of ranks on each host, got {counts}: change hosts or replicas")
     interfaces = dict.fromkeys(name for share in shares for name in share.interfaces)
     hcas = {name for share in shares for name in share.hcas}
     return Share(tuple(found.values()), tuple(interfaces), tuple(sorted(hcas)))

@@ -142,7 +142,7 @@ def read_hosts(deployment: Deployment, environ: Mapping[str, str], fabric: Fabri
             return HostAllocation(filled(hosts), variable, allocation=True)
     if fabric is not None:
         return HostAllocation(filled([Host(n.hostname, 0) for n in fabric.nodes]), "launch.fabric")
-    return HostAllocation((Host("localhost", launch.ranks_per_node or world),), "this one alone, since none are named")
+    return HostAllocation((Host("localhost", launch.ranks_per_node or world),), "this host, since none is listed")
 
 
 def _text(path: str, what: str) -> str:

@@ -41,16 +41,16 @@ def gaps(deployment: Deployment, arguments: Sequence[str]) -> list[str]:
     serves = arguments[0] == "serve"
     found = []
     if kube.model_claim is None:
-        found.append(f"launch.kubernetes.model_claim is null: the image itself must hold {deployment.model.path}")
+        found.append(f"launch.kubernetes.model_claim is null: the image must contain {deployment.model.path}")
     if serves and kube.data_claim is None:
-        found.append("launch.kubernetes.data_claim is null: batches and answers go with the pod")
+        found.append("launch.kubernetes.data_claim is null: batches and answers are lost with the pod")
     if deployment.parallel.require_transport == "ib" and kube.rdma_resource is None:
         found.append(
             "parallel.require_transport=ib, and launch.kubernetes.rdma_resource is null: pods see no InfiniBand "
             "device, and every start is refused"
         )
     if serves and daemon.api_key_file is None:
-        found.append("daemon.api_key_file is null: the daemon listens on its pod's loopback, and no Service is made")
+        found.append("daemon.api_key_file is null: the daemon listens on its pod's loopback, and no Service is created")
     mounted = [PurePosixPath(mount["mountPath"]) for mount in _mounts(deployment, serves)[0]]
     for key in _PATHS:
         path = attrgetter(key)(deployment)
@@ -103,7 +103,7 @@ def _mounts(deployment: Deployment, serves: bool) -> tuple[list[dict[str, Any]],
     if serves and keys is not None:
         folder = str(PurePosixPath(keys).parent)
         if folder in [MOUNT, *(mount["mountPath"] for mount in mounts)]:
-            raise LaunchError(f"daemon.api_key_file={keys}: its folder is a volume already: give it one of its own")
+            raise LaunchError(f"daemon.api_key_file={keys}: its folder is already a volume: use a separate folder")
         mounts.append({"name": "keys", "mountPath": folder, "readOnly": True})
         volumes.append({"name": "keys", "secret": {"secretName": kube.keys_secret, "defaultMode": 0o400}})
     return mounts, volumes
@@ -223,7 +223,9 @@ def leader_worker_set(deployment: Deployment, fabric: Fabric | None, arguments: 
     nodes, per_node = node_shape(deployment, fabric)
     kube = deployment.launch.kubernetes
     if len(f"{kube.name}-0-{nodes}") > 63:
-        raise LaunchError(f"launch.kubernetes.name={kube.name}: pod names would pass 63 letters: use a shorter one")
+        raise LaunchError(
+            f"launch.kubernetes.name={kube.name}: pod names would exceed 63 characters: use a shorter name"
+        )
     pods = [f"{kube.name}-0", *(f"{kube.name}-0-{index}" for index in range(1, nodes))]
     leader = ("sh", "-c", f'{_SSHD_BESIDE} && exec "$@"', "sh", *_program(deployment, arguments))
     worker = ("sh", "-c", _SSHD_ALONE)

@@ -87,7 +87,7 @@ def compose(
     hosts that this launcher cannot be given."""
     if not share.hosts or len({h.slots for h in share.hosts}) != 1:
         raise LaunchError(
-            f"a job needs equally many ranks on each host, got {[(h.name, h.slots) for h in share.hosts]}"
+            f"a job needs the same number of ranks on each host, got {[(h.name, h.slots) for h in share.hosts]}"
         )
     network = choose_network(deployment, share)
     env = _environment(deployment, site, share, network)
@@ -104,13 +104,15 @@ def _environment(deployment: Deployment, site: Site, share: Share, network: Netw
     env = variables(deployment, network, share) | _listening(deployment, site, share, network)
     if site.fabric is None:
         return env
-    env[ENV_SEATS] = Variable(seats_text(share.hosts), "each rank looks whether it is where the fabric has it")
+    env[ENV_SEATS] = Variable(
+        seats_text(share.hosts), "each rank compares its host and local rank with the fabric's placement"
+    )
     interfaces = interfaces_text(share.hosts)
     if interfaces and deployment.launch.interface is None:
-        env[ENV_INTERFACES] = Variable(interfaces, "the fabric: what ranks bind their sockets to, host by host")
+        env[ENV_INTERFACES] = Variable(interfaces, "the fabric: the interface on which ranks of each host listen")
     cores = cores_text(share.hosts)
     if cores and deployment.launch.bind_to == PLACEMENT:
-        env[ENV_CORES] = Variable(cores, "launch.bind_to: each rank binds itself to its seat's")
+        env[ENV_CORES] = Variable(cores, "launch.bind_to: each rank binds itself to the cores of its placement")
     return env
 
 
@@ -162,20 +164,20 @@ def _openmpi(
     parts = [
         Part((site.program,), f"Open MPI {_version(site)}"),
         Part(("-np", str(ranks)), f"{counted(len(share.hosts), 'host')} x {counted(per_node, 'rank')}"),
-        Part(("--host", seats_text(share.hosts)), "hosts and the ranks that each takes"),
+        Part(("--host", seats_text(share.hosts)), "hosts and the ranks on each"),
         Part(
             ("--map-by", launch.map_by or f"ppr:{per_node}:node"),
-            "launch.map_by" if launch.map_by else "neighbouring ranks share a node: a group spans nodes last",
+            "launch.map_by"
+            if launch.map_by
+            else "consecutive ranks share a node, so that groups span as few nodes as possible",
         ),
         Part(("--bind-to", word), why),
     ]
     if site.as_root:
-        parts.append(Part(("--allow-run-as-root",), "this user is root, which Open MPI refuses unasked"))
+        parts.append(Part(("--allow-run-as-root",), "without it Open MPI refuses to run as root"))
     if crowded(deployment, site, share):
         parts.append(Part(("--oversubscribe",), "more ranks than cores on a host"))
-        parts.append(
-            Part(("--mca", "mpi_yield_when_idle", "1"), "ranks that wait give their core to those that compute")
-        )
+        parts.append(Part(("--mca", "mpi_yield_when_idle", "1"), "waiting ranks yield their core"))
     if launch.rsh_agent is not None:
         parts.append(Part(("--mca", "plm_rsh_agent", launch.rsh_agent), "launch.rsh_agent"))
     if len(share.hosts) > 1 and network.interfaces:
@@ -185,13 +187,20 @@ def _openmpi(
     if len(share.hosts) > 1 and ENV_LISTEN in names and site.listen is not None:
         prefix, daemon = ("orte", "orted") if site.version[:1] in ((3,), (4,)) else ("prte", "prted")
         agent = f"env LD_PRELOAD={site.listen} {ENV_LISTEN}={','.join(network.interfaces)} {daemon}"
-        reason = "the other hosts' daemons listen there, too"
+        reason = "the daemons of the other hosts listen there too"
         parts.append(Part((f"--{'prtemca' if prefix == 'prte' else 'mca'}", f"{prefix}_launch_agent", agent), reason))
     if len(share.hosts) > 1 and not network.hcas:
         shared = "vader" if site.version[:1] in ((3,), (4,)) else "sm"
-        parts.append(Part(("--mca", "pml", "ob1"), "no RDMA port is known: TCP between nodes, not a guess of UCX"))
-        parts.append(Part(("--mca", "btl", f"self,{shared},tcp"), "itself, shared memory inside a node, TCP between"))
-    parts.extend(Part(("-x", name), "by name: its value stays off the command line") for name in names)
+        parts.append(
+            Part(
+                ("--mca", "pml", "ob1"),
+                "no RDMA port is known: TCP between nodes, since UCX could choose another transport",
+            )
+        )
+        parts.append(
+            Part(("--mca", "btl", f"self,{shared},tcp"), "itself, shared memory inside a node, TCP between nodes")
+        )
+    parts.extend(Part(("-x", name), "by name: its value is not on the command line") for name in names)
     return parts
 
 
@@ -203,8 +212,8 @@ def _mpich(
     parts = [
         Part((site.program,), f"MPICH {_version(site)} (Hydra)"),
         Part(("-n", str(ranks)), f"{counted(len(share.hosts), 'host')} x {counted(per_node, 'rank')}"),
-        Part(("-hosts", seats_text(share.hosts)), "hosts and the ranks that each takes"),
-        Part(("-ppn", str(per_node)), "neighbouring ranks share a node: a group spans nodes last"),
+        Part(("-hosts", seats_text(share.hosts)), "hosts and the ranks on each"),
+        Part(("-ppn", str(per_node)), "consecutive ranks share a node, so that groups span as few nodes as possible"),
         Part(("-bind-to", word), why),
     ]
     if launch.map_by:
@@ -214,7 +223,7 @@ def _mpich(
     if len(share.hosts) > 1 and len(network.interfaces) == 1:
         parts.append(Part(("-iface", network.interfaces[0]), network.interface_reason))
     if names:
-        parts.append(Part(("-genvlist", ",".join(names)), "by name: their values stay off the command line"))
+        parts.append(Part(("-genvlist", ",".join(names)), "by name: their values are not on the command line"))
     return parts
 
 
@@ -224,36 +233,36 @@ def _slurm(
     slurm, ranks, per_node = deployment.launch.slurm, share.ranks, share.hosts[0].slots
     parts = [
         Part((site.program,), f"Slurm {_version(site)}"),
-        Part((f"--mpi={slurm.mpi}",), "launch.slurm.mpi: how ranks find one another"),
+        Part((f"--mpi={slurm.mpi}",), "launch.slurm.mpi: the PMI by which ranks connect"),
         Part(
             (f"--nodes={len(share.hosts)}", f"--ntasks={ranks}"),
             f"{counted(len(share.hosts), 'node')} x {counted(per_node, 'rank')}",
         ),
-        Part((f"--ntasks-per-node={per_node}", "--distribution=block"), "neighbouring ranks share a node"),
+        Part((f"--ntasks-per-node={per_node}", "--distribution=block"), "consecutive ranks share a node"),
     ]
     if [h.name for h in share.hosts] != ["localhost"]:
         parts.append(Part((f"--nodelist={','.join(h.name for h in share.hosts)}",), "this replica's nodes"))
     if slurm.gpus and deployment.engine.device != "cpu":
         if not all(h.devices is None for h in share.hosts):
             raise LaunchError(
-                f"{share.hosts[0].name} would hold several replicas: srun hands GPUs to a step by itself, so steps "
-                f"cannot divide a node's: use launch.launcher: openmpi inside the allocation, or a whole node a replica"
+                f"{share.hosts[0].name} would run several replicas, but srun assigns GPUs to steps itself and cannot "
+                f"divide a node's: use launch.launcher: openmpi inside the allocation, or whole nodes per replica"
             )
         # a step that sees only its own GPU cannot use peer-to-peer copies
-        parts.append(Part((f"--gpus-per-node={per_node}",), "one task a GPU, all of a node's visible to each"))
+        parts.append(Part((f"--gpus-per-node={per_node}",), "one task per GPU; each task sees all GPUs of its node"))
     bound = deployment.launch.bind_to == PLACEMENT
-    why = _binding(deployment)[1] if bound else "threads run on any core that the step has"
+    why = _binding(deployment)[1] if bound else "threads run on any core of the step"
     parts.append(Part(("--cpu-bind=none",), why))
-    parts.append(Part(("--kill-on-bad-exit=1",), "a group that lost a rank cannot go on"))
-    parts.append(Part(("--overlap",), "replicas share an allocation, and a relaunch does not wait for what is dying"))
-    parts.append(Part(("--export=ALL",), "the inherited environment: no value is on the command line"))
+    parts.append(Part(("--kill-on-bad-exit=1",), "a group that lost a rank cannot continue"))
+    parts.append(Part(("--overlap",), "replicas share the allocation, and a relaunch does not wait for exiting steps"))
+    parts.append(Part(("--export=ALL",), "passes the environment; no value is on the command line"))
     if slurm.container_image is not None:
         parts.append(Part((f"--container-image={slurm.container_image}",), "launch.slurm.container_image (Pyxis)"))
         if slurm.container_mounts:
             mounts = ",".join(slurm.container_mounts)
             parts.append(Part((f"--container-mounts={mounts}",), "launch.slurm.container_mounts"))
         if names:
-            parts.append(Part((f"--container-env={','.join(names)}",), "these win over the image's own"))
+            parts.append(Part((f"--container-env={','.join(names)}",), "these override the image's variables"))
     return parts
 
 
@@ -262,14 +271,14 @@ def _torchrun(
 ) -> list[Part]:
     if len(share.hosts) > 1:
         raise LaunchError(
-            f"torchrun starts ranks on its own host alone, the job has {len(share.hosts)}: `laddertron launch "
+            f"torchrun starts ranks only on its own host, but the job has {len(share.hosts)}: `laddertron launch "
             f"--dry-run` prints the command of each host; or use launch.launcher: openmpi, mpich or slurm"
         )
     return [
         Part((site.python, "-m", "torch.distributed.run"), "torchrun, of the same Python as the ranks"),
-        Part(("--standalone", "--local-addr=localhost"), "one host: its ranks meet on loopback"),
+        Part(("--standalone", "--local-addr=localhost"), "one host: ranks rendezvous on loopback"),
         Part((f"--nproc-per-node={share.hosts[0].slots}",), f"{counted(share.hosts[0].slots, 'rank')} on this host"),
-        Part(("--no-python",), "what follows is a whole command"),
+        Part(("--no-python",), "the program is a command, not a Python file"),
     ]
 
 
@@ -282,10 +291,13 @@ def torchrun_hosts(
     for index, host in enumerate(share.hosts):
         parts = (
             Part((site.python, "-m", "torch.distributed.run"), f"on {host.name}"),
-            Part((f"--nnodes={len(share.hosts)}", f"--node-rank={index}"), "the order of hosts is the order of ranks"),
+            Part((f"--nnodes={len(share.hosts)}", f"--node-rank={index}"), "ranks are numbered in the order of hosts"),
             Part((f"--nproc-per-node={host.slots}",), f"{counted(host.slots, 'rank')} on this host"),
-            Part((f"--master-addr={share.hosts[0].name}", f"--master-port={TORCHRUN_PORT}"), "where the hosts meet"),
-            Part(("--no-python",), "what follows is a whole command"),
+            Part(
+                (f"--master-addr={share.hosts[0].name}", f"--master-port={TORCHRUN_PORT}"),
+                "the rendezvous of the hosts",
+            ),
+            Part(("--no-python",), "the program is a command, not a Python file"),
             Part(tuple(program), "what each rank runs"),
         )
         found.append(LaunchCommand(parts, env))

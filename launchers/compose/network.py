@@ -58,12 +58,12 @@ def variables(deployment: Deployment, network: NetworkChoice, share: Share) -> d
         found["UCX_NET_DEVICES"] = Variable(ports, network.hcas_reason)
     if "UCX_NET_DEVICES" not in found and network.interfaces:
         found["UCX_NET_DEVICES"] = Variable(
-            ",".join(network.interfaces), "no RDMA port: UCX would look for a way round"
+            ",".join(network.interfaces), "no RDMA port is known: restricts UCX to this interface"
         )
     if deployment.engine.threads is not None:
         found["OMP_NUM_THREADS"] = Variable(str(deployment.engine.threads), "engine.threads")
     if deployment.engine.device != "cuda":
-        found[LOOKS_VARIABLE] = Variable(LOOKS, "torch's threads give way to the kernels'")
+        found[LOOKS_VARIABLE] = Variable(LOOKS, "torch's waiting threads leave their cores to the kernels")
     if deployment.engine.device != "cpu":
         used = {h.devices for h in share.hosts}
         if len(used) > 1:

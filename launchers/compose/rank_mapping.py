@@ -35,9 +35,7 @@ def expected(text: str) -> Placement:
     for part in text.split(","):
         name, _, count = part.partition(":")
         if not name or not count.isdecimal() or not 1 <= int(count) <= 65536:
-            raise MappingError(
-                f"{ENV_SEATS}={text[:200]!r}: expected node1:8,node2:8; it is laddertron's to set, unset it"
-            )
+            raise MappingError(f"{ENV_SEATS}={text[:200]!r}: expected node1:8,node2:8; laddertron sets it: unset it")
         first = len(seats)
         seats += [Seat(first + local, name, local, None, None, "", None, (), "") for local in range(int(count))]
         nodes.append(tuple(range(first, len(seats))))
@@ -75,8 +73,8 @@ def cores_here(text: str | None, hostname: str, local_rank: int) -> tuple[int, .
         cores = ()
     if not cores:
         raise MappingError(
-            f"{ENV_CORES}={said[:200]!r} for {hostname}: no cores of local rank {local_rank}; it is laddertron's to "
-            "set, unset it"
+            f"{ENV_CORES}={said[:200]!r} for {hostname}: no cores for local rank {local_rank}; laddertron sets "
+            "it: unset it"
         )
     return cores
 
@@ -89,7 +87,7 @@ def of_host(name: str, text: str | None, hostname: str) -> str | None:
     for part in text.split(","):
         host, sign, said = part.partition("=")
         if not host or not sign or not said:
-            raise MappingError(f"{name}={text[:200]!r}: expected {_FORMS[name]}; it is laddertron's to set, unset it")
+            raise MappingError(f"{name}={text[:200]!r}: expected {_FORMS[name]}; laddertron sets it: unset it")
         if same_host(host, hostname):
             found = said
     return found
@@ -112,7 +110,7 @@ def bind(cores: Iterable[int]) -> None:
     given = os.sched_getaffinity(0)
     if given != wanted:
         raise MappingError(
-            f"launch.bind_to is placement, which has cores {format_cpus(wanted)} for this rank; the machine gives "
+            f"launch.bind_to is placement, with cores {format_cpus(wanted)} for this rank, but this process may use "
             f"{format_cpus(given)}: save the fabric from inside the same allocation or container (`laddertron launch "
             "CONFIG topo --save FILE`), or set launch.bind_to: none"
         )

@@ -65,7 +65,7 @@ def sbatch(deployment: Deployment, fabric: Fabric | None, program: Sequence[str]
     ]
     for line in head:
         if "\n" in line:
-            raise LaunchError(f"launch.slurm: {line!r}: a #SBATCH line is one line")
+            raise LaunchError(f"launch.slurm: {line!r}: a #SBATCH option must be one line")
     again = "" if service else ' && [ "$code" -ne 0 ]'
     return "\n".join(
         [
@@ -74,12 +74,12 @@ def sbatch(deployment: Deployment, fabric: Fabric | None, program: Sequence[str]
             "",
             f"# {counted(nodes, 'node')} x {counted(per_node, 'rank')}; laddertron starts them with srun from the "
             "first node.",
-            "# USR1 arrives before the time is up: admission stops, what runs ends, results are committed, and the job",
-            "# is requeued; it goes on where it stopped. Keep daemon.export_dir and output files on a shared disk.",
+            "# USR1 arrives before the time limit: admission stops, running requests finish, results are committed,",
+            "# and the job is requeued and resumes. Keep daemon.export_dir and output files on a shared disk.",
             "set -u",
             "draining=0 stopping=0 asked=0 child=",
             'stop() { stopping=1; asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }',
-            """trap 'draining=1; echo "time is nearly up: draining" >&2; stop' USR1""",
+            """trap 'draining=1; echo "the time limit is near: draining" >&2; stop' USR1""",
             "trap stop TERM INT",
             "",
             f"{shlex.join(program)} &",

@@ -216,7 +216,9 @@ def _look_at(client: BatchClient, file: Path) -> str | None:
     served = client.models()
     if None not in models and models.isdisjoint(served):
         asked = ", ".join(sorted(map(str, models))[:_SHOWN_MODELS])
-        raise UsageError(f"{file}: every line is for {asked}, which is not served there: {', '.join(served)} is")
+        raise UsageError(
+            f"{file}: no line names a served model: the lines have {asked}, the server has {', '.join(served)}"
+        )
     return url if isinstance(url, str) else None
 
 
@@ -249,16 +251,16 @@ def _watched(client: BatchClient, batch_id: str, output: Path | None, console: C
                 )
 
             def away(error: ApiError) -> None:
-                if not console.is_terminal and bar.tasks[0].description != "no answer":
-                    say(console, f"no answer, asking again: {error}")
-                bar.update(task, description="no answer", text=f"asking again: {error}")
+                if not console.is_terminal and bar.tasks[0].description != "no response":
+                    say(console, f"no response, retrying: {error}")
+                bar.update(task, description="no response", text=f"retrying: {error}")
 
             return client.wait(batch_id, shown, away)
     except (KeyboardInterrupt, ApiError) as error:
         if isinstance(error, ApiError) and error.status == 404:
             raise
         again = _command_line("wait", batch_id, *(() if output is None else ("-o", str(output))))
-        say(console, f"the batch goes on; come back with\n  {again}")
+        say(console, f"the batch continues; to watch it again, run\n  {again}")
         raise
 
 

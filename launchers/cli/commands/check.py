@@ -97,8 +97,8 @@ def dummy_faults(loaded: LoadedDeployment) -> Iterator[str]:
     if loaded.deployment.model.load_format == "dummy" and not loaded.deployment.model.allow_dummy:
         yield loaded.fault(
             "model.load_format",
-            "dummy weights are random, and so is every answer: bench and profile measure with them; set "
-            "model.allow_dummy: true to answer all the same",
+            "dummy weights are random, so answers are meaningless: use them with bench and profile only, or set "
+            "model.allow_dummy: true",
         )
 
 

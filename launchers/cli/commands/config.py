@@ -25,5 +25,5 @@ def command(name: str, as_list: bool) -> None:
         click.echo("\n".join(names))
         return
     if name not in names:
-        raise click.UsageError(f"no deployment file {name!r}: there are {', '.join(names)}")
+        raise click.UsageError(f"no shipped deployment {name!r}: choose one of {', '.join(names)}")
     click.echo((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"), nl=False)

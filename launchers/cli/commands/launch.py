@@ -85,7 +85,7 @@ def printed(
         job = compose(deployment, site, whole_of(fleet, arguments), program)
         texts = [render(job, f"the ranks {below}" if again else title)]
     if alone:
-        starts = "its ranks and holds them" if again else "a job for each replica"
+        starts = "its ranks and waits for them" if again else "a job for each replica"
         texts.insert(0, render(LaunchCommand((Part(tuple(program), f"on this host; it starts {starts}:"),)), title))
     return "\n\n".join(texts)
 

@@ -39,7 +39,7 @@ def command(model: Path, check: bool) -> None:
             raise CheckpointError(f"{model}: no manifest: write it with `laddertron manifest {model}`")
         with ended_by(CheckpointError, end=click.ClickException), Verifier(model, stored_in(model), (0, 1)) as verifier:
             verifier.finish()
-        manifest, done = found, "as the manifest says"
+        manifest, done = found, "matches the manifest"
     else:
         with byte_bar(console, "checksums") as progress:
             manifest = make_manifest(model, progress)

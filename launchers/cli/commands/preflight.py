@@ -155,7 +155,7 @@ def sweep_table(fitted: Fit, backend: str) -> Table:
     """Microseconds of every strategy, the fastest of a size marked, and what the fitted model says of it."""
     residuals = fitted.residuals
     strategies = list(dict.fromkeys(r.point.strategy for r in residuals))
-    title = f"All-reduces, {backend}, us (the cost model's)"
+    title = f"All-reduces, {backend}, us (predicted)"
     table = Table("size", *strategies, title=title, title_justify="left")
     for nbytes in sorted({r.point.nbytes for r in residuals}):
         row = {r.point.strategy: r for r in residuals if r.point.nbytes == nbytes}
@@ -185,7 +185,7 @@ def show(outcome: PreflightOutcome, saved: Path | None, console: Console | None 
         console.print(sweep_table(outcome.fitted, outcome.backend))
         if ranks > (size := outcome.shape.size):
             first = outcome.group * size
-            console.print(f"of {ranks // size} groups the slowest: ranks {first} to {first + size - 1}")
+            console.print(f"the slowest of {ranks // size} groups: ranks {first} to {first + size - 1}")
         console.print(f"cost model: {outcome.fitted.report()}", markup=False)
     else:
         console.print("tensor_parallel_size is 1: no all-reduce to measure, no tuning file to write")
@@ -194,6 +194,6 @@ def show(outcome: PreflightOutcome, saved: Path | None, console: Console | None 
     for finding in outcome.findings:
         console.print(str(finding), style=_MARKS[finding.severity], markup=False, soft_wrap=True)
     if saved is not None:
-        console.print(f"saved {saved}: name it as parallel.tuning_file", soft_wrap=True)
+        console.print(f"saved {saved}: set parallel.tuning_file to it", soft_wrap=True)
     elif outcome.broken:
-        console.print("no tuning file: a broken fabric is not worth one", style="red")
+        console.print("no tuning file written: the fabric has faults", style="red")

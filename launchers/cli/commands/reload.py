@@ -46,32 +46,32 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
     folder = Path(loaded.deployment.daemon.data_dir)
     pid = holder_pid(folder)
     if pid is None:
-        raise UsageError(f"no daemon of this host holds {folder}: start `laddertron serve {config}`")
+        raise UsageError(f"no daemon on this host uses {folder}: start it with `laddertron serve {config}`")
     if not _hears(pid):
-        raise UsageError(f"the daemon (process {pid}) is of an earlier version, which SIGHUP would end: restart it")
+        raise UsageError(f"the daemon (process {pid}) runs an earlier version, which exits on SIGHUP: restart it")
     serving = serving_in(folder, pid)
     if serving is None:
         raise UsageError(
-            f"the daemon (process {pid}) has not said what it serves: it is starting (wait for /health), or it is of "
-            "an earlier version (restart it)"
+            f"the daemon (process {pid}) has not reported its deployment: wait until /health responds, or "
+            "restart it if it runs an earlier version"
         )
     if others := list(different_keys(serving.read_again().deployment, loaded.deployment)):
         more = ", …" if len(others) > _SHOWN_KEYS else ""
         raise UsageError(
-            f"the daemon (process {pid}) would not serve this: it reads again what it was started with, "
-            f"{serving.command}, which differs in {', '.join(others[:_SHOWN_KEYS])}{more}: edit and name that file, "
-            "with the same --set, or restart the daemon with this one"
+            f"the daemon (process {pid}) was started with {serving.command}, which differs in "
+            f"{', '.join(others[:_SHOWN_KEYS])}{more}: change that file and reload it with the same --set, or restart "
+            "the daemon with this one"
         )
     sent = time.time()
     os.kill(pid, signal.SIGHUP)
     while (said := _outcome(folder)).get("began", 0.0) < sent or said["pid"] != pid:
         if holder_pid(folder) != pid:
-            raise UsageError(f"the daemon (process {pid}) ended meanwhile: its log says why")
+            raise UsageError(f"the daemon (process {pid}) exited during the reload: see its log")
         time.sleep(0.1)  # there is no event for a replaced file
     for reason in said["reasons"]:
         show_error(reason)
     if said["outcome"] != "done":
-        show_error(f"reload: {said['outcome']}: the daemon serves on as before")
+        show_error(f"reload: {said['outcome']}: the daemon continues with the old configuration")
         return FAILED
     click.echo("reload: done")
     return OK

@@ -103,7 +103,7 @@ def open_files(arguments: Arguments, deployment: Deployment, console: Console) -
     if files.changed:
         lines = "1 line has" if files.changed == 1 else f"{files.changed:,} lines have"
         moved = f"; their earlier answers are in {files.outdated}" if files.outdated else ""
-        say(console, f"{lines} changed since the last run and will be redone{moved}")
+        say(console, f"{lines} changed since the last run and will be computed again{moved}")
     return files
 
 
@@ -193,7 +193,7 @@ def report(summary: Summary, arguments: Arguments, console: Console) -> int:
     say_error(console, summary.reason)
     if began:
         were = "was" if summary.lost == 1 else "were"
-        lost = f"{counted(summary.lost, 'request')} under way {were} lost, what was answered is kept; resume with"
+        lost = f"{counted(summary.lost, 'request')} in flight {were} lost; finished lines are kept; resume with"
         say(console, f"{lost}\n  {arguments.resume_line()}")
     return FAILED
 
@@ -217,8 +217,8 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
     try:
         if deployment.parallel.replicas > 1 and identity.launcher == "torchrun":
             raise IdentityError(
-                f"replicas={deployment.parallel.replicas} under torchrun: call `laddertron run` plainly (it launches "
-                f"every replica), start it with mpirun or srun, or set parallel.replicas=1"
+                f"replicas={deployment.parallel.replicas} under torchrun: run `laddertron run` without torchrun (it "
+                f"launches every replica), start it with mpirun or srun, or set parallel.replicas=1"
             )
         p = deployment.parallel
         require_world(identity, p.tensor_parallel_size, p.replicas, p.pipeline_parallel_size)

@@ -48,7 +48,7 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool, skip_damaged: 
         identity = identify()
     if identity is not None:
         raise UsageError(
-            f"serve under an outer {identity.launcher}: the daemon launches its own ranks; call it plainly: "
+            f"serve under an outer {identity.launcher}: the daemon launches its own ranks; run it without a launcher: "
             f"laddertron serve {config} (or, for one file inside your own launch: laddertron run {config} -i … -o …)"
         )
     loaded = read(config, overrides)

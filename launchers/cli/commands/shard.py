@@ -60,7 +60,7 @@ def command(
     start, home = time.monotonic(), output or model
     config = from_folder(model)
     if dense_path == "node" and ranks_per_node is None:
-        raise ValueError("--dense-path node without --ranks-per-node: say how many of a group's ranks a node has")
+        raise ValueError("--dense-path node needs --ranks-per-node: the number of a group's ranks on each node")
     per_node = ranks_per_node or size
     if size % per_node:
         raise ValueError(f"--ranks-per-node {per_node}: {size} ranks % {per_node} = {size % per_node}: use a divisor")

@@ -133,7 +133,7 @@ def command(
     from ..topo_view import fabric_view, placement_view
 
     if forced is not None:
-        notes = (*notes, f"{VARIABLE}: ranks play the CPU tier {forced}")
+        notes = (*notes, f"{VARIABLE}: ranks are limited to the CPU tier {forced}")
     # Open MPI gives ranks a terminal of its own: its colours are not the user's
     terminal = None if me is None else False
     console = Console(highlight=False, force_terminal=terminal)

@@ -425,7 +425,7 @@ def test_the_shipped_files_come_with_the_command(tmp_path: Path) -> None:
     assert {"reference", "demo", "llama-3.1-405b-tp16"} <= set(names)
     assert invoke("config").output == (CONFIGS / "reference.yaml").read_text()
     assert invoke("config", "demo").output == (CONFIGS / "demo.yaml").read_text()
-    assert re.search(r"there are .*\bdemo, ", invoke("config", "nothing").output)
+    assert re.search(r"choose one of .*\bdemo, ", invoke("config", "nothing").output)
     out = tmp_path / "out"
     written = [Path(line) for line in invoke("monitoring", "export", str(out)).output.split()]
     assert {"alerts.yml", "overview.json", "prometheus.yml"} <= {path.name for path in written}

@@ -140,7 +140,7 @@ def test_replicas_in_one_job_need_all_their_ranks_and_no_torchrun(
     for name, value in (("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 4), ("RANK", 0), ("LOCAL_RANK", 0)):
         monkeypatch.setenv(name, str(value))
     assert run(*words) == 2
-    assert "call `laddertron run` plainly" in capsys.readouterr().err
+    assert "run `laddertron run` without torchrun" in capsys.readouterr().err
 
 
 def test_the_resume_line_repeats_what_was_asked() -> None:
@@ -179,7 +179,7 @@ def test_progress_and_table_say_what_matters() -> None:
     assert re.search(r"ranks +2 x cpu, tier avx2, 1 thread\n +1 x cuda, 8 threads\n", text.getvalue())
     console = Console(file=(text := io.StringIO()), width=100)
     console.print(summary_table(Summary(1, 1, 0, 0, 5, 30, 1.0, drafted=1200, accepted=900)))
-    assert "1,200 verified, 900 right (75%)" in text.getvalue()
+    assert "1,200 verified, 900 accepted (75%)" in text.getvalue()
     console.print(summary_table(Summary(0, 0, 0, 0, 0, 0, 0.0)))
     assert "n/a" in text.getvalue()
     log = ConsoleLog(Console(file=(text := io.StringIO()), width=20))

@@ -175,7 +175,7 @@ def test_torchrun() -> None:
     """On one host a command that can be started; on two, one command for each host and no pretending."""
     d, here = deployment("llama-3.1-405b-tp16.yaml"), site("torchrun")
     golden("torchrun-1.txt", render(compose(d, here, hosts("localhost"), worker_program(here), CONTROL), "one host"))
-    with pytest.raises(LaunchError, match="torchrun starts ranks on its own host alone, the job has 2"):
+    with pytest.raises(LaunchError, match="torchrun starts ranks only on its own host, but the job has 2"):
         compose(d, here, hosts("a", "b"), worker_program(here), CONTROL)
     both = torchrun_hosts(d, here, hosts("a", "b"), ["prog"])
     golden("torchrun-2.txt", "\n\n".join(render(command, "a host") for command in both))
@@ -197,7 +197,7 @@ def test_dry_run_of_preflight() -> None:
     here = site("openmpi")
     program = (here.python, "-m", "laddertron.launchers.cli", "preflight", "d.yaml")
     own, ranks = printed(d, here, program, True, {}, ("preflight",)).split("\n\n")
-    assert "starts its ranks and holds them" in own
+    assert "starts its ranks and waits for them" in own
     assert "mpirun" not in own
     assert "-np 32" in ranks
     assert "laddertron.launchers.cli preflight d.yaml" in ranks.replace(" \\\n    ", " ")
@@ -238,9 +238,9 @@ def test_ranks_of_one_job_see_the_same_devices() -> None:
     uneven = Share((Host("a", 4, (0, 1, 2, 3)), Host("b", 4, (4, 5, 6, 7))))
     with pytest.raises(LaunchError, match="same devices on each host"):
         compose(d, site("openmpi"), uneven, ["p"])
-    with pytest.raises(LaunchError, match="srun hands GPUs to a step by itself"):
+    with pytest.raises(LaunchError, match="srun assigns GPUs to steps itself"):
         compose(d, site("slurm"), shares[1], ["p"])
-    with pytest.raises(LaunchError, match="equally many ranks on each host"):
+    with pytest.raises(LaunchError, match="the same number of ranks on each host"):
         compose(d, site("openmpi"), Share((Host("a", 8), Host("b", 4))), ["p"])
     # all replicas in one job take whole hosts again
     assert "CUDA_VISIBLE_DEVICES" not in compose(d, site("openmpi"), together([hosts("a")]), ["p"]).env

@@ -249,7 +249,7 @@ def test_what_the_manifests_leave_out_is_named() -> None:
     ]
     assert "data_claim" not in "\n".join(gaps(shipped, ("run",)))
     beside = deployment("llama-3.1-405b-tp16.yaml", "daemon.api_key_file=/etc/laddertron/keys.json")
-    with pytest.raises(LaunchError, match="a volume already"):
+    with pytest.raises(LaunchError, match="already a volume"):
         mpijob(beside, None, ("serve",))
 
 

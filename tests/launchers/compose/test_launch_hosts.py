@@ -84,7 +84,7 @@ def test_where_hosts_come_from(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_NODELIST": "n[0-1]"}
     file = tmp_path / "hosts"
     file.write_text("x slots=2\ny slots=2\n", encoding="utf-8")
-    assert source(deployment(), {}) == ("localhost:2", "this one alone, since none are named", False)
+    assert source(deployment(), {}) == ("localhost:2", "this host, since none is listed", False)
     assert source(deployment(), slurm) == ("n0:1 n1:1", "SLURM_JOB_NODELIST", True)
     assert source(deployment(), slurm | {"SLURM_GPUS_ON_NODE": "8"})[0] == "n0:8 n1:8"
     assert source(deployment("launch.ranks_per_node=4"), slurm)[0] == "n0:4 n1:4"
@@ -122,13 +122,13 @@ def test_replicas_get_slices() -> None:
 def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     """Values, rule, fix."""
     for slots, tp, replicas in (((8,), 16, 1), ((8, 8, 8), 16, 2), ((5, 5), 7, 1), ((1,), 2, 1)):
-        with pytest.raises(LaunchError, match=f"does not fit: {tp} ranks.*{' . '.join(map(str, slots))} slot"):
+        with pytest.raises(LaunchError, match=f"does not fit: need {tp} slots.*{' . '.join(map(str, slots))} slot"):
             divide(pool(*slots), tp, replicas, None)
 
 
 def test_allocated_nodes_that_would_idle_are_refused() -> None:
     """Nodes billed and never used: refused for an allocation; hosts that a config names may wait."""
-    with pytest.raises(LaunchError, match="8 x 1 = 8 ranks use 1 of 2 allocated nodes: n1 would be billed"):
+    with pytest.raises(LaunchError, match="8 x 1 = 8 ranks use 1 of 2 allocated nodes: n1 would be unused"):
         divide(pool(8, 8, allocation=True), 8, 1, None)
     assert names(divide(pool(8, 8), 8, 1, None)) == ["n0:8"]
     assert names(divide(pool(4, 4, allocation=True), 8, 1, None)) == ["n0:4 n1:4"]

@@ -272,7 +272,7 @@ def reload(folder: Path, *more: str, config: str = DEMO) -> tuple[int, str]:
 def test_the_command_finds_no_daemon_in_a_folder_that_nobody_holds(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": ""}))
     code, text = reload(tmp_path)
-    assert (code, f"no daemon of this host holds {tmp_path}" in text) == (2, True)
+    assert (code, f"no daemon on this host uses {tmp_path}" in text) == (2, True)
 
 
 def test_the_holder_of_a_folder_is_known_while_it_lives(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_what_the_daemon_would_not_read_is_refused(tmp_path: Path, silent: int) 
     """Another file, a --set that it was not started with, one that is missing, and before it has said what it serves:
     each refused with what the daemon reads, and no signal sent."""
     code, text = reload(tmp_path)
-    assert (code, "has not said what it serves" in text) == (2, True)
+    assert (code, "has not reported its deployment" in text) == (2, True)
     serving(tmp_path, silent, "engine.max_num_seqs=3")
     code, text = reload(tmp_path, "--set", "engine.max_num_seqs=4")
     assert (code, "which differs in engine.max_num_seqs:" in text) == (2, True)

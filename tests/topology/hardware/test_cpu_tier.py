@@ -204,7 +204,7 @@ def test_topo_says_each_hosts_own_tier_and_what_is_forced(
     assert cli.main(["topo"]) == 0
     out = capsys.readouterr().out
     assert f"CPU tier {own()} " in out
-    assert f"note: {VARIABLE}: ranks play the CPU tier generic" in out
+    assert f"note: {VARIABLE}: ranks are limited to the CPU tier generic" in out
     assert cli.main(["topo", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["forced_cpu_tier"] == "generic"
