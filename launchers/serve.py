@@ -89,7 +89,8 @@ def serve(
             parts = Parts(jobs, text, text_folder, __version__, watcher, store, keys, reloader.model)
             return asyncio.run(_run(deployment, parts, reloader, listener, scraped, serving))
         except (DiskError, TextError, OSError) as error:
-            raise ServeError(str(error)) from error
+            nameless = isinstance(error, OSError) and error.filename is None
+            raise ServeError(f"{data_dir} or its export: {error}" if nameless else str(error)) from error
 
 
 def _listen(host: str, port: int, key: str) -> socket.socket:

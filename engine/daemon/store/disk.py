@@ -20,6 +20,7 @@ NETWORK_TYPES = frozenset(
     | {"panfs", "pvfs2", "orangefs", "gfs2", "ocfs2", "glusterfs", "davfs", "sshfs", "wekafs", "vboxsf"}
 )
 _PROBE_ROUNDS = 3
+_FIX = "free space if the disk is full, or set daemon.data_dir to another local disk"
 
 
 class DiskError(RuntimeError):
@@ -123,9 +124,7 @@ def probe(folder: Path) -> None:
                     raise DiskError(f"{folder}: a write of one connection is not seen by another")
         sync_folder(folder, os)
     except (sqlite3.Error, OSError) as error:
-        raise DiskError(
-            f"{folder}: a trial of the store failed ({error}): set daemon.data_dir to a local disk"
-        ) from error
+        raise DiskError(f"{folder}: a trial of the store failed ({error}): {_FIX}") from error
     finally:
         for suffix in ("", "-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -161,8 +160,11 @@ class FolderLock:
             "host": socket.gethostname(),
             "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
-        self._file.write(json.dumps(said).encode() + b"\n")
-        self._file.flush()
+        try:
+            os.write(self._file.fileno(), json.dumps(said).encode() + b"\n")
+        except OSError as error:
+            self._file.close()
+            raise DiskError(f"{folder} cannot be written ({error.strerror}): {_FIX}") from error
 
     def release(self) -> None:
         self._file.close()

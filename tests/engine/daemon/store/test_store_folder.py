@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 from daemon_tools import Served, deployment
 from laddertron.engine.daemon.store import records
-from laddertron.engine.daemon.store.disk import DiskError
+from laddertron.engine.daemon.store.disk import DiskError, prepare_folder
 from laddertron.engine.daemon.store.rows import FileRow
 from laddertron.engine.daemon.store.store import Store, StoreFenced, StoreOptions, StoreUnavailable
 from test_store import with_store
@@ -34,6 +36,20 @@ def remove_store(folder: Path) -> None:
 def truncate_store(folder: Path) -> None:
     remove_store(folder)
     (folder / "store.db").touch()
+
+
+@pytest.mark.parametrize("place", ["os.write", "laddertron.engine.daemon.store.disk.sync_folder"])
+def test_a_start_on_a_full_disk_says_to_free_space(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And lets go of the lock."""
+    with monkeypatch.context() as during:
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        during.setattr(place, fail)
+        with pytest.raises(DiskError, match=rf"{tmp_path}.*No space left on device.*: free space"):
+            prepare_folder(tmp_path)
+    prepare_folder(tmp_path).release()
 
 
 @pytest.mark.parametrize("empty", [remove_store, truncate_store])
