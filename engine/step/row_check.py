@@ -44,7 +44,7 @@ class Difference:
     def __str__(self) -> str:
         return (
             f"case {self.case}, step {self.step} ({self.rows} rows): {self.place} of sequence {self.sequence}, "
-            f"position {self.position}, has other bits than alone"
+            f"position {self.position}, differs from the result alone"
         )
 
 

@@ -288,7 +288,7 @@ def test_a_waiting_client_says_that_the_daemon_is_away_and_how_to_come_back(
     assert cli.main(["batch", "--url", url, "wait", "batch_1", "-o", "a.jsonl"]) == 130
     said = capsys.readouterr().err
     assert f"laddertron batch --url {url} wait batch_1 -o a.jsonl" in said
-    assert said.count("asking again") == 1, "a pipe, which has no bar, is told once"
+    assert said.count("retrying") == 1, "a pipe, which has no bar, is told once"
 
 
 def test_a_download_that_ends_early_leaves_no_file(tmp_path: Path) -> None:

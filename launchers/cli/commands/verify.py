@@ -26,7 +26,7 @@ def compare(one: Digests, other: Digests) -> str:
         for place, ((name, a), (its, b)) in enumerate(zip(mine, theirs, strict=False)):
             at = next((at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
             if its != name or at is not None:
-                found = place, at or 0, f"request {request}, position {at or 0}: the bits of {name} differ"
+                found = place, at or 0, f"request {request}, position {at or 0}: {name} differs"
                 first = found if first is None else min(first, found)
                 break
     return "" if first is None else first[2]

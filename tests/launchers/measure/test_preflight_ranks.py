@@ -144,7 +144,7 @@ def test_the_tuning_is_the_slowest_groups() -> None:
     assert [p.seconds for p in found.tuning.points] == [2 * (1e-5 + n * 1e-9) for n in sizes]
     stream = io.StringIO()
     show(found, None, Console(file=stream, width=120))
-    assert "of 2 groups the slowest: ranks 2 to 3" in stream.getvalue()
+    assert "the slowest of 2 groups: ranks 2 to 3" in stream.getvalue()
 
 
 def test_each_backend_says_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

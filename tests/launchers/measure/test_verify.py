@@ -92,7 +92,7 @@ def test_the_first_difference_is_the_lowest_layers() -> None:
     same: Any = [[("layer 0 mlp", [1, 2]), ("logits", [3, 4])]]
     assert compare(same, same) == ""
     other: Any = [[("layer 0 mlp", [1, 2]), ("logits", [3, 5])]]
-    assert compare(same, other) == "request 0, position 1: logits has other bits"
+    assert compare(same, other) == "request 0, position 1: logits differs"
     earlier: Any = [*other, [("layer 0 mlp", [7]), ("logits", [8])]]
     assert compare([*same, [("layer 0 mlp", [6]), ("logits", [8])]], earlier).startswith(
         "request 1, position 0: layer 0"

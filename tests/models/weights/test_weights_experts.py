@@ -61,7 +61,7 @@ def test_every_rank_has_its_share(tmp_path: Path, recipe: str, spread: bool, per
 def test_per_rank_files_of_nodes_need_the_ranks_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoints.save(tmp_path / "m", "glm4_moe", tokenizer=False)
     assert main(["shard", str(folder), "--tp", "4", "--dense-path", "node"]) == 2
-    assert "--dense-path node without --ranks-per-node" in capsys.readouterr().err
+    assert "--dense-path node needs --ranks-per-node" in capsys.readouterr().err
     assert not [*folder.glob("laddertron-tp4*")]
 
 
