@@ -298,7 +298,7 @@ class Scheduler:
         reason: FinishReason = "numerical_error" if constraint is None else "constraint_error"
         message = f"logits were NaN or Inf after {sequence.outputs} tokens: only this choice was ended"
         if constraint is not None:
-            message = f"what the request allows could not be kept after {sequence.outputs} tokens: {constraint}"
+            message = f"no token satisfies the request's constraints after {sequence.outputs} tokens: {constraint}"
         if not any(one.outputs for one in group.sequences):
             self._open.end_group(group, reason, message)
         else:
