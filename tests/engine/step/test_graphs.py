@@ -92,7 +92,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.mark.parametrize(
-    ("recipe", "size"), [("ladder", 2), pytest.param("qwen3", 2, marks=pytest.mark.slow), ("mistral", 1), ("lanes", 2)]
+    ("recipe", "size"),
+    [
+        ("ladder", 2),
+        ("mistral", 1),
+        *(pytest.param(recipe, 2, marks=pytest.mark.slow) for recipe in ("qwen3", "lanes")),
+    ],
 )
 def test_ids_are_the_same_with_and_without_graphs(
     ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, size: int
@@ -122,9 +127,11 @@ def test_ids_are_the_same_with_and_without_graphs(
 @pytest.mark.parametrize(
     ("recipe", "size", "stages"),
     [
-        ("ladder", 3, 3),
         ("lanes", 4, 2),
-        *(pytest.param(*case, 2, marks=pytest.mark.slow) for case in (("llama", 2), ("ladder", 4))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("ladder", 3, 3), ("llama", 2, 2), ("ladder", 4, 2))
+        ),
     ],
 )
 def test_stages_record_their_steps(

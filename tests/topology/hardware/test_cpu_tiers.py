@@ -17,11 +17,7 @@ from answering import run_says
 from laddertron.topology.hardware.cpu_tier import TIERS, VARIABLE, Tier, own
 
 HERE = Path(__file__).parents[2]
-PLAYED = (
-    "models/cpu/test_cpu_ops.py",
-    "models/cpu/test_int8.py",
-    "engine/test_oracle_dtypes.py",
-)
+OPERATORS = ("models/cpu/test_cpu_ops.py", "models/cpu/test_int8.py")
 
 
 def skip_unless_lower(tier: Tier) -> None:
@@ -40,8 +36,14 @@ LOWER = TIERS[TIERS.index(own()) + 1 : -1][:1]
 @pytest.mark.parametrize(
     "tier", [tier if tier in LOWER else pytest.param(tier, marks=pytest.mark.slow) for tier in TIERS]
 )
-def test_operators_and_oracle_hold_in_every_tier(tier: Tier) -> None:
-    play(tier, PLAYED)
+def test_operators_hold_in_every_tier(tier: Tier) -> None:
+    play(tier, OPERATORS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_the_oracle_holds_in_every_tier(tier: Tier) -> None:
+    play(tier, ("engine/test_oracle_dtypes.py",))
 
 
 @pytest.mark.slow  # in `generic` every product is a plain loop
