@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def loss_of(folder: Path, wiring: str | None = None, layers: list[int] | None = 
     return float(functional.cross_entropy(logits[0], ids[0, 1:]))
 
 
-def test_folders_stand_side_by_side(tmp_path: Path) -> None:
+def test_folders_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss as the reference has it; an original agrees with itself; the table fits 80 columns; the record silences the
     warning."""
     (tmp_path / "text.txt").write_text(TEXT)
@@ -48,6 +49,11 @@ def test_folders_stand_side_by_side(tmp_path: Path) -> None:
     assert second["perplexity"] == pytest.approx(math.exp(second["loss"]))
     assert "the weights were not evaluated" in (missing_record(two, from_folder(two)) or "")
     assert missing_record(one, from_folder(one)) is None
+    with monkeypatch.context() as during:
+        during.setattr("os.access", lambda path, mode: mode != os.W_OK or path != two)
+        during.setattr("laddertron.tools.train.build.load_any", None)
+        refused = CliRunner().invoke(evaluate, [*words, "--record"])
+    assert (refused.exit_code, f"--record {two / RECORD}: cannot write there" in refused.stderr) == (2, True)
     table = CliRunner().invoke(evaluate, [*words, "--record"]).stdout
     assert max(map(len, table.splitlines())) <= 80
     assert missing_record(two, from_folder(two)) is None

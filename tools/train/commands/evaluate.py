@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ....launchers.cli.errors import ended_by
+from ....launchers.cli.errors import check_output, ended_by
 from ..training import MODEL, TEXT, token_file, training_ranks
 
 
@@ -54,6 +54,9 @@ def _rows(folders: tuple[Path, ...], o: dict[str, Any], ranks: Any) -> list[dict
     for other in everyone[1:]:
         if (other / "tokenizer.json").read_bytes() != (first / "tokenizer.json").read_bytes():
             raise ValueError(f"{other} has another tokenizer than {first}: their losses a token are not comparable")
+    if o["record"] and ranks.rank == 0:
+        for folder in folders:
+            check_output(folder / RECORD, "--record")
     length = o["context"] or min(4096, *(from_folder(folder).max_position_embeddings for folder in everyone))
     ids_N, digest = token_file(first, o["text"], o["tokens"], ranks)
     compared = load_any(original, ranks) if original else None

@@ -145,7 +145,7 @@ def _train(out: Path, ranks: DataParallel, o: dict[str, Any]) -> None:
             raise UsageError(f"{states}: an unfinished run: go on with --resume, or remove it")
         if not given and not (o["resume"] and own.is_file()):
             states.mkdir(parents=True, exist_ok=True)
-            corpus.train_tokenizer(documents, o["vocab"]).save(str(own))
+            own.write_text(corpus.train_tokenizer(documents, o["vocab"]).to_str(pretty=True), encoding="utf-8")
 
     ranks.first_does(prepare)
     words = Tokenizer.from_file(str(own))
