@@ -44,7 +44,7 @@ class LayerWeights(nn.Module):
     def __init__(self, shard: RankShard, layer: int, layers: Layers, dtype: torch.dtype) -> None:
         super().__init__()
         c, dim = shard.config, shard.config.head_dim
-        outputs = c.num_heads * dim + 2 * shard.kv_heads_in_all * dim
+        outputs = (c.num_heads + 2 * shard.num_kv_heads * shard.dense_size) * dim  # replicas of KV heads counted
         self.attention_norm = Scale(c.hidden_size, dtype=dtype)
         if c.latent is not None:
             self.latent = LatentWeights(shard, dtype)

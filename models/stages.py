@@ -187,12 +187,6 @@ class RankShard:
         return self.dense_rank * self.config.num_kv_heads // self.dense_size
 
     @property
-    def kv_heads_in_all(self) -> int:
-        """KV heads of all ranks over which attention is split, replicas included: the global size of the fused
-        projection contains these."""
-        return self.num_kv_heads * self.dense_size
-
-    @property
     def attention_elements(self) -> dict[str, int]:
         """Elements of a layer's attention weights on this rank, by product. "kv_b": the up-projection of latent
         attention, absorbed into queries and outputs and kept in the compute type. The first product of latent

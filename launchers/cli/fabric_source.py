@@ -101,14 +101,15 @@ def with_fabric(overrides: tuple[str, ...], file: str | None) -> tuple[str, ...]
     return (*overrides, f"launch.fabric={path if _PLAIN.fullmatch(path) else json.dumps(path)}")
 
 
-def fabric_option(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Gives a command `--fabric`; its function finds it in `overrides`, which it must have (`--set`)."""
+def override_options(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Gives a command `--fabric` and `--set`; its function finds both in `overrides`."""
 
     @click.option(
         "--fabric",
         metavar="FILE",
         help="Use a fabric saved by `topo --save`: --set launch.fabric=FILE.",
     )
+    @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
     @functools.wraps(function)
     def wrapped(*args: Any, fabric: str | None, overrides: tuple[str, ...], **options: Any) -> Result:
         return function(*args, overrides=with_fabric(overrides, fabric), **options)

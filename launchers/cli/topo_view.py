@@ -13,7 +13,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from ...topology.cost.cost import Shape
-from ...topology.hardware.fabric import Device, Fabric, Hca, Nic, Node
+from ...topology.hardware.fabric import Device, Fabric, Hca, Nic, Node, counted
 from ...topology.placement.mapping import RankRow, explain, matrix
 from ...topology.placement.placement import Placement
 
@@ -47,6 +47,7 @@ def fabric_view(fabric: Fabric, width: int) -> RenderableType:
 def _kind(node: Node) -> Node:
     """The node without what tells two machines of one kind apart: names, addresses, PCI and serial numbers, and of the
     memory what the kernel kept for itself. Of its interfaces those of hardware."""
+    nics = sorted((n for n in node.nics if n.physical), key=lambda n: n.name)
     return replace(
         node,
         hostname="any",
@@ -54,13 +55,9 @@ def _kind(node: Node) -> Node:
         numa=tuple(replace(n, memory_bytes=_rounded(n.memory_bytes)) for n in node.numa),
         devices=tuple(replace(d, pci="", uuid="") for d in node.devices),
         hcas=tuple(replace(h, pci="", interface="") for h in node.hcas),
-        nics=tuple(replace(n, name=str(i), addresses=(), pci="") for i, n in enumerate(_hardware(node))),
+        nics=tuple(replace(n, name=str(i), addresses=(), pci="") for i, n in enumerate(nics)),
         links=tuple(sorted(node.links, key=lambda k: (k.a, k.b))),
     )
-
-
-def _hardware(node: Node) -> list[Nic]:
-    return sorted((n for n in node.nics if n.physical), key=lambda n: n.name)
 
 
 def _rounded(count: int) -> int:
@@ -75,10 +72,8 @@ def _tree(nodes: Sequence[Node]) -> Tree:
     alike = f"  ({len(names)} hosts alike)" if len(names) > 1 else ""
     tree = Tree(Text.assemble((said, "bold"), alike, "  ", (_host_words(node), "dim")))
     for numa in node.numa:
-        cores = len(numa.core_ids)
-        branch = tree.add(
-            f"NUMA {numa.index}  {cores} core{'s' if cores > 1 else ''} ({numa.cores})  {_gib(numa.memory_bytes)}"
-        )
+        cores = counted(len(numa.core_ids), "core")
+        branch = tree.add(f"NUMA {numa.index}  {cores} ({numa.cores})  {_gib(numa.memory_bytes)}")
         _hang(branch, node, numa.index)
     if None in {d.numa for d in node.devices} | {h.numa for h in node.hcas}:
         _hang(tree.add("NUMA node not known"), node, None)
@@ -167,12 +162,11 @@ def placement_view(
 
 
 def _group_table(name: str, shape: Shape, rows: Sequence[RankRow], bound: bool) -> Table:
-    title = f"{name}: {shape.size} rank{'s' if shape.size > 1 else ''}"
-    title += f" = {shape.nodes} node{'s' if shape.nodes > 1 else ''} x {shape.per_node}"
+    title = f"{name}: {counted(shape.size, 'rank')} = {counted(shape.nodes, 'node')} x {shape.per_node}"
     if shape.per_node > 1:
         title += f", {shape.intra} inside"
     if shape.nodes > 1:
-        rails = f" over {shape.rails} rail{'s' if shape.rails > 1 else ''}" if shape.inter != "tcp" else ""
+        rails = f" over {counted(shape.rails, 'rail')}" if shape.inter != "tcp" else ""
         title += f", {shape.inter} between{rails}"
     columns = {
         "tp": "tp_rank", "rank": "rank", "host": "hostname", "local": "local_rank", "device": "device", "HCA": "hca",

@@ -72,7 +72,7 @@ def _expand(part: str, whole: str) -> list[str]:
     return found
 
 
-def parse_hostfile(text: str, default_slots: int, where: str) -> tuple[Host, ...]:
+def parse_hostfile(text: str, where: str) -> tuple[Host, ...]:
     """Lines `name slots=8`, `name:8` or `name`; `#` begins a comment. Raises LaunchError with `where` and the line."""
     found: list[Host] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -90,7 +90,7 @@ def parse_hostfile(text: str, default_slots: int, where: str) -> tuple[Host, ...
             raise LaunchError(f"{where}:{number}: {line.strip()!r}: a line is `node1 slots=8` or `node1:8`")
         if any(host.name == name for host in found):
             raise LaunchError(f"{where}:{number}: duplicate host {name}: name each host once")
-        found.append(Host(name, int(count or default_slots)))
+        found.append(Host(name, int(count or 0)))
     if not found:
         raise LaunchError(f"{where}: no hosts in it; a line is `node1 slots=8`")
     return tuple(found)
@@ -127,7 +127,7 @@ def read_hosts(deployment: Deployment, environ: Mapping[str, str], fabric: Fabri
     if launch.hosts:
         said = tuple(Host(name, int(slots or 0)) for name, _, slots in (h.partition(":") for h in launch.hosts))
     elif launch.hostfile is not None:
-        said, source = parse_hostfile(_text(launch.hostfile, "launch.hostfile"), 0, launch.hostfile), "launch.hostfile"
+        said, source = parse_hostfile(_text(launch.hostfile, "launch.hostfile"), launch.hostfile), "launch.hostfile"
     if said:
         filled_in = filled([replace(h, slots=0) for h in said])
         return HostAllocation(tuple(s if s.slots else f for s, f in zip(said, filled_in, strict=True)), source)

@@ -95,7 +95,7 @@ def _longcat() -> ModelConfig:
 
 
 @cache
-def _table() -> dict[str, ModelConfig]:
+def known_models() -> dict[str, ModelConfig]:
     ladder = "ladder_residual"
     return {
         "llama-3.2-1b": architecture("llama", 16, 2048, 32, 8, 8192, 128256, 131072, _LLAMA3, tied=True),
@@ -137,13 +137,9 @@ def _table() -> dict[str, ModelConfig]:
     }
 
 
-def known_names() -> tuple[str, ...]:
-    return tuple(_table())
-
-
 def known(name: str) -> ModelConfig:
     """The architecture called `name` (capitals do not matter). Raises ValueError with the nearest names."""
-    table = _table()
+    table = known_models()
     found = table.get(name.lower())
     if found is None:
         near = get_close_matches(name.lower(), list(table), n=1, cutoff=0.5)
@@ -181,7 +177,7 @@ def by_folder(folder: str) -> Guess | None:
     model published in fp8), `hybrid` and `ladder` count as well (hybrid: the second half of the layers is ladder). None
     if nothing fits."""
     words = "-" + _SEPARATORS.sub("-", folder.lower()).replace("meta-llama", "llama") + "-"
-    table = _table()
+    table = known_models()
     name = max((n for n in table if f"-{n}-" in words), key=len, default=None)
     if name is None:
         return None

@@ -204,8 +204,9 @@ def _dtype(fields: ConfigFields) -> Dtype:
     raise fields.fail(f"dtype {name!r} is not computed here; float32, bfloat16 and float16 are")
 
 
-def _grouped(fields: ConfigFields, num_heads: int, num_kv_heads: int, where: str) -> None:
+def _grouped(fields: ConfigFields, num_heads: int, num_kv_heads: int) -> None:
     if num_heads % num_kv_heads:
+        where = "num_attention_heads, num_key_value_heads"
         raise fields.fail(f"{where}: {num_heads} heads are not a multiple of {num_kv_heads} key/value heads")
 
 
@@ -255,7 +256,7 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
     layers, hidden = fields.integer("num_hidden_layers", maximum=MAX_LAYERS), fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", heads if family.startswith("llama") else None)
-    _grouped(fields, heads, kv_heads, "num_attention_heads, num_key_value_heads")
+    _grouped(fields, heads, kv_heads)
     head_dim = fields.integer("head_dim", hidden // heads or 1)
     if "head_dim" not in fields and hidden % heads:
         raise fields.fail(
@@ -366,7 +367,7 @@ def _dolomite(fields: ConfigFields, eos: tuple[int, ...]) -> ModelConfig:
                 raise mlp.fail(f"{key}=true is not read here; c_fc must be [up; gate]")
     heads = _same(fields, "num_attention_heads", [m.integer("num_attention_heads") for m in mixers])
     kv_heads = _same(fields, "num_key_value_heads", [m.integer("num_key_value_heads") for m in mixers])
-    _grouped(fields, heads, kv_heads, "num_attention_heads, num_key_value_heads")
+    _grouped(fields, heads, kv_heads)
     if hidden % heads or (hidden // heads) % 2:
         raise fields.fail(f"hidden_size={hidden} must be an even multiple of num_attention_heads={heads}")
     head_dim = hidden // heads

@@ -110,7 +110,7 @@ class Fp8:
         def quantised(x: Tensor | RunningSum) -> Rows:
             if fused is not None and transposed.shape[0] <= fused.MOST_QUANTISED:
                 values, scale = fused.quantise(x, bound) if norm is None else fused.rms_norm_fp8(x, norm, bound)
-                return Rows(values, scale, dtype_of(x))
+                return Rows(values, scale, (x.parts()[0] if isinstance(x, RunningSum) else x).dtype)
             whole = x.whole() if isinstance(x, RunningSum) else x
             values, scale = quantise_rows(whole if norm is None else rms_norm(whole, norm), bound)
             return Rows(values, scale, whole.dtype)
@@ -133,10 +133,6 @@ class Rows(NamedTuple):
     values: Tensor
     scale: Tensor
     dtype: torch.dtype
-
-
-def dtype_of(x: Tensor | RunningSum) -> torch.dtype:
-    return (x.parts()[0] if isinstance(x, RunningSum) else x).dtype
 
 
 def quantise_rows(x: Tensor, bound: float = math.inf) -> tuple[Tensor, Tensor]:

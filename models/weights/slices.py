@@ -297,20 +297,20 @@ def _stored_layer(shard: RankShard, layer: int) -> int:
 
 def plan_fills(shard: RankShard, replicate_embedding: bool = False) -> list[Fill]:
     """Every parameter row of this rank, exactly once. A bias behind a row-parallel product belongs to rank 0 alone."""
-    if shard.config.lanes is not None:
-        return _lane_fills(shard, shard.config.lanes, replicate_embedding)
-    config, (embedding, norm, head) = shard.config, _ENDS[shard.config.layout]
-    fills: list[Fill] = []
+    config, embedding, fills = shard.config, embedding_of(shard.config), list[Fill]()
     if shard.embeds and replicate_embedding:
         fills.append(Fill("embedding.weight", 0, config.vocab_size, embedding))
     elif shard.embeds:
         fills.extend(_vocabulary("embedding.weight", embedding, shard.embedded, config.vocab_size))
-    for layer in range(config.num_layers):
-        fills.extend(_layer_fills(shard, layer))
-    if shard.samples:
-        fills.append(Fill("norm.weight", 0, config.hidden_size, norm))
+    if config.lanes is not None:
+        fills.extend(_lane_fills(shard, config.lanes))
+    else:
+        for layer in range(config.num_layers):
+            fills.extend(_layer_fills(shard, layer))
+        if shard.samples:
+            fills.append(Fill("norm.weight", 0, config.hidden_size, _ENDS[config.layout][1]))
     if shard.has_head(replicate_embedding):
-        stored = embedding if config.tied_embeddings else head
+        stored = embedding if config.tied_embeddings else head_of(config)
         fills.extend(_vocabulary("head.weight", stored, shard.vocab, config.vocab_size))
     return fills
 
@@ -374,9 +374,9 @@ def embedding_of(config: ModelConfig) -> str:
     return _LANE_EMBEDDING if config.lanes is not None else _ENDS[config.layout][0]
 
 
-def _lane_fills(shard: RankShard, lanes: Lanes, replicate_embedding: bool) -> list[Fill]:
-    """A stored tensor has a matrix for each lane, [L, out, in]: read as [L * out, in]. A parameter has those of this
-    rank's lanes, one behind the other; of fused products, lane by lane."""
+def _lane_fills(shard: RankShard, lanes: Lanes) -> list[Fill]:
+    """Of layers and the last norm. A stored tensor has a matrix for each lane, [L, out, in]: read as [L * out, in]. A
+    parameter has those of this rank's lanes, one behind the other; of fused products, lane by lane."""
     config, d, dim = shard.config, shard.config.hidden_size, shard.config.head_dim
     first, mine = shard.first_lane, shard.num_lanes
     q, kv, f = (size // lanes.count for size in (config.num_heads * dim, config.num_kv_heads * dim, config.ffn_size))
@@ -386,10 +386,6 @@ def _lane_fills(shard: RankShard, lanes: Lanes, replicate_embedding: bool) -> li
         one = Fill(to, 0, mine, f"{tensor}.scale", first) if each else Fill(to, 0, d, f"{tensor}.weight")
         fills.append(one)
 
-    if shard.embeds and replicate_embedding:
-        fills.append(Fill("embedding.weight", 0, config.vocab_size, _LANE_EMBEDDING))
-    elif shard.embeds:
-        fills.extend(_vocabulary("embedding.weight", _LANE_EMBEDDING, shard.embedded, config.vocab_size))
     for layer in range(config.num_layers):
         here, there = f"layers.{layer}.", _LAYER.format(_stored_layer(shard, layer))
         norm(f"{here}attention_norm.weight", f"{there}attention_norm", lanes.norm_each)
@@ -406,9 +402,6 @@ def _lane_fills(shard: RankShard, lanes: Lanes, replicate_embedding: bool) -> li
         fills.append(Fill(f"{here}down.weight", 0, mine * d, f"{there}feed_forward.w2.weight", first * d))
     if shard.samples:
         norm("norm.weight", "model.norm", lanes.norm_each and not lanes.sum_first)
-    if shard.has_head(replicate_embedding):
-        head = _LANE_EMBEDDING if config.tied_embeddings else head_of(config)
-        fills.extend(_vocabulary("head.weight", head, shard.vocab, config.vocab_size))
     return fills
 
 

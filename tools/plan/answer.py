@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import eq, le
 
 from ...engine.step.memory import GIB
+from ...topology.hardware.fabric import counted
 from .advice import describe
 from .estimate import CapacityEstimate
 from .layouts import Layout, by_cost
@@ -63,11 +64,10 @@ def headline(plan: CapacityEstimate) -> str:
     q = plan.question
     p = q.placement
     nodes, devices = {s.hostname for s in p.seats}, _devices(plan)
-    count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
     many = (f" x pp {p.stages}" if p.stages > 1 else "") + (f" x {p.replicas} replicas" if p.replicas > 1 else "")
     return (
         f"{q.name}: {parameters(q.config.num_parameters)} parameters ({q.stored.weights}, {q.config.wiring.name}), "
-        f"tp {p.tensor_parallel_size}{many} on {count} of {devices}: {plan.memory.verdict}"
+        f"tp {p.tensor_parallel_size}{many} on {counted(len(nodes), 'node')} of {devices}: {plan.memory.verdict}"
     )
 
 

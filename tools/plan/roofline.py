@@ -15,7 +15,7 @@ from ...models.config.shapes import WHOLE, Sharing
 from ...models.stages import RankShard
 from ...topology.cost.cost import Backend, Costs, Shape, choose, predict, untuned
 from ...topology.cost.prices import reference
-from ...topology.hardware.fabric import Device, LinkClass, Node
+from ...topology.hardware.fabric import Device, LinkClass, Node, counted
 from ...topology.link_cost import Emulation
 from .step_simulator import StepCost, StepTime, Wire, simulate_step
 
@@ -108,7 +108,7 @@ def cpu_rates(node: Node, ranks_on_node: int, threads: int | None = None) -> Com
     stream = min(cores * CPU_BYTES_PER_CORE, CPU_BYTES_PER_NODE / ranks_on_node)
     return ComputeRates(
         cores * CPU_FLOPS_PER_CORE, stream, stream, CPU_CALL_S, CPU_CALL_S,
-        f"{cores} CPU core{'s' if cores > 1 else ''} a rank at coarse rates: measure before you rely on them",
+        f"{counted(cores, 'CPU core')} a rank at coarse rates: measure before you rely on them",
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ...models.config.known_models import known
 from ...models.config.parts import make_wiring
 from ...models.config.shapes import splits
+from ...topology.hardware.fabric import counted
 from ...topology.hardware.presets import preset
 from .answer import Sheet
 from .estimate import Question, group_in, memory_in, part_of, steps_in, wirings
@@ -43,7 +44,7 @@ def steps(q: Question, load: Load) -> tuple[dict[str, StepTime], StepCost, Sheet
         f"{group.rates.source}; {group.links.source}."
     )
     beside = f", {load.prompt} of prompt" if load.prompt else ""
-    title = f"{q.name}, tp {group.size}, {_sequences(load.decodes)} at {load.context:g}{beside}"
+    title = f"{q.name}, tp {group.size}, {counted(load.decodes, 'sequence')} at {load.context:g}{beside}"
     columns = ("wiring", "step ms", "computing", "in flight", "hidden", "waited", "slowed", "gain")
     return times, cost, Sheet(title, columns, tuple(rows), 1, note)
 
@@ -66,7 +67,7 @@ class ReplicaSpan:
 
 def scaling(model: str, spec: str, batch: int, context: int, fp8: bool = False) -> tuple[ReplicaSpan, ...]:
     """One replica over 1, 2, 4 … nodes of `spec`. Raises ValueError if the model never splits."""
-    count, node = counted(spec)
+    count, node = nodes_of(spec)
     config, per_node = known(model), len(preset(node).nodes[0].devices)
     found, nodes = [], 1
     while nodes <= count:
@@ -129,7 +130,7 @@ class FleetAsked:
 
 def fleet(asked: FleetAsked) -> tuple[FleetOutcome, Sheet]:
     """Raises ValueError where a replica does not fit, PlacementError where it cannot be laid out."""
-    count, node = counted(asked.spec)
+    count, node = nodes_of(asked.spec)
     work = Work(asked.prompt, asked.output)
     q = _fewest(asked, count, node, work)
     per_node, size = len(preset(node).nodes[0].devices), q.placement.tensor_parallel_size
@@ -156,7 +157,7 @@ def _fleet_sheet(q: Question, o: FleetOutcome, nodes: int, slots: int) -> Sheet:
         else f" of about {COMMITS_PER_S:,.0f} that one store commits"
     )
     rows = (
-        ("replicas", f"{o.replicas} of {nodes} node{'s' if nodes > 1 else ''}, {slots} sequences each"),
+        ("replicas", f"{o.replicas} of {counted(nodes, 'node')}, {slots} sequences each"),
         ("all done after", _time(o.span_s)),
         ("output", f"{o.tokens_per_s:,.0f} tokens/s, {o.tokens_per_s / o.replicas:,.0f} a replica"),
         ("queue wait, median / p99", f"{_time(o.wait_s[0])} / {_time(o.wait_s[1])}"),
@@ -185,7 +186,7 @@ def _fewest(asked: FleetAsked, count: int, node: str, work: Work) -> Question:
         span *= 2
 
 
-def counted(spec: str) -> tuple[int, str]:
+def nodes_of(spec: str) -> tuple[int, str]:
     """(nodes, one node's preset) of `16x8xH100`. A fleet's fabric is never built: one replica's is enough."""
     found = _NODES.fullmatch(spec)
     if found is None:
@@ -198,10 +199,6 @@ def delayed(q: Question, delay_s: float) -> Question:
     from ...topology.link_cost import Emulation
 
     return replace(q, emulated=Emulation(f"link {delay_s * 1e3:g} ms", delay_s))
-
-
-def _sequences(count: int) -> str:
-    return f"{count} sequence{'s' if count != 1 else ''}"
 
 
 def _time(seconds: float) -> str:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from .fabric import counted
 from .sysfs import Sysfs
 
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
@@ -198,7 +199,7 @@ def choose(wanted: str, facts: CudaFacts, usable: bool, error: str = "") -> Devi
         raise CudaUnusable(f"engine.device=cuda: {fault}, or use device: cpu")
     if not facts.gpus or facts.hidden:
         return DeviceChoice("cpu")
-    there = f"this host has {facts.gpus} NVIDIA GPU{'s' if facts.gpus > 1 else ''}"
+    there = f"this host has {counted(facts.gpus, 'NVIDIA GPU')}"
     if facts.torch_cuda == "":
         return DeviceChoice("cpu", f"engine.device=auto takes the CPU: {there}, but {fault}")
     raise CudaUnusable(f"engine.device=auto: {there}, but {fault}; or use device: cpu")

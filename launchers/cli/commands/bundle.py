@@ -89,7 +89,7 @@ def collect(deployment: Deployment, config: Path, output: Path) -> tuple[Path, s
 @click.command()
 @click.argument("config", type=click.Path())
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="[default: laddertron-bundle-TIME.tar.gz]")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
 def command(config: str, output: Path | None, overrides: tuple[str, ...]) -> None:
     """Write one archive of diagnostics: last collectives, stacks, counters and logs of CONFIG's ranks, daemon and host.
 

@@ -23,7 +23,7 @@ from ...compose.host_allocation import divide
 from ...compose.hosts import read_hosts
 from ...job.fleet import is_here
 from ..errors import show_warning
-from ..fabric_source import fabric_option
+from ..fabric_source import override_options
 
 if TYPE_CHECKING:
     from ....models.config.model_config import ModelConfig
@@ -290,18 +290,17 @@ def summary(loaded: LoadedDeployment) -> str:
     p = d.parallel
     pipeline = f" x pp {p.pipeline_parallel_size}" if p.pipeline_parallel_size > 1 else ""
     hosts = len(d.launch.hosts)
-    where = f"{hosts} host{'s' * (hosts != 1)}" if hosts else d.launch.hostfile or "this host or the allocation"
+    where = fabrics.counted(hosts, "host") if hosts else d.launch.hostfile or "this host or the allocation"
     return (
         f"{loaded.name}: OK: {d.served_model_name}, tp {p.tensor_parallel_size}{pipeline} x {p.replicas} "
-        f"= {d.world_size} rank{'s' * (d.world_size != 1)} on {where}, "
+        f"= {fabrics.counted(d.world_size, 'rank')} on {where}, "
         f"wiring {d.model.wiring}, collective {p.collective}"
     )
 
 
 @click.command()
 @click.argument("config", type=click.Path())
-@fabric_option
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+@override_options
 @click.option("--no-model", is_flag=True, help="Check only the file, not the model and other files that it names.")
 def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     """Validate CONFIG, the files it names, the split of its model over the ranks, its tokenizer and weight headers.

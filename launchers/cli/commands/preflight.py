@@ -20,6 +20,7 @@ from rich.table import Table
 from ....engine.config.load import Deployment, LoadedDeployment, read
 from ....engine.config.yaml_tree import ConfigError
 from ....topology.cost.fit import Fit
+from ....topology.hardware.fabric import counted
 from ....topology.json_codec import unbuild
 from ....topology.placement.identity import Identity, IdentityError, identify
 from ...compose.host_allocation import together
@@ -29,7 +30,7 @@ from ...job.fleet import Fleet
 from ...measure.preflight import PreflightOutcome
 from ...measure.preflight_job import DONE_S, SIGNS, hold, sign
 from ..errors import FAILED, UsageError, check_output, ended_by, show_error
-from ..fabric_source import fabric_option
+from ..fabric_source import override_options
 
 
 def launch(loaded: LoadedDeployment, words: list[str]) -> int:
@@ -92,8 +93,7 @@ def end(identity: Identity, text: str, code: int) -> NoReturn:
     help="Write the tuning file here.  [default: parallel.tuning_file]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print every number as JSON, in base units.")
-@fabric_option
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+@override_options
 def command(config: str, save: Path | None, as_json: bool, overrides: tuple[str, ...]) -> int:
     """Measure CONFIG's fabric: every link, every all-reduce algorithm with the model's message sizes and 32 KiB to
     8 MiB, and every rank's clock, libraries, transport and speed.
@@ -176,9 +176,8 @@ def show(outcome: PreflightOutcome, saved: Path | None, console: Console | None 
     """Prints everything; findings last, where they are read."""
     # mpirun hands ranks a terminal of its own making: neither its width nor its colours are the user's
     console = console or Console(highlight=False, width=120, force_terminal=False)
-    nodes = len(outcome.fabric.nodes)
     ranks = len(outcome.reports)
-    console.print(f"{ranks} rank{'s' if ranks > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}")
+    console.print(f"{counted(ranks, 'rank')} on {counted(len(outcome.fabric.nodes), 'node')}")
     if outcome.links:
         console.print(links_table(outcome))
     if outcome.fitted is not None:

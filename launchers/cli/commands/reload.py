@@ -15,7 +15,7 @@ from ....engine.config.load import read
 from ....engine.daemon.store.disk import holder_pid
 from ...job.reload import OUTCOME, different_keys, serving_in
 from ..errors import FAILED, OK, UsageError, show_error
-from ..fabric_source import fabric_option
+from ..fabric_source import override_options
 from .run import read_text
 
 _SHOWN_KEYS = 5
@@ -23,17 +23,14 @@ _SHOWN_KEYS = 5
 
 @click.command()
 @click.argument("config", type=click.Path())
-@fabric_option
-@click.option(
-    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="The same overrides as for `serve`."
-)
+@override_options
 def command(config: str, overrides: tuple[str, ...]) -> int:
     """Check CONFIG, send SIGHUP to the daemon of its daemon.data_dir, which reads it again, and wait for the outcome.
 
     If memory allows, new ranks start while the old ones serve; otherwise running requests finish first and new
     ones wait. A change of the daemon itself (ports, data folder, keys, tokenizer) needs a restart: such a
     reload is refused, and nothing changes. The daemon reads the file and --set options with which it was started:
-    CONFIG must be the same deployment.
+    give the same ones here.
 
     \b
       laddertron reload deploy.yaml

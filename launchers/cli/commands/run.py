@@ -31,7 +31,7 @@ from ....topology.placement.identity import Identity, IdentityError, identify, r
 from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
 from ..errors import FAILED, OK, USAGE, UsageError, ended_by
-from ..fabric_source import fabric_option
+from ..fabric_source import override_options
 from ..run_view import ConsoleLog, RunView, default_errors, progress_console, say, say_error, summary_table
 from .check import dummy_faults, memory_faults, missing_files, model_faults
 
@@ -254,8 +254,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @click.option("--strict", is_flag=True, help="Exit with 1 if any line failed.")
-@fabric_option
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+@override_options
 def command(errors: Path | None, **options: Any) -> int:
     """Answer every line of a JSONL file with the model that CONFIG describes.
 

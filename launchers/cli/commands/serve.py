@@ -10,15 +10,14 @@ from ....engine.config.load import LoadedDeployment, read
 from ....topology.placement.identity import IdentityError, identify
 from ...job.reload import Serving
 from ..errors import UsageError, ended_by, show_warning
-from ..fabric_source import fabric_option
+from ..fabric_source import override_options
 from .check import unmeasured_weights
 from .run import read_text
 
 
 @click.command()
 @click.argument("config", type=click.Path())
-@fabric_option
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+@override_options
 @click.option(
     "--adopt",
     is_flag=True,

@@ -20,7 +20,7 @@ from ....topology.cost.prices import reference
 from ....topology.hardware.cpu_tier import VARIABLE
 from ....topology.hardware.cuda_stack import look, stack_faults
 from ....topology.hardware.discover import discover, gather
-from ....topology.hardware.fabric import Fabric
+from ....topology.hardware.fabric import Fabric, counted
 from ....topology.json_codec import unbuild
 from ....topology.placement.identity import Identity, identify
 from ....topology.placement.mapping import explain
@@ -145,5 +145,4 @@ def command(
     for note in notes:
         console.print(f"note: {note}", style="yellow")
     if save is not None:
-        hosts = len(fabric.nodes)
-        console.print(f"saved {save}: {hosts} host{'s' if hosts > 1 else ''}, digest {fabric.digest}")
+        console.print(f"saved {save}: {counted(len(fabric.nodes), 'host')}, digest {fabric.digest}")

@@ -58,7 +58,7 @@ def test_broken_node_lists(text: str) -> None:
 def test_hostfiles() -> None:
     """The forms people write, and one line for what they should not."""
     text = "# two nodes\nnode1 slots=8\nnode2:4 # half\n\nnode3\nnode4 slots=2 max_slots=4\n"
-    assert parse_hostfile(text, 1, "hosts") == (Host("node1", 8), Host("node2", 4), Host("node3", 1), Host("node4", 2))
+    assert parse_hostfile(text, "hosts") == (Host("node1", 8), Host("node2", 4), Host("node3", 0), Host("node4", 2))
     for bad, says in (
         ("node1 slots=x", "hosts:1"),
         ("a\nnode1 cores=3", "hosts:2: 'cores=3'"),
@@ -68,7 +68,7 @@ def test_hostfiles() -> None:
         ("# nobody", "no hosts in it"),
     ):
         with pytest.raises(LaunchError, match=says):
-            parse_hostfile(bad, 1, "hosts")
+            parse_hostfile(bad, "hosts")
     assert parse_nodefile("a\na\nb\nb\n", "PBS_NODEFILE") == (Host("a", 2), Host("b", 2))
     with pytest.raises(LaunchError, match="no hosts"):
         parse_nodefile("\n", "PBS_NODEFILE")

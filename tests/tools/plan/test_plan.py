@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from laddertron.engine.config.load import ConfigError, read
 from laddertron.engine.step.memory import MemoryKeys, StoredTypes, memory
 from laddertron.launchers.cli.__main__ import group, main
-from laddertron.models.config.known_models import architecture, by_folder, known, known_names, published_fp8
+from laddertron.models.config.known_models import architecture, by_folder, known, known_models, published_fp8
 from laddertron.models.config.model_config import ModelConfig
 from laddertron.models.stages import RankShard
 from laddertron.models.weights.slices import expected_shapes
@@ -98,7 +98,7 @@ def test_405b_in_bf16_does_not_fit_eight_gpus_and_fits_sixteen() -> None:
     assert planned("llama-3.1-405b", "2x8xH100").memory.fits
 
 
-@pytest.mark.parametrize("name", known_names())
+@pytest.mark.parametrize("name", known_models())
 def test_weights_of_one_rank_are_the_models_parameters(name: str) -> None:
     """Two bytes a parameter, none forgotten, a tied head held once."""
     config = known(name)

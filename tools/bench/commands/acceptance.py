@@ -25,7 +25,7 @@ from ....engine.config.load import Deployment
 from ....launchers.cli.batch_client import ApiError, BatchClient
 from ....launchers.cli.commands.check import read_model
 from ....launchers.cli.errors import FAILED, OK, check_output, show_error, show_warning
-from ....launchers.cli.fabric_source import fabric_option, faults_of
+from ....launchers.cli.fabric_source import faults_of, override_options
 from ....launchers.control.processes import descendants, ended_by_term, kill, words_of
 from ....launchers.job import supervised_process as kept
 from ....topology.json_codec import build, write_file
@@ -212,8 +212,7 @@ class Served:
 @click.option("--generate", default=64, show_default=True, type=click.IntRange(2, 10**6), help="New tokens.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 1000), help="Runs of each batch size.")
 @click.option("--cases", default=20, show_default=True, type=_COUNT, help="Random mixes of `verify`.")
-@fabric_option
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+@override_options
 def command(
     config: str, against: str | None, output: Path | None, prompt: int, generate: int, repeats: int, cases: int,
     overrides: tuple[str, ...],

@@ -21,7 +21,7 @@ from rich.console import Console
 from ....engine.config.load import Deployment
 from ....launchers.cli.commands.check import read_model
 from ....launchers.cli.errors import USAGE, UsageError, check_output, ended_by
-from ....launchers.cli.fabric_source import fabric_option
+from ....launchers.cli.fabric_source import override_options
 from ....launchers.control.processes import ended_by_term
 from ....launchers.measure.rank_job import BenchJob
 from ....models.config.wiring import WIRINGS
@@ -145,8 +145,7 @@ def _writable(_: click.Context, option: click.Parameter, value: str | None) -> s
 
 def _common(function: Any) -> Any:
     for option in (
-        fabric_option,
-        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the file."),
+        override_options,
         click.option(
             "--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Runs of each case."
         ),

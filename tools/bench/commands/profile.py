@@ -10,7 +10,7 @@ import click
 
 from ....launchers.cli.commands.check import read_model
 from ....launchers.cli.errors import ended_by
-from ....launchers.cli.fabric_source import fabric_option
+from ....launchers.cli.fabric_source import override_options
 from ....launchers.control.processes import ended_by_term
 from ....launchers.measure.rank_job import BenchError, BenchJob
 
@@ -25,8 +25,7 @@ from ....launchers.measure.rank_job import BenchError, BenchJob
     "--ops", is_flag=True, help="Also each rank's operators and kernels (torch.profiler), in files next to the trace."
 )
 @click.option("-o", "--output", default="trace.json", show_default=True, type=click.Path(path_type=Path))
-@fabric_option
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of the file.")
+@override_options
 def command(config: str, overrides: tuple[str, ...], output: Path, **options: Any) -> None:
     """Decode a few steps with CONFIG's ranks and record when each rank computed, communicated and waited.
 
