@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -27,6 +27,15 @@ def say(**line: Any) -> None:
 def to_and_fro(lanes: Iterable[T], turn: int) -> list[T]:
     """The lanes, in reverse order every other turn."""
     return list(lanes)[:: -1 if turn % 2 else 1]
+
+
+def in_turns(names: Iterable[str], turns: int, measure: Callable[[str], T]) -> dict[str, list[T]]:
+    """What `measure` finds of each, once a turn."""
+    found: dict[str, list[T]] = {name: [] for name in names}
+    for turn in range(turns):
+        for name in to_and_fro(found, turn):
+            found[name].append(measure(name))
+    return found
 
 
 def spread(values: Sequence[float], form: str) -> str:

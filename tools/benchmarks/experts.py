@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -25,16 +23,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1] / "tests"), str(HERE / "cross_node"), str(HERE)]
+sys.path[:0] = [str(HERE / "cross_node"), str(HERE)]
 
-from cluster.nodes import CONTROL, Control, why_not  # noqa: E402
-from common import table  # noqa: E402
-from cross_layouts import SHAPE as LLAMA  # noqa: E402
-from cross_layouts import measure, on_two_nodes  # noqa: E402
-from cross_node import MS, on_cluster  # noqa: E402
-from laddertron.engine.config.schema import ParallelConfig  # noqa: E402
+from common import table, to_and_fro  # noqa: E402
 from laddertron.engine.step.memory import MemoryKeys, StoredTypes  # noqa: E402
-from laddertron.launchers.measure.rank_job import BenchJob  # noqa: E402
 from laddertron.models.config.model_config import from_folder  # noqa: E402
 from laddertron.tools.plan.layouts import Devices, Work, fullest_stage, group_of  # noqa: E402
 from laddertron.tools.plan.mixtures import BATCHES, mixture_layouts  # noqa: E402
@@ -42,11 +34,12 @@ from laddertron.tools.plan.roofline import ComputeRates, Links, Load  # noqa: E4
 from laddertron.tools.plan.step_simulator import Wire  # noqa: E402
 from laddertron.topology.cost.cost import Shape  # noqa: E402
 from peers.model import SIZES  # noqa: E402
+from two_nodes import MS, Row, Site, insist, on_nodes, rate  # noqa: E402
+from two_nodes import SHAPE as LLAMA  # noqa: E402
 
 SHAPE = LLAMA | SIZES["qwen3-moe"] | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
 LAYERS, ROW = SHAPE["num_hidden_layers"], 2 * SHAPE["hidden_size"]
 DELAYS_MS, TOKENS = (0.1, 1.0, 2.0), {1: 32, 8: 24, 32: 16, 128: 12}
-TWO: dict[str, Any] = {"tensor_parallel_size": 2, "split_steps": "never"}
 BUILT: dict[str, dict[str, Any]] = {
     "flat": {}, "split": {"split_steps": "always"}, "spread": {"dense_path": "node"},
     "pp": {"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
@@ -54,28 +47,22 @@ BUILT: dict[str, dict[str, Any]] = {
 KINDS = BUILT | {"no communication": {}, "spread, no communication": {"dense_path": "node"}}
 
 
-def inside(folder: Path, agent: str, delays: Sequence[float], batches: Sequence[int], runs: int) -> None:
-    """On the first node: a JSON line a run of a case, with each kind's time of a sequence for a token."""
-    switch = Control(os.environ[CONTROL])
+def layouts(site: Site, delays: Sequence[float], batches: Sequence[int], runs: int) -> Iterator[Row]:
+    """A row a run of a case, with each kind's time of a sequence for a token, and of an all-reduce of the batch."""
     with ExitStack() as stack:
         jobs = {}
         for kind, parallel in KINDS.items():
-            keys = ParallelConfig(**TWO | parallel)
-            d = on_two_nodes(folder, agent, "model", "auto" if kind in BUILT else "no-communication", keys)
-            room = replace(d.engine, max_num_seqs=128, max_num_batched_tokens=1024, kv_cache_memory=512 << 20)
-            jobs[kind] = stack.enter_context(BenchJob(replace(d, engine=room), kind))
-
-        def step_s(kind: str, batch: int, tokens: int) -> float:
-            found = jobs[kind].ask("case", batch=batch, prompt=8, generate=tokens)
-            return batch * float(found["decode_s"]) / float(found["decode_tokens"])
-
-        for kind, batch in product(KINDS, batches):
-            step_s(kind, batch, 8)
+            wiring = "auto" if kind in BUILT else "no-communication"
+            room = {"max_num_seqs": 128, "max_num_batched_tokens": 1024, "kv_cache_memory": 512 << 20}
+            jobs[kind] = stack.enter_context(site.job(kind, site.deployment("model", wiring, parallel, **room)))
+        for job, batch in product(jobs.values(), batches):
+            rate(job, batch, 8, 8)
         for run, delay, batch in product(range(runs), delays, batches):
-            switch.link(delay)
+            site.switch.link(delay)
             floor = jobs["flat"].ask("floor", nodes=2)["floor"]
-            took = {kind: step_s(kind, batch, TOKENS[batch]) for kind in sorted(KINDS, reverse=run % 2 == 1)}
-            print(json.dumps({"delay_s": delay, "batch": batch, "floor": floor, "step_s": took}), flush=True)
+            alone = median(jobs["flat"].ask("all_reduce", bytes=ROW * batch, count=64)["seconds"])
+            took = {kind: batch / rate(jobs[kind], batch, 8, TOKENS[batch]) for kind in to_and_fro(KINDS, run)}
+            yield {"delay_s": delay, "batch": batch, "floor": floor, "all_reduce_s": alone, "step_s": took}
 
 
 def links(sums: Mapping[int, float]) -> Links:
@@ -104,14 +91,15 @@ def choices(config: Any, floor: float, silent: Mapping[int, float], sums: Mappin
     return {b: min(times, key=lambda name: times[name][BATCHES.index(b)] or inf) for b in silent}
 
 
-def report(config: Any, rows: Sequence[Mapping[str, Any]], sums: Mapping[float, Mapping[int, float]]) -> list[str]:
+def report(config: Any, rows: Sequence[Row]) -> list[str]:
     cells, floor = [], max(row["floor"] for row in rows)
-    for delay in sums:
-        at = {b: [r["step_s"] for r in rows if (r["delay_s"], r["batch"]) == (delay, b)] for b in TOKENS}
-        steps = {b: {k: median(run[k] for run in runs) for k in KINDS} for b, runs in at.items() if runs}
-        planned = choices(config, floor, {b: step["no communication"] for b, step in steps.items()}, sums[delay])
+    for delay in dict.fromkeys(row["delay_s"] for row in rows):
+        at = {b: [r for r in rows if (r["delay_s"], r["batch"]) == (delay, b)] for b in TOKENS}
+        steps = {b: {k: median(r["step_s"][k] for r in runs) for k in KINDS} for b, runs in at.items() if runs}
+        sums = {ROW * b: median(r["all_reduce_s"] for r in at[b]) for b in steps}
+        planned = choices(config, floor, {b: step["no communication"] for b, step in steps.items()}, sums)
         for batch, step in steps.items():
-            alone, best = sums[delay][ROW * batch], min(BUILT, key=step.__getitem__)
+            alone, best = sums[ROW * batch], min(BUILT, key=step.__getitem__)
             law = (step["spread, no communication"] + LAYERS * alone) / step["spread"]
             plan = f"{planned[batch]} ({step[best] / step[planned[batch]]:.2f})"
             rates = (f"{batch / step[kind]:,.1f}" for kind in KINDS)
@@ -119,32 +107,20 @@ def report(config: Any, rows: Sequence[Mapping[str, Any]], sums: Mapping[float, 
     return table(f"one way, batch | {' | '.join(KINDS)} | all-reduce, ms | spread, of c + L | best | plan", cells)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=["two"], nargs="?")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", choices=BATCHES, default=list(BATCHES))
     parser.add_argument("--delays", type=float, nargs="+", default=DELAYS_MS, help="one way, ms")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.inside:
-        folder, *order = json.loads(args.inside)
-        inside(Path(folder), *order)
-    elif (why := why_not()) is not None:
-        print(f"no emulated cluster here: {why}", file=sys.stderr)
-        return 2
-    else:
-        delays = [delay * MS for delay in args.delays]
-        sums: dict[float, dict[int, float]] = {delay: {} for delay in delays}
-        spec = {"task": "collectives", "delays_s": delays, "sizes": [ROW * b for b in args.batches]}
-        for line in on_cluster(2, 1, spec | {"lanes": ["native"], "seconds": 0.5}, 0):
-            sums[line["delay_s"]][line["bytes"]] = line["median_s"]
-        rows = list(measure(__file__, {"model": SHAPE}, [delays, args.batches, args.repeats]))
-        with TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(SHAPE))
-            print("\n".join(report(from_folder(folder), rows, sums)))
-    return 0
+    insist()
+    delays = [delay * MS for delay in args.delays]
+    rows = list(on_nodes(layouts, {"model": SHAPE}, delays, args.batches, args.repeats))
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(SHAPE))
+        print("\n".join(report(from_folder(folder), rows)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -162,13 +162,14 @@ def test_each_layout_is_a_deployment_that_check_accepts(report: Any, tmp_path: P
     from laddertron.engine.config.rules import broken_rules
     from laddertron.engine.step.share import model_config
     from laddertron.tools.plan.advice import STOCK
+    from two_nodes import LANES, SHAPE, Site
 
-    for name, fields in (("llama", cross_layouts.SHAPE), ("lanes", cross_layouts.LANES)):
+    for name, fields in (("llama", SHAPE), ("lanes", LANES)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(fields))
     named = {}
     for kind in cross_layouts.KINDS:
-        d = cross_layouts.deployment(tmp_path, "agent", kind)
+        d = cross_layouts.deployment(Site(tmp_path, "agent"), kind)
         assert not list(broken_rules(d)), kind
         config = model_config(d.model, d.parallel)[0]
         assert (d.world_size, d.dummy_seed, config.num_layers) == (2, 0, 12)
@@ -191,23 +192,26 @@ def test_layouts_of_experts_have_their_law_and_plan_s_choice(report: Any, tmp_pa
     silent = {"no communication": 0.02, "spread, no communication": 0.03}
     steps = {1: {"flat": 0.05, "split": 0.05, "spread": 0.048, "pp": 0.03} | silent}
     steps[128] = {kind: 10 * seconds for kind, seconds in steps[1].items()}
-    rows = [{"delay_s": 1e-3, "batch": b, "floor": 12e9, "step_s": each} for b, each in steps.items()]
-    first = experts["report"](config, rows, {1e-3: {2048: 1.1e-3, 2048 * 128: 2e-3}})[2]
+    sums = {1: 1.1e-3, 128: 2e-3}
+    rows = [
+        {"delay_s": 1e-3, "batch": b, "floor": 12e9, "all_reduce_s": sums[b], "step_s": each}
+        for b, each in steps.items()
+    ]
+    first = experts["report"](config, rows)[2]
     assert first == "| 1 ms, 1 | 20.0 | 20.0 | 20.8 | 33.3 | 50.0 | 33.3 | 1.10 | 0.90 | pp | pp (1.00) |"
 
 
 def test_longcat_s_layouts_are_deployments_that_check_accepts(report: Any, tmp_path: Path) -> None:
     """293M; its experts spread, its dense path inside each node; and the bar is of the median share."""
     import trained
-    from cross_layouts import on_two_nodes
     from laddertron.engine.config.rules import broken_rules
-    from laddertron.engine.config.schema import ParallelConfig
     from laddertron.engine.step.share import model_config
+    from two_nodes import Site
 
     (tmp_path / "longcat").mkdir()
     (tmp_path / "longcat" / "config.json").write_text(json.dumps(trained.LONGCAT))
     for kind, words in trained.LAYOUTS.items():
-        d = on_two_nodes(tmp_path, "agent", "longcat", "auto", ParallelConfig(**words))
+        d = Site(tmp_path, "agent").deployment("longcat", parallel=words)
         assert not list(broken_rules(d)), kind
         config = model_config(d.model, d.parallel)[0]
         assert (d.world_size, config.wiring.name, config.num_parameters // 10**6) == (2, "shortcut", 293)

@@ -17,8 +17,7 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "cross_node"), str(BENCHMARKS.
 
 import cross_node  # noqa: E402
 import cross_wirings  # noqa: E402
-import variants  # noqa: E402
-from cross_ranks import steady  # noqa: E402
+import law_rank  # noqa: E402
 from cross_wirings import Prices, lanes_of_the_law, of_the_law, predicted_step, prices  # noqa: E402
 from laddertron.tools.plan.step_simulator import law  # noqa: E402
 from laddertron.topology.comm.ledger import Record  # noqa: E402
@@ -143,11 +142,6 @@ def test_the_law_s_bar_is_met_and_missed() -> None:
     assert cross_wirings.wiring_bars(short) == []
 
 
-def test_steps_that_take_turns_are_one_figure() -> None:
-    """A rank a delay ahead waits for it in every other step: the pairs' means do not; one stall is left out."""
-    assert steady([5.0, 3.0, 5.0, 3.0, 5.0, 99.0]) == 4.0
-
-
 def test_runs_are_added_to_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--repeat 2 --more` after one run: three, numbered; without --more they are measured anew."""
     monkeypatch.setitem(cross_node.RUNS, "wirings", lambda nice: [{"wiring": "ladder"}])
@@ -175,9 +169,9 @@ def messages(wait: float) -> Iterator[Record]:
 
 def test_sub_blocks_are_read_from_the_ledger() -> None:
     """Whether their messages are waited for or not."""
-    assert variants.sub_blocks(list(messages(0.5)), awaited=True) == pytest.approx((1.0, 3.0))
-    assert variants.sub_blocks(list(messages(0.0)), awaited=False) == pytest.approx((1.0, 3.0))
-    assert variants.sub_blocks(list(messages(0.0))[:2], awaited=True) == (0.0, 0.0)
+    assert law_rank.sub_blocks(list(messages(0.5)), awaited=True) == pytest.approx((1.0, 3.0))
+    assert law_rank.sub_blocks(list(messages(0.0)), awaited=False) == pytest.approx((1.0, 3.0))
+    assert law_rank.sub_blocks(list(messages(0.0))[:2], awaited=True) == (0.0, 0.0)
 
 
 def test_nobody_waits_for_what_is_carried() -> None:
@@ -199,7 +193,7 @@ def test_nobody_waits_for_what_is_carried() -> None:
             log.append(f"start {self.started}")
             return Travels(self.started)
 
-    carried = variants.Unawaited(Wire())  # type: ignore[arg-type]
+    carried = law_rank.Unawaited(Wire())  # type: ignore[arg-type]
     tensors = [torch.ones(1) for _ in range(8)]
     assert all(carried.start(x).wait() is x for x in tensors)
     assert log == [*(f"start {n}" for n in range(1, 7)), "wait 1", "start 7", "wait 2", "start 8"]

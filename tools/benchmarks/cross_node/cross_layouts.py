@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -24,98 +23,49 @@ from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-TESTS = HERE.parents[2] / "tests"
-sys.path[:0] = [str(TESTS), str(HERE.parent)]
+sys.path.insert(0, str(HERE.parent))
 
-from cluster.nodes import CONTROL, Cluster, Control, why_not  # noqa: E402
-from common import renewed, table  # noqa: E402
-from cross_node import MTU, lines_of  # noqa: E402
+from common import renewed, table, to_and_fro  # noqa: E402
 from cross_picture import layouts_picture  # noqa: E402
-from laddertron.engine.config import schema as keys  # noqa: E402
-from laddertron.launchers.measure.rank_job import BenchJob  # noqa: E402
+from laddertron.engine.config.schema import Deployment  # noqa: E402
 from laddertron.tools.plan.advice import STOCK  # noqa: E402
 from laddertron.tools.plan.step_simulator import law  # noqa: E402
-from peers.model import LLAMA_150M  # noqa: E402
+from two_nodes import LANES, SHAPE, Row, Site, insist, on_nodes, rate  # noqa: E402
 
 RESULTS = HERE.parent / "results" / "cross_layouts.jsonl"
 DOCS = HERE.parents[2] / "docs"
-SHAPE: dict[str, Any] = {
-    **LLAMA_150M, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16",
-    "hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "eos_token_id": 1,
-}  # fmt: skip
-LANES: dict[str, Any] = {
-    **SHAPE, "model_type": "laneformer_tp", "architectures": ["LaneformerTPForCausalLM"], "norm_eps": 1e-5,
-    "num_lanes": 2, "broadcast_delay": 2,
-}  # fmt: skip
-SUB_BLOCKS = 2 * LLAMA_150M["num_hidden_layers"]
+SUB_BLOCKS = 2 * SHAPE["num_hidden_layers"]
 BATCHES, RATIOS = (1, 8, 32), (0.25, 0.5, 1.0, 2.0, 4.0)
 KINDS = (*STOCK, "ladder", "delay-2", "lanes", "no-communication")
-Row = dict[str, Any]
-"""A run's point: run, batch, aimed (L/c), delay_s, and tokens/s of each kind."""
+"""Of layouts, and of trained wirings. A run's point is a row: run, batch, aimed (L/c), delay_s, and rates, by kind."""
 
 
-def deployment(folder: Path, agent: str, kind: str) -> keys.Deployment:
+def deployment(site: Site, kind: str) -> Deployment:
+    stages, split = (2, "never") if kind == "pipeline" else (1, "always" if kind == "split" else "never")
     wiring = {"split": "standard", "pipeline": "standard", "lanes": "auto"}.get(kind, kind)
-    stages = 2 if kind == "pipeline" else 1
-    parallel = keys.ParallelConfig(
-        2 // stages, pipeline_parallel_size=stages, split_steps="always" if kind == "split" else "never"
-    )
-    return on_two_nodes(folder, agent, "lanes" if kind == "lanes" else "llama", wiring, parallel)
+    parallel = {"tensor_parallel_size": 2 // stages, "pipeline_parallel_size": stages, "split_steps": split}
+    return site.deployment("lanes" if kind == "lanes" else "llama", wiring, parallel)
 
 
-def on_two_nodes(folder: Path, agent: str, model: str, wiring: str, parallel: keys.ParallelConfig) -> keys.Deployment:
-    """Of a folder's model, on the nodes of its host file."""
-    return keys.Deployment(
-        keys.ModelSection(str(folder / model), wiring=wiring, load_format="dummy", max_model_len=256),
-        parallel,
-        keys.LaunchConfig(hostfile=str(folder / "hosts"), rsh_agent=agent, interface="eth0"),
-        keys.EngineConfig(
-            device="cpu", threads=1, max_num_seqs=max(BATCHES), max_num_batched_tokens=256, speculation=False,
-            enable_prefix_caching=False, kv_cache_memory=128 << 20,
-        ),
-    )  # fmt: skip
-
-
-def inside(folder: Path, agent: str, todo: list[list[Any]], tokens: int) -> None:
-    """On the first node: a JSON line for each (run, batch, L/c) of `todo`."""
-    switch = Control(os.environ[CONTROL])
+def layouts(site: Site, todo: list[list[Any]], tokens: int) -> Iterator[Row]:
+    """A row for each (run, batch, L/c) of `todo`, with tokens/s of each kind."""
     with ExitStack() as stack:
-        jobs = {kind: stack.enter_context(BenchJob(deployment(folder, agent, kind), kind)) for kind in KINDS}
-
-        def rate(kind: str, batch: int) -> float:
-            found = jobs[kind].ask("case", batch=batch, prompt=8, generate=tokens)
-            return float(found["decode_tokens"] / found["decode_s"])
-
-        switch.link(0.0)
+        jobs = {kind: stack.enter_context(site.job(kind, deployment(site, kind))) for kind in KINDS}
+        site.switch.link(0.0)
         rest: dict[int, tuple[float, float]] = {}
         for batch in sorted({batch for _, batch, _ in todo}):
-            for kind in KINDS:
-                jobs[kind].ask("case", batch=batch, prompt=8, generate=8)
-            silent, standard = (batch / rate(kind, batch) / SUB_BLOCKS for kind in ("no-communication", "standard"))
+            for job in jobs.values():
+                rate(job, batch, 8, 8)
+            silent, standard = (
+                batch / rate(jobs[kind], batch, 8, tokens) / SUB_BLOCKS for kind in ("no-communication", "standard")
+            )
             rest[batch] = silent, standard - silent
         for run, batch, aimed in todo:
             c, without_delay = rest[batch]
             delay_s = max(0.0, aimed * c - without_delay)
-            switch.link(delay_s)
-            rates = {kind: rate(kind, batch) for kind in sorted(KINDS, reverse=run % 2 == 1)}
-            print(
-                json.dumps({"run": run, "batch": batch, "aimed": aimed, "delay_s": delay_s, "rates": rates}), flush=True
-            )
-
-
-def measure(script: str, models: dict[str, Any], words: list[Any], nice: int = 0) -> Iterator[Row]:
-    """What `script --inside` says on the first of two nodes of a core each, behind a folder with these models'
-    configurations, the agent and `words`."""
-    cores = sorted(os.sched_getaffinity(0))
-    with Cluster(2, cores=[[cores[0]], [cores[-1]]], mtu=MTU, nice=nice) as cluster:
-        for name, fields in models.items():
-            (cluster.scratch / name).mkdir()
-            (cluster.scratch / name / "config.json").write_text(json.dumps(fields))
-        (cluster.scratch / "hosts").write_text("".join(f"{name} slots=1\n" for name in cluster.names))
-        command = [sys.executable, "-W", "ignore", script, "--inside"]
-        command.append(json.dumps([str(cluster.scratch), str(cluster.agent), *words]))
-        process = cluster.start(0, command, {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}, stdout=-1)
-        yield from lines_of(process, "the ranks")
+            site.switch.link(delay_s)
+            rates = {kind: rate(jobs[kind], batch, 8, tokens) for kind in to_and_fro(KINDS, run)}
+            yield {"run": run, "batch": batch, "aimed": aimed, "delay_s": delay_s, "rates": rates}
 
 
 def points(rows: Sequence[Row]) -> list[Row]:
@@ -154,28 +104,21 @@ def report(found: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32, help="of each sequence")
     parser.add_argument("--nice", type=int, default=0, help="of all ranks: below 0 where the machine has other work")
     parser.add_argument("--report", action="store_true", help="no measuring")
     parser.add_argument("--write", action="store_true", help="renew docs/layouts.md, its figure and its data")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.inside:
-        folder, *rest = json.loads(args.inside)
-        inside(Path(folder), *rest)
-        return 0
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
     done = {(row["run"], row["batch"], row["aimed"]) for row in rows}
     todo = [[run, b, r] for run in range(args.runs) for b in BATCHES for r in RATIOS if (run, b, r) not in done]
     RESULTS.parent.mkdir(exist_ok=True)
     if todo and not args.report:
-        if (why := why_not()) is not None:
-            print(f"no emulated cluster here: {why}", file=sys.stderr)
-            return 2
-        for row in measure(__file__, {"llama": SHAPE, "lanes": LANES}, [todo, args.tokens], args.nice):
+        insist()
+        for row in on_nodes(layouts, {"llama": SHAPE, "lanes": LANES}, todo, args.tokens, nice=args.nice):
             rows.append(row)
             with RESULTS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -187,8 +130,7 @@ def main() -> int:
         page.write_text(renewed(page.read_text(), lines))
         (pictures / "layouts.json").write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
         (pictures / "layouts.svg").write_text(layouts_picture(found))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,9 +7,9 @@
         --only drafts                             speculation with drafts of a stated hit rate, five minutes
         --write                                   and renews docs/cross_node.md and its picture
 
-Prints a JSON line a measurement and, at the end, tables with the bars that they are held to. The wirings are measured
-in five runs, each with ranks of its own: what one run says of them is the machine's as well. Results are in
-tools/benchmarks/results/cross_node.json, from which `--report` makes the tables again without measuring.
+Prints a JSON line a measurement and, at the end, tables with the bars that they are held to. Every variant has ranks of
+its own, and they take turns. The wirings are measured in five runs: what one run says of them is the machine's as well.
+Results are in tools/benchmarks/results/cross_node.json, from which `--report` makes the tables again.
 """
 
 from __future__ import annotations
@@ -20,135 +20,194 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-TESTS = HERE.parents[2] / "tests"
-sys.path[:0] = [str(TESTS), str(HERE.parent)]
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[2] / "tests")]
 
-from cluster.nodes import Cluster, kill, why_not  # noqa: E402
+from cluster.nodes import Cluster  # noqa: E402
+from common import in_turns  # noqa: E402
 from cross_report import bars, tables, write_docs  # noqa: E402
-from cross_wirings import LATER  # noqa: E402
+from cross_wirings import LATER, WIRINGS  # noqa: E402
+from laddertron.engine.schedule.split import TRIAL  # noqa: E402
+from laddertron.launchers.measure.rank_job import BenchJob  # noqa: E402
+from laddertron.tools.bench.bench import random_mix, spread  # noqa: E402
+from two_nodes import MS, MTU, SHAPE, TESTS, Row, Site, declaring, insist, lines_of, on_nodes, rate  # noqa: E402
 
 RESULTS = HERE.parent / "results" / "cross_node.json"
-MS = 1e-3
-WIRINGS = ["standard", "parallel", "ladder", "no-communication"]
-WIDE = {
-    "name": "hidden 1024, 16 layers, float32",
-    "hidden": 1024,
-    "layers": 16,
-    "heads": 16,
-    "kv_heads": 8,
-    "ffn": 2816,
-    "vocab": 8192,
-    "dtype": "float32",
-    "positions": 256,
-}
-LLAMA150M = {**WIDE, "name": "Llama 150M, bfloat16", "layers": 12, "dtype": "bfloat16"}
+WIDE = {**SHAPE, "num_hidden_layers": 16, "torch_dtype": "float32", "tie_word_embeddings": True}
 LARGE = [1 << 20, 2 << 20, 4 << 20, 8 << 20]
 """Messages of a prompt."""
-MTU = 65000
-"""A message of a decode step is one frame: an InfiniBand adapter, too, is given it whole."""
 TUNED = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}
 """Open MPI's recursive doubling: its best at these sizes, better than what it picks itself."""
+DELAYS = [0.0, 0.1 * MS, 1 * MS]
+WARM = len(TRIAL) + 2
+"""Steps until split_steps auto has made its choice."""
+SPLITS = {"whole": "never", "split": "always", "auto": "auto", "carried": "never"}
+DRAFTS: dict[str, tuple[Any, float]] = {
+    "off": (False, 0.0), "ngram, 70%": ("ngram", 0.7), "auto, 70%": ("auto", 0.7), "auto, 0%": ("auto", 0.0),
+}  # fmt: skip
+"""engine.speculation, and how many of the drafts are right."""
 
 
-def one_core_each(nodes: int) -> list[list[int]]:
-    """The first cores, one for each node."""
+def sums(nodes: int, per_node: int, nice: int, **spec: Any) -> Iterator[Row]:
+    """What reduce_ranks.py says over that many nodes."""
     cores = sorted(os.sched_getaffinity(0))
-    return [[cores[i % len(cores)]] for i in range(nodes)]
-
-
-def lines_of(process: Any, what: str) -> Iterator[dict[str, Any]]:
-    """The JSON lines among what it says, all of which is shown; then it has ended."""
-    try:
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if line.startswith("{"):
-                yield json.loads(line)
-        if process.wait(60.0) != 0:
-            raise RuntimeError(f"{what} ended with status {process.returncode}")
-    finally:
-        kill(process)
-
-
-def on_cluster(nodes: int, per_node: int, spec: dict[str, Any], nice: int) -> list[dict[str, Any]]:
-    """Runs cross_ranks.py over that many nodes; what its rank 0 said."""
-    crowded = nodes * per_node > len(os.sched_getaffinity(0))
-    with Cluster(nodes, cores=None if crowded else one_core_each(nodes), mtu=MTU, nice=nice) as cluster:
-        ranks = [sys.executable, "-W", "ignore", str(HERE / "cross_ranks.py"), json.dumps(spec)]
-        path = [str(TESTS), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-        env = {
-            **TUNED,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-        }
+    crowded = nodes * per_node > len(cores)
+    each = None if crowded else [[cores[i]] for i in range(nodes)]
+    with Cluster(nodes, cores=each, mtu=MTU, nice=nice) as cluster:
+        path = [str(TESTS), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = TUNED | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if crowded:
             env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # else its spinning ranks starve one another
+        ranks = [sys.executable, "-W", "ignore", str(HERE / "reduce_ranks.py"), json.dumps(spec)]
         command = cluster.mpirun(ranks, per_node, names=tuple(env))
-        process = cluster.start(0, command, env, stdout=subprocess.PIPE)
-        return list(lines_of(process, f"{spec['task']} on {nodes} x {per_node}"))
+        yield from lines_of(cluster.start(0, command, env, stdout=subprocess.PIPE))
 
 
-def reduce_runs(nice: int) -> list[dict[str, Any]]:
+def reduce_runs(nice: int) -> Iterator[Row]:
     """16 KB over 2 x 1, 2 x 2 and 4 x 1 ranks against gloo and Open MPI, and messages of a prompt over 4 x 1 against
     gloo."""
-    found = []
-
-    def sums(nodes: int, per_node: int, delays_ms: list[float], sizes: list[int], lanes: list[str], s: float) -> None:
-        delays = [delay * MS for delay in delays_ms]
-        spec = {"task": "collectives", "delays_s": delays, "sizes": sizes, "lanes": lanes, "seconds": s}
-        found.extend(on_cluster(nodes, per_node, spec, nice))
-
+    small: Row = {"delays_s": [MS], "sizes": [16384], "backends": ["native", "gloo", "openmpi"], "seconds": 1.5}
     for nodes, per_node in ((2, 1), (2, 2), (4, 1)):
-        sums(nodes, per_node, [1], [16384], ["native", "gloo", "openmpi"], 1.5)
-    sums(4, 1, [0, 1], LARGE, ["native", "gloo"], 2.0)
-    return found
+        yield from sums(nodes, per_node, nice, **small)
+    yield from sums(4, 1, nice, delays_s=[0.0, MS], sizes=LARGE, backends=["native", "gloo"], seconds=2.0)
 
 
-def wiring_runs(nice: int) -> list[dict[str, Any]]:
-    spec = {
-        "task": "decode",
-        "size": WIDE,
-        "wirings": [*WIRINGS, "carried", LATER],
-        "batches": [1, 8],
-        "delays_s": [0.0, 0.1 * MS, 0.5 * MS, 1 * MS, 2 * MS],
-        "ratios": [0.5, 0.66, 1.0],
-        "prompt": 32,
-        "steps": 16,
-        "turn": 4,
-    }
-    return on_cluster(2, 1, spec, nice)
+def wiring_job(site: Site, kind: str, ranks: int) -> BenchJob:
+    """Of the model `llama` or `parallel`, or, of a kind "lanes ...", of `lanes-1` or `lanes-2`, whose broadcasts have
+    this delay."""
+    name = kind.removeprefix("lanes ")
+    if name != kind:
+        model = "lanes-2" if name == LATER else "lanes-1"
+    else:
+        model = "parallel" if name == "parallel" else "llama"
+    wiring = name if model == "llama" or name == "no-communication" else "auto"
+    wiring = "standard" if wiring == "carried" else wiring
+    deployment = site.deployment(model, wiring, {"tensor_parallel_size": ranks}, max_num_seqs=8)
+    return site.job(kind, deployment, carried=name == "carried")
 
 
-SPLIT: dict[str, dict[str, Any]] = {
-    "split-prefill": {"positions": 1040, "seats": 8, "prompts": [(8, 128), (1, 1024)], "repeats": 5},
-    "split-decode": {"positions": 128, "seats": 64, "decodes": [1, 8, 64], "turns": 3},
-    "drafts": {"positions": 720, "batches": [1, 8], "prompt": 16, "answer": 700, "steps": 24, "turns": 5},
-}
+def wirings(
+    site: Site, kinds: list[str], delays_s: list[float], ratios: list[float], shape: Row, ranks: int = 2, turns: int = 3
+) -> Iterator[Row]:
+    """Decode steps of each kind in turns, over delays and those that give an L/c of `ratios`."""
+    sub_blocks, row = 2 * shape["num_hidden_layers"], {"float32": 4, "bfloat16": 2}[shape["torch_dtype"]]
+    row *= shape["hidden_size"]
+    with ExitStack() as stack:
+        jobs = {kind: stack.enter_context(wiring_job(site, kind, ranks)) for kind in kinds}
+
+        def run(batch: int, kind: str) -> Row:
+            found = jobs[kind].ask("case", batch=batch, prompt=32, generate=11)
+            # a rank that begins a delay earlier waits twice as long for every other one: their mean
+            alone_s = fmean(jobs[kind].ask("all_reduce", bytes=batch * row, count=8)["seconds"])
+            return found | {"alone_s": alone_s, "step_s": batch * found["decode_s"] / found["decode_tokens"]}
+
+        site.switch.link(0.0)
+        first = in_turns(jobs, 3, partial(run, 1))
+        c = median(each["step_s"] for each in first["no-communication"]) / sub_blocks
+        at_rest = median(each["alone_s"] for each in first["standard"])
+        delays = [(d, None) for d in delays_s] + [(max(0.0, r * c - at_rest), r) for r in ratios]
+        for (delay_s, aimed), batch in product(delays, (1, 8)):
+            site.switch.link(delay_s)
+            before, began = site.switch.stats().cpu_s, time.perf_counter()
+            found = in_turns(jobs, turns, partial(run, batch))
+            switch_share = (site.switch.stats().cpu_s - before) / (time.perf_counter() - began)
+            all_reduce_s = median(each["alone_s"] for runs in found.values() for each in runs)
+            for kind, runs in found.items():
+                busy_s = sum(each["prefill_s"] + each["decode_s"] for each in runs)
+                yield {
+                    "model": f"hidden {shape['hidden_size']}, {sub_blocks // 2} layers, {shape['torch_dtype']}",
+                    "delay_s": delay_s, "aimed": aimed, "batch": batch, "wiring": kind, "sub_blocks": sub_blocks,
+                    "step_s": median(each["step_s"] for each in runs), "all_reduce_s": all_reduce_s,
+                    "sub_blocks_s": [median(each["sub_blocks_s"][at] for each in runs) for at in (0, 1)],
+                    "switch_share": switch_share,
+                    "other_threads_share": sum(each["other_threads_s"] for each in runs) / busy_s,
+                }  # fmt: skip
 
 
-def split_runs(name: str, nice: int) -> list[dict[str, Any]]:
-    spec = {**SPLIT[name], "task": name.partition("-")[0], "delays_s": [0.0, 0.1 * MS, 1 * MS]}
-    spec["size"] = {**LLAMA150M, "positions": spec.pop("positions")}
-    return on_cluster(2, 1, spec, nice)
+def wiring_runs(nice: int) -> Iterator[Row]:
+    models = {"llama": WIDE, "parallel": declaring(WIDE, "parallel")}
+    delays, ratios = [delay * MS for delay in (0, 0.1, 0.5, 1, 2)], [0.5, 0.66, 1.0]
+    return on_nodes(wirings, models, [*WIRINGS, LATER], delays, ratios, WIDE, nice=nice)
 
 
-RUNS: dict[str, Callable[[int], list[dict[str, Any]]]] = {
-    "reduce": reduce_runs,
-    "wirings": wiring_runs,
-    **{name: partial(split_runs, name) for name in SPLIT},
-}
+def step_s(jobs: Mapping[str, BenchJob], case: tuple[int, int, int], kind: str) -> float:
+    """Seconds of a step of (batch, prompt, steps): of the prompts', or of so many decodes."""
+    batch, prompt, steps = case
+    if steps:
+        return batch / rate(jobs[kind], batch, prompt, steps + 1)
+    return float(jobs[kind].ask("case", batch=batch, prompt=prompt, generate=2)["prefill_s"])
 
 
-def measured(name: str, args: argparse.Namespace, before: dict[str, Any] | None) -> dict[str, Any]:
+def splits(site: Site, cases: list[tuple[int, int, int]], turns: int) -> Iterator[Row]:
+    """A step's seconds, whole, in two streams and as `auto` chooses; see step_s. Each delay has ranks of its own: what
+    `auto` has learned is of that delay."""
+    room = {"max_num_batched_tokens": max(batch * prompt for batch, prompt, _ in cases), "max_num_seqs": 64}
+    for delay_s in DELAYS:
+        with ExitStack() as stack:
+            jobs = {}
+            for kind, words in SPLITS.items():
+                deployment = site.deployment("llama", "standard", {"split_steps": words}, **room)
+                jobs[kind] = stack.enter_context(site.job(kind, deployment, carried=kind == "carried"))
+            site.switch.link(delay_s)
+            for case in cases:
+                in_turns(jobs, WARM, partial(step_s, jobs, case))
+                seconds = in_turns(jobs, turns, partial(step_s, jobs, case))
+                batch, prompt, steps = case
+                what = f"decode {batch}" if steps else f"prefill {batch} x {prompt}"
+                yield {"delay_s": delay_s, "case": what, **{kind: spread(each) for kind, each in seconds.items()}}
+
+
+def drafts(site: Site, prompt: int, answer: int, turns: int) -> Iterator[Row]:
+    """Tokens/s of decodes without drafts, with all that are found and with those that pay."""
+    mix = random_mix(8, (prompt, prompt), (answer, answer), None, SHAPE["vocab_size"], 0)
+    items = [(item.prompt, item.generate, 0.0) for item in mix]
+    with ExitStack() as stack:
+        jobs = {}
+        for kind, (rule, right) in DRAFTS.items():
+            deployment = site.deployment("llama", "standard", speculation=rule)
+            jobs[kind] = stack.enter_context(site.job(kind, deployment, prompt=prompt, right=right))
+
+        def tokens_s(batch: int, kind: str) -> float:
+            return float(sum(1 / seconds for seconds in jobs[kind].ask("mix", items=items[:batch])["between_s"]))
+
+        for delay_s in DELAYS:
+            site.switch.link(delay_s)
+            for batch in (1, 8):
+                in_turns(jobs, 3, partial(tokens_s, batch))  # answers are recorded, and auto learns
+                found = in_turns(jobs, turns, partial(tokens_s, batch))
+                yield {"delay_s": delay_s, "batch": batch, **{kind: spread(each) for kind, each in found.items()}}
+
+
+def split_prefills(nice: int) -> Iterator[Row]:
+    return on_nodes(splits, {"llama": SHAPE}, [(8, 128, 0), (1, 1024, 0)], 5, nice=nice)
+
+
+def split_decodes(nice: int) -> Iterator[Row]:
+    return on_nodes(splits, {"llama": SHAPE}, [(batch, 16, 4) for batch in (1, 8, 64)], 3, nice=nice)
+
+
+def draft_runs(nice: int) -> Iterator[Row]:
+    return on_nodes(drafts, {"llama": SHAPE}, 16, 64, 5, nice=nice)
+
+
+RUNS = {
+    "reduce": reduce_runs, "wirings": wiring_runs, "split-prefill": split_prefills, "split-decode": split_decodes,
+    "drafts": draft_runs,
+}  # fmt: skip
+
+
+def measured(name: str, args: argparse.Namespace, before: Row | None) -> Row:
     """One part's measurements; of the wirings added to those of `before`, if more are asked for."""
     began, load = time.monotonic(), round(os.getloadavg()[0], 1)
-    part: dict[str, Any] = {"load_before": load, "nice": args.nice, "lines": [], "seconds": 0}
+    part: Row = {"load_before": load, "nice": args.nice, "lines": [], "seconds": 0}
     if name == "wirings" and args.more and before is not None:
         part |= {key: before[key] for key in ("lines", "seconds")}
         part["load_before"] = max(load, before["load_before"])
@@ -159,7 +218,7 @@ def measured(name: str, args: argparse.Namespace, before: dict[str, Any] | None)
     return part
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=sorted(RUNS), action="append", help="one part; the rest stays as it was")
     parser.add_argument("--repeat", type=int, default=5, help="runs of the wirings")
@@ -170,19 +229,15 @@ def main() -> int:
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not args.report:
-        if (why := why_not()) is not None:
-            print(f"no emulated cluster here: {why}", file=sys.stderr)
-            return 2
+        insist()
         for name in args.only or ("reduce", "wirings"):
             results[name] = measured(name, args, results.get(name))
             RESULTS.parent.mkdir(exist_ok=True)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print("\n".join(tables(results)))
-    print("\n".join(bars(results)))
+    print("\n".join([*tables(results), *bars(results)]))
     if args.write:
         write_docs(results)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

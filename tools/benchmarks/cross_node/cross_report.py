@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import renewed, table
+from common import renewed, spread, table
 from cross_picture import picture
 from cross_wirings import later_table, law_points, wiring_bars, wiring_tables
 
@@ -73,7 +73,7 @@ def split_table(lines: Sequence[Line]) -> list[str]:
     (every message sent and taken, none waited for) that splitting closes."""
     rows = []
     for line in lines:
-        cells = [f"{line[k][0] * 1e3:.1f} ({line[k][1] * 1e3:.1f} to {line[k][2] * 1e3:.1f})" for k in SPLIT_KINDS]
+        cells = [spread([seconds * 1e3 for seconds in line[k]], ".1f") for k in SPLIT_KINDS]
         whole, split, carried = (line[k][0] for k in ("whole", "split", "carried"))
         closed = f"{(whole - split) / (whole - carried):.0%}" if whole > carried else "-"
         rows.append((f"{line['delay_s'] * 1e3:g} ms, {line['case']}", *cells, f"{whole / split:.2f}", closed))
@@ -85,8 +85,7 @@ def drafts_table(lines: Sequence[Line]) -> list[str]:
     kinds = [name for name, value in lines[0].items() if isinstance(value, list)]
     rows = []
     for line in lines:
-        off = line["off"][0]
-        cells = [f"{line[k][0]:.1f} ({line[k][1]:.1f} to {line[k][2]:.1f}), {line[k][0] / off:.2f}x" for k in kinds]
+        cells = [f"{spread(line[k], '.1f')}, {line[k][0] / line['off'][0]:.2f}x" for k in kinds]
         rows.append((f"{line['delay_s'] * 1e3:g} ms, {line['batch']}", *cells))
     return table(f"one way, sequences | {' | '.join(kinds)}", rows)
 
