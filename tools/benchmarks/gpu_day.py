@@ -117,7 +117,7 @@ def _text(stream: Any) -> str:
 def environment_report(device: str) -> Found:
     """What is here, for the head of the page."""
     import torch
-    from gpu_decode import machine
+    from gpu_model import machine
 
     there = {"device": machine(torch.device(device)), "cuda": torch.version.cuda, "nvcc": shutil.which("nvcc")}
     return {"python": sys.version.split()[0], **versions(*PACKAGES), **there}

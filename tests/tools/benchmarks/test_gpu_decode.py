@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from laddertron.models.config.known_models import known
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "tools" / "benchmarks"
 
@@ -26,17 +27,17 @@ def gpu_decode(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_bytes_of_an_8b_step(gpu_decode: Any) -> None:
     """Llama 3.1 8B in bf16: 8.03 billion parameters, of which the embedding's 0.53 are only looked up in; a position
     of keys and values is 128 KiB."""
-    size = gpu_decode.Size("8B", **gpu_decode.LLAMA_8B, dtype="bfloat16", tied=False)
-    alone = gpu_decode.read_bytes(size, 1, 0)
+    config = known("llama-3.1-8b")
+    alone = gpu_decode.read_bytes(config, 1, 0)
     assert alone == pytest.approx(2 * (8.030e9 - 128256 * 4096), rel=1e-3)
-    assert gpu_decode.read_bytes(size, 3, 100) - alone == 300 * 128 * 1024
-    assert gpu_decode.read_bytes(size, 1, 0, fp8=True) == pytest.approx(8.030e9, rel=1e-3)
+    assert gpu_decode.read_bytes(config, 3, 100) - alone == 300 * 128 * 1024
+    assert gpu_decode.read_bytes(config, 1, 0, fp8=True) == pytest.approx(8.030e9, rel=1e-3)
 
 
 def test_a_step_is_predicted_as_plan_does(gpu_decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """8B on an H100: 6 to 7 ms alone, in fp8 less than two thirds; nothing on a GPU without known rates or a CPU."""
     cuda, load = gpu_decode.torch.device("cuda"), gpu_decode.Load(decodes=1, context=512)
-    config = gpu_decode.Size("8B", **gpu_decode.LLAMA_8B, dtype="bfloat16", tied=False).config()
+    config = known("llama-3.1-8b")
 
     def ask(device: Any, fp8: bool) -> Any:
         return gpu_decode.predicted_ms(config, gpu_decode.ALONE, device, load, "standard", fp8)

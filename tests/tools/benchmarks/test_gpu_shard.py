@@ -71,7 +71,6 @@ def test_it_runs_on_a_cpu_and_says_what_is_emulated() -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(BENCHMARKS)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=env)
     assert done.returncode == 0, done.stderr
-    assert "k = 0 alone" in done.stderr
     found = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]
     assert [line["wiring"] for line in found] == list(WIRINGS)
     standard, parallel, ladder, silent = found
@@ -93,19 +92,19 @@ def test_a_recorded_step_gives_the_logits_of_an_eager_one(monkeypatch: pytest.Mo
         monkeypatch.syspath_prepend(str(folder))
     import gpu_shard
     import torch
-    from bench_model import rewired
     from fake_flashinfer import LIBRARY
+    from gpu_model import TINY, rewired
     from laddertron.models.cuda.flashinfer import FlashInferAttention
     from laddertron.models.ops import TorchOps
     from laddertron.topology.comm.collectives import Alone
     from recorded_graph import TapeRecorder
 
-    monkeypatch.setattr(gpu_shard, "make_ops", lambda device, dtype: TorchOps())
-    config, cpu = replace(gpu_shard.TINY, dtype="float32"), torch.device("cpu")
+    monkeypatch.setattr("gpu_model.make_ops", lambda device, dtype: TorchOps())
+    config, cpu = replace(TINY, dtype="float32", max_position_embeddings=40), torch.device("cpu")
     group = gpu_shard.lone_group(16)
     try:
         with torch.inference_mode():
-            rank = gpu_shard.Rank.make(gpu_shard.CASES["405b"], config, group, cpu, 40, 3, "torch")
+            rank = gpu_shard.Rank.make(gpu_shard.CASES["405b"], config, group, cpu, 3)
             windows = (None,) * config.num_layers
             rank.attention = FlashInferAttention(rank.cache, windows, 0.25, 1, torch.float32, LIBRARY)
             for wiring in ("standard", "ladder"):
@@ -131,7 +130,8 @@ def test_what_cannot_run_here_is_refused_with_the_mend(
     import gpu_shard
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for words, says in (("--cases 13b", "13b: there are 70b, 70b-pcie, 405b"), ("", "--device cpu --tiny runs")):
+    for words, says in (("--cases 13b", "13b: there are 70b, 405b"), ("", "--device cpu --tiny runs")):
         monkeypatch.setattr(sys, "argv", ["gpu_shard.py", *words.split()])
-        assert gpu_shard.main() == 2
+        with pytest.raises(SystemExit, match="2"):
+            gpu_shard.main()
         assert says in capsys.readouterr().err

@@ -15,23 +15,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_model import BLOCK, NAMES, fill, rewired
 from common import say
-from gpu_decode import predicted_ms
+from gpu_model import BLOCK, NAMES, TINY, device_of, make_model, of_layers, predicted_ms, rewired, wait_for
 from gpu_shard_report import shard_table
 from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
 from laddertron.engine.step.share import DTYPES
 from laddertron.models.attention import AttentionBackend, Capturable, KVCache, StepLayout
 from laddertron.models.attention_choice import make_attention
 from laddertron.models.config.known_models import known
-from laddertron.models.config.model_config import ModelConfig, make_wiring
+from laddertron.models.config.model_config import ModelConfig
 from laddertron.models.llama import LlamaModel
-from laddertron.models.ops_choice import make_ops
 from laddertron.models.stages import RankShard
 from laddertron.tools.plan.published import SHAPES
 from laddertron.tools.plan.roofline import Load
@@ -43,6 +41,8 @@ from torch import Tensor
 
 WARM_UP = 3
 WIRINGS = ("standard", "parallel", "ladder")
+HELD = (0, 4, 16)
+"""Multiprocessors that an all-reduce holds."""
 ALONE = 50
 """All-reduces in a row that say how long one takes alone."""
 
@@ -59,14 +59,8 @@ class Case:
 
 CASES = {
     "70b": Case("llama-3.1-70b", 8, "8xH100", ("70B", "p2p")),
-    "70b-pcie": Case("llama-3.1-70b", 8, "8xH100-PCIe", ("70B", "no p2p")),
     "405b": Case("llama-3.1-405b", 16, "2x8xH100", ("405B", "2 nodes")),
 }
-TINY = ModelConfig(
-    family="llama", num_layers=4, hidden_size=256, num_heads=16, num_kv_heads=8, head_dim=16, ffn_size=512,
-    vocab_size=512, max_position_embeddings=4096, norm_eps=1e-5, rope=known("llama-3.1-70b").rope,
-    wiring=make_wiring("standard", 4), dtype="bfloat16", tied_embeddings=False,
-)  # fmt: skip
 
 
 class Counted:
@@ -100,18 +94,16 @@ class Rank:
     context: int
 
     @staticmethod
-    def make(
-        case: Case, config: ModelConfig, group: Any, device: torch.device, context: int, batch: int, attention: str
-    ) -> Rank:
-        dtype = DTYPES[config.dtype]
-        model = LlamaModel(
-            config, group, Alone(), make_ops(device, dtype), dtype=dtype, device=device, positions=context + 1
+    def make(case: Case, config: ModelConfig, group: Any, device: torch.device, batch: int) -> Rank:
+        model, dtype, context = (
+            make_model(config, group, Alone(), device),
+            DTYPES[config.dtype],
+            config.max_position_embeddings,
         )
-        fill(model)
         shard = RankShard(config, case.ranks, 0)
         blocks = batch * -(-context // BLOCK) + 1  # the last one is padding of recorded steps
         cache = KVCache(shard, blocks, BLOCK, dtype, device)
-        return Rank(case, model, cache, make_attention(attention, shard, cache, dtype)[0], device, context)
+        return Rank(case, model, cache, make_attention("auto", shard, cache, dtype)[0], device, context)
 
     def layout(self, batch: int, device: torch.device) -> tuple[StepLayout, Tensor]:
         """A step of `batch` decodes at the last position, and its token ids."""
@@ -179,19 +171,12 @@ class Variant:
         return min(rows) / ALONE
 
 
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     case = CASES[name]
     whole = TINY if args.tiny else known(case.model)
-    layers = args.layers or whole.num_layers
-    config = replace(whole, num_layers=layers, wiring=make_wiring("standard", layers))
-    group = lone_group(case.ranks)
+    config, group = of_layers(whole, args.layers, args.context), lone_group(case.ranks)
     try:
-        rank = Rank.make(case, config, group, device, args.context, max(args.batch), args.attention)
+        rank = Rank.make(case, config, group, device, max(args.batch))
         recorder = CudaRecorder(device) if device.type == "cuda" else None
         for batch in args.batch:
             yield from _batch(rank, batch, args, recorder, whole.num_layers)
@@ -203,8 +188,8 @@ def _batch(
     rank: Rank, batch: int, args: argparse.Namespace, recorder: GraphRecorder | None, whole: int
 ) -> Iterator[dict[str, Any]]:
     """All variants of one batch, in turns."""
-    config, case = rank.model.config, rank.case
-    variants = [Variant(rank, wiring, held, batch, recorder) for wiring in WIRINGS for held in args.k]
+    config, case, k = rank.model.config, rank.case, HELD if rank.device.type == "cuda" else HELD[:1]
+    variants = [Variant(rank, wiring, held, batch, recorder) for wiring in WIRINGS for held in k]
     variants.append(Variant(rank, "no-communication", 0, batch, recorder))
     for variant in variants:
         for _ in range(WARM_UP):
@@ -213,13 +198,13 @@ def _batch(
         for variant in variants:
             variant.seconds += [variant.step() for _ in range(args.steps)]
     message = torch.zeros((batch, config.hidden_size), dtype=DTYPES[config.dtype], device=rank.device)
-    alone = {variant.held: variant.alone_s(message, recorder) for variant in variants[: len(args.k)]}
+    alone = {variant.held: variant.alone_s(message, recorder) for variant in variants[: len(k)]}
     for variant in variants:
         step_s = statistics.median(variant.seconds)
         yield {
             "model": "tiny" if args.tiny else case.paper[0],
             "interconnect": case.paper[1],
-            "device": device_name(rank.device),
+            "device": str(torch.cuda.get_device_name(rank.device)) if rank.device.type == "cuda" else "CPU",
             "fabric": variant.emulation.label,
             "timed_by": "kernel" if rank.device.type == "cuda" else "host timer",
             "tp": case.ranks,
@@ -231,10 +216,7 @@ def _batch(
             "context": rank.context,
             "wiring": variant.wiring,
             "plan_ms": predicted_ms(
-                config,
-                SHAPES[case.paper[1]],
-                rank.device,
-                Load(decodes=batch, context=rank.context),
+                config, SHAPES[case.paper[1]], rank.device, Load(decodes=batch, context=rank.context),
                 NAMES.get(variant.wiring, variant.wiring),
             ),
             "k": variant.held,
@@ -244,11 +226,7 @@ def _batch(
             "step_ms": round(step_s * 1e3, 4),
             "fastest_ms": round(min(variant.seconds) * 1e3, 4),
             "tokens_s": round(batch / step_s, 2),
-        }
-
-
-def device_name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else "CPU"
+        }  # fmt: skip
 
 
 def parse() -> argparse.Namespace:
@@ -261,35 +239,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a toy model in place of the real shapes")
     parser.add_argument("--layers", type=int, default=0, help="0: all of the model's; fewer are said in every line")
     parser.add_argument("--batch", type=numbers, default=[1, 4, 16, 64])
-    parser.add_argument("--k", type=numbers, default=[0, 4, 16], help="multiprocessors that an all-reduce holds")
     parser.add_argument("--context", type=int, default=1280, help="positions that every token attends to")
-    parser.add_argument("--attention", default="auto", choices=["auto", "torch", "flashinfer"])
     parser.add_argument("--steps", type=int, default=20, help="in a turn")
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
 
-def main() -> int:
+def main() -> None:
     args = parse()
-    unknown = set(args.cases.split(",")) - set(CASES)
-    if unknown:
+    names, lines = args.cases.split(","), []
+    if unknown := set(names) - set(CASES):
         print(f"--cases {', '.join(sorted(unknown))}: there are {', '.join(CASES)}", file=sys.stderr)
-        return 2
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: --device cpu --tiny runs the same code with a timer", file=sys.stderr)
-        return 2
-    if args.device == "cpu" and args.k != [0]:
-        print("a CPU has no multiprocessors to hold: k = 0 alone", file=sys.stderr)
-        args.k = [0]
-    lines = []
+        sys.exit(2)
+    device = device_of(args.device)
     with torch.inference_mode():
-        for name in args.cases.split(","):
-            for line in measure(name, args, torch.device(args.device)):
-                lines.append(line)
-                say(**line)
+        for line in (line for name in names for line in measure(name, args, device)):
+            lines.append(line)
+            say(**line)
     print(shard_table(lines))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
