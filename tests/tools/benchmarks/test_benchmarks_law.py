@@ -50,8 +50,8 @@ def case(delay_ms: float = 1.0, run: int = 1, aimed: float | None = None, **step
 
 
 def only(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    ((_, found),) = cross_wirings.cases(lines).items()
-    return found
+    (cell,) = cross_wirings.cells(lines)
+    return dict(cell.runs[0])
 
 
 def test_the_law_has_its_values_and_its_ceiling() -> None:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from common import spread, table
@@ -98,74 +98,69 @@ def lanes_of_the_law(case: Case, lanes: int, delay: int) -> float:
     return simulate_step(cost, wiring, 2).total_s / float(case[f"lanes delay-{delay}"]["step_s"])
 
 
-def cases(lines: Sequence[Line]) -> dict[tuple[float, int], dict[str, Line]]:
-    """One run's lines by (delay, batch), each with its wirings' lines."""
-    found: dict[tuple[float, int], dict[str, Line]] = {}
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Every run's case of one delay (in words: one that was aimed at an L/c differs from run to run) and batch."""
+
+    delay: str
+    batch: int
+    runs: Sequence[Case]
+
+    @property
+    def where(self) -> str:
+        return f"{self.delay}, {self.batch}"
+
+    @property
+    def delay_s(self) -> float:
+        return float(median(case["standard"]["delay_s"] for case in self.runs))
+
+    @property
+    def prices(self) -> list[Prices]:
+        return [prices(case) for case in self.runs]
+
+    @property
+    def ratio(self) -> float:
+        """L/c."""
+        return median(p.ratio for p in self.prices)
+
+    def steps(self, wiring: str) -> list[float]:
+        return [float(case[wiring]["step_s"]) for case in self.runs]
+
+    def rates(self, wirings: Iterable[str]) -> list[str]:
+        """Tokens/s."""
+        return [f"{self.batch / median(self.steps(wiring)):.1f}" for wiring in wirings]
+
+    def gains(self, wiring: str) -> list[float]:
+        """Over standard."""
+        return [a / b for a, b in zip(self.steps("standard"), self.steps(wiring), strict=True)]
+
+    def of_law(self, wiring: str) -> list[float]:
+        return [of_the_law(case, wiring) for case in self.runs]
+
+
+def cells(lines: Sequence[Line]) -> list[Cell]:
+    """By delay and batch."""
+    found: dict[tuple[str, int], dict[int, dict[str, Line]]] = {}
     for line in lines:
-        found.setdefault((line["delay_s"], line["batch"]), {})[line["wiring"]] = line
-    return dict(sorted(found.items()))
-
-
-def cells(lines: Sequence[Line]) -> dict[tuple[str, int], list[Case]]:
-    """By (delay in words, batch), each run's case. A delay that was aimed at an L/c differs from run to run."""
-    found: dict[tuple[str, int], list[Case]] = {}
-    for run in sorted({line["run"] for line in lines}):
-        for (delay, batch), case in cases([line for line in lines if line["run"] == run]).items():
-            aimed = case["standard"]["aimed"]
-            words = f"{delay * 1e3:g} ms" if aimed is None else f"L = {aimed:g} c"
-            found.setdefault((words, batch), []).append(case)
-    return dict(sorted(found.items(), key=lambda item: (median(delay_s, item[1]), item[0][1])))
-
-
-def delay_s(case: Case) -> float:
-    return float(case["standard"]["delay_s"])
-
-
-def speed_up(case: Case) -> float:
-    return float(case["standard"]["step_s"] / case["ladder"]["step_s"])
-
-
-def effective_ratio(case: Case) -> float:
-    """L/c as the steps themselves say it: what communication adds to what computation takes."""
-    return float(case["standard"]["step_s"] / case["no-communication"]["step_s"] - 1.0)
-
-
-def median(figure: Callable[[Case], float], runs: Sequence[Case]) -> float:
-    return statistics.median(map(figure, runs))
-
-
-def range_of(figure: Callable[[Case], float], runs: Sequence[Case]) -> str:
-    return spread([figure(case) for case in runs], ".2f")
-
-
-def step_of(wiring: str) -> Callable[[Case], float]:
-    return lambda case: float(case[wiring]["step_s"])
-
-
-def of_law(wiring: str) -> Callable[[Case], float]:
-    return lambda case: of_the_law(case, wiring)
-
-
-def ladder_law(case: Case) -> float:
-    return predicted_step(prices(case), "ladder")
+        delay = f"{line['delay_s'] * 1e3:g} ms" if line["aimed"] is None else f"L = {line['aimed']:g} c"
+        found.setdefault((delay, line["batch"]), {}).setdefault(line["run"], {})[line["wiring"]] = line
+    made = [Cell(delay, batch, list(runs.values())) for (delay, batch), runs in found.items()]
+    return sorted(made, key=lambda cell: (cell.delay_s, cell.batch))
 
 
 def wiring_tables(lines: Sequence[Line]) -> list[str]:
     """Markdown: what the steps took, and what the law says of them."""
-    number = len({line["run"] for line in lines})
     speeds, steps = [], []
-    for (delay, batch), runs in cells(lines).items():
-        where = f"{delay}, {batch}"
-        rates = (f"{batch / median(step_of(w), runs):.1f}" for w in WIRINGS)
-        speeds.append((where, *rates, range_of(speed_up, runs)))
-        p = [prices(case) for case in runs]
+    for cell in cells(lines):
+        speeds.append((cell.where, *cell.rates(WIRINGS), spread(cell.gains("ladder"), ".2f")))
         names = ("attention_s", "mlp_s", "all_reduce_s", "carrying_s", "outside_s")
-        found = [f"{statistics.median(getattr(each, name) for each in p) * 1e3:.2f}" for name in names]
-        found.insert(3, f"{statistics.median(each.ratio for each in p):.2f}")
-        taken = (f"{median(figure, runs) * 1e3:.1f}" for figure in (ladder_law, step_of("ladder")))
-        steps.append((where, *found, *taken, *(range_of(of_law(w), runs) for w in ("ladder", "standard"))))
-    shares = [line["switch_share"] for line in lines]
-    others = [line["other_threads_share"] for line in lines]
+        found = [f"{median(getattr(each, name) for each in cell.prices) * 1e3:.2f}" for name in names]
+        found.insert(3, f"{cell.ratio:.2f}")
+        law_s = median(predicted_step(each, "ladder") for each in cell.prices)
+        taken = (f"{seconds * 1e3:.1f}" for seconds in (law_s, median(cell.steps("ladder"))))
+        steps.append((cell.where, *found, *taken, *(spread(cell.of_law(w), ".2f") for w in ("ladder", "standard"))))
+    number = len({line["run"] for line in lines})
+    shares, others = ([line[f"{name}_share"] for line in lines] for name in ("switch", "other_threads"))
     return [
         f"### Wirings ({lines[0]['model']}, tp 2 over 2 nodes, one core a rank)",
         "",
@@ -195,13 +190,12 @@ def wiring_tables(lines: Sequence[Line]) -> list[str]:
 
 def later_table(lines: Sequence[Line]) -> list[str]:
     """Markdown: LATER beside ladder, where it ran."""
-    rows = []
-    for (delay, batch), runs in cells([line for line in lines if line["delay_s"] > 0]).items():
-        if all(LATER in case for case in runs):
-            rates = (f"{batch / median(step_of(w), runs):.1f}" for w in ("standard", "ladder", LATER))
-            gain = range_of(lambda case: step_of("standard")(case) / step_of(LATER)(case), runs)
-            ratio = median(lambda case: prices(case).ratio, runs)
-            rows.append((f"{delay}, {batch}", f"{ratio:.2f}", *rates, gain, range_of(of_law(LATER), runs)))
+    rows = [
+        (cell.where, f"{cell.ratio:.2f}", *cell.rates(("standard", "ladder", LATER)),
+         spread(cell.gains(LATER), ".2f"), spread(cell.of_law(LATER), ".2f"))
+        for cell in cells(lines)
+        if cell.delay_s > 0 and all(LATER in case for case in cell.runs)
+    ]  # fmt: skip
     if not rows:
         return []
     return [
@@ -215,19 +209,21 @@ def later_table(lines: Sequence[Line]) -> list[str]:
 def wiring_bars(lines: Sequence[Line]) -> list[tuple[bool, str]]:
     """(met, in words) of every case; each run's medians."""
     found: list[tuple[bool, str]] = []
-    for (delay, batch), runs in cells(lines).items():
-        where = f"{delay}, batch {batch}"
-        if median(lambda case: prices(case).ratio, runs) >= FROM_RATIO:
-            share = range_of(of_law("ladder"), runs)
-            met = median(of_law("ladder"), runs) >= LAW_BAR
-            found.append((met, f"ladder {where}: {share} of the law, at least {LAW_BAR}"))
-        bar = {1e-3: SPEED_BAR, 0.0: REST_BAR}.get(delay_s(runs[0]))
-        if bar is not None:
-            met = median(speed_up, runs) >= bar
-            found.append((met, f"ladder {where}: {range_of(speed_up, runs)}x, at least {bar}x"))
+    for cell in cells(lines):
+        where, shares, gains = f"ladder {cell.delay}, batch {cell.batch}", cell.of_law("ladder"), cell.gains("ladder")
+        if cell.ratio >= FROM_RATIO:
+            found.append(
+                (median(shares) >= LAW_BAR, f"{where}: {spread(shares, '.2f')} of the law, at least {LAW_BAR}")
+            )
+        if (bar := {1e-3: SPEED_BAR, 0.0: REST_BAR}.get(cell.delay_s)) is not None:
+            found.append((median(gains) >= bar, f"{where}: {spread(gains, '.2f')}x, at least {bar}x"))
     return found
 
 
 def law_points(lines: Sequence[Line]) -> list[tuple[float, float, int]]:
-    """(L/c as the steps say it, speed-up, batch) of every cell, for the picture."""
-    return [(median(effective_ratio, runs), median(speed_up, runs), batch) for (_, batch), runs in cells(lines).items()]
+    """(L/c as what communication adds to what computation takes, speed-up, batch) of every cell, for the picture."""
+    found = []
+    for cell in cells(lines):
+        ratio = median(a / b - 1 for a, b in zip(cell.steps("standard"), cell.steps("no-communication"), strict=True))
+        found.append((ratio, median(cell.gains("ladder")), cell.batch))
+    return found

@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import spread, table
 from cross_node import wirings
-from cross_wirings import cells, lanes_of_the_law, step_of
-from cross_wirings import median as middle
+from cross_wirings import cells, lanes_of_the_law
 from two_nodes import LANES, MS, SHAPE, Row, Site, insist, on_nodes, rate
 
 LONGCAT: dict[str, Any] = {
@@ -82,13 +81,10 @@ def lanes_table(lines: Sequence[Mapping[str, Any]], lanes: int) -> list[str]:
     """Tokens/s of each wiring, and what share of the law lanes reach; of one process, how they compare with a Llama."""
     names, rows = list(dict.fromkeys(line["wiring"] for line in lines)), []
     alone = "carried" not in names
-    for (delay, batch), runs in cells(lines).items():
-        rates = (f"{batch / middle(step_of(name), runs):.1f}" for name in names)
-        if alone:
-            ratios = [[case["standard"]["step_s"] / case[names[-1]]["step_s"] for case in runs]]
-        else:
-            ratios = [[lanes_of_the_law(case, lanes, d) for case in runs] for d in (1, 2)]
-        rows.append((f"{delay}, {batch}", *rates, *(spread(each, ".2f") for each in ratios)))
+    for cell in cells(lines):
+        laws = [[lanes_of_the_law(case, lanes, d) for case in cell.runs] for d in (1, 2) if not alone]
+        ratios = laws or [cell.gains(names[-1])]
+        rows.append((cell.where, *cell.rates(names), *(spread(each, ".2f") for each in ratios)))
     shares = "lanes over standard" if alone else "delay-1, of the law | delay-2, of the law"
     bars = "bars: 0.95 for one sequence, 0.90 for eight" if alone else f"bar: {LAW_BAR} of the law"
     return [*table(f"one way, batch | {' | '.join(names)} | {shares}", rows), "", f"{lanes} lanes; {bars}"]
