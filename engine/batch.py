@@ -141,23 +141,11 @@ MAGIC = 0x4C544233  # "LTB3"
 _HEAD = struct.Struct("<IQ6I")
 
 
-def _ints(values: tuple[int, ...]) -> bytes:
-    return struct.pack(f"<I{len(values)}I", len(values), *values)
-
-
 def encode(batch: Batch) -> bytes:
     """Encodes a Batch as one frame: little-endian integers, sampling parameters as JSON. `decode` is the inverse."""
+    counts = map(len, (batch.released, batch.admitted, batch.blocks, batch.copies, batch.chunks))
     out = [
-        _HEAD.pack(
-            MAGIC,
-            batch.step,
-            len(batch.released),
-            len(batch.admitted),
-            len(batch.blocks),
-            len(batch.copies),
-            len(batch.chunks),
-            batch.split,
-        ),
+        _HEAD.pack(MAGIC, batch.step, *counts, batch.split),
         struct.pack(f"<{len(batch.released)}I", *batch.released),
     ]
     for sequence in batch.admitted:
@@ -167,8 +155,7 @@ def encode(batch: Batch) -> bytes:
         out.append(struct.pack(f"<{5 + count}I", *head, *sequence.tokens))
         out.append(params)
     for slot, blocks in batch.blocks:
-        out.append(struct.pack("<I", slot))
-        out.append(_ints(blocks))
+        out.append(struct.pack(f"<{2 + len(blocks)}I", slot, len(blocks), *blocks))
     out.extend(struct.pack("<2I", src, dst) for src, dst in batch.copies)
     flat = [(c[0], c[1], c[2], c[3] | c[4] << 1 | c[5] << 2) for c in batch.chunks]
     out.append(struct.pack(f"<{4 * len(flat)}I", *chain.from_iterable(flat)))
@@ -180,23 +167,19 @@ class _Reader:
         self.data, self.at = memoryview(data), at
 
     def ints(self, count: int) -> tuple[int, ...]:
-        if count * 4 > len(self.data) - self.at:
-            raise ValueError(f"step plan: {count} integers announced, {len(self.data) - self.at} bytes left")
-        values: tuple[int, ...] = struct.unpack_from(f"<{count}I", self.data, self.at)
-        self.at += 4 * count
-        return values
+        return struct.unpack(f"<{count}I", self.raw(4 * count))
 
-    def raw(self, count: int) -> bytes:
+    def raw(self, count: int) -> memoryview:
         if count > len(self.data) - self.at:
             raise ValueError(f"step plan: {count} bytes announced, {len(self.data) - self.at} left")
         self.at += count
-        return bytes(self.data[self.at - count : self.at])
+        return self.data[self.at - count : self.at]
 
 
 def _sequence(reader: _Reader) -> NewSequence:
     slot, choice, prompt_len, count, length = reader.ints(5)
     tokens = reader.ints(count)
-    return NewSequence(slot, choice, prompt_len, tokens, from_json(SamplingParams, reader.raw(length)))
+    return NewSequence(slot, choice, prompt_len, tokens, from_json(SamplingParams, bytes(reader.raw(length))))
 
 
 def decode(frame: bytes | memoryview) -> Batch:

@@ -180,7 +180,6 @@ class BatchFeed(LineFlights):
         making.add_done_callback(self._making.discard)
 
     async def _make(self, line: BatchLine, flight: Flight) -> None:
-        """A large line, off the loop."""
         out = await self._in_turn(partial(self._line_of, line, flight))
         if flight in self._flights:  # else the batch was stopped meanwhile
             self._answer(flight, out)

@@ -33,7 +33,6 @@ _OUTCOMES: dict[str, tuple[str, str]] = {
 
 
 def _error(code: str, message: str | None) -> dict[str, Any]:
-    """The error object of a failed batch."""
     return {"errors": [{"code": code, "message": message, "param": None, "line": None}]}
 
 

@@ -146,7 +146,6 @@ class Dispatcher:
             await replica.job.start(replica)
 
     async def close(self) -> None:
-        """Ends every process of every replica."""
         await asyncio.gather(*(replica.job.close() for replica in self._replicas))
 
     async def drain(self, timeout_s: float) -> bool:
@@ -243,7 +242,6 @@ class Dispatcher:
         self.pump()
 
     def pump(self) -> None:
-        """Boards what waits."""
         if self.ending or self.limits is None:
             return
         free = self._board_isolated()

@@ -29,7 +29,6 @@ class Suspicion:
     stood: int = 0
 
     def died(self, place: int, near: int, alone: bool) -> None:
-        """A rank died with it in the step."""
         if place > self.stood + near:
             self.deaths = self.alone = 0
         self.deaths, self.alone, self.stood = self.deaths + 1, self.alone + alone, place
@@ -62,11 +61,9 @@ class DispatchObserver(Protocol):
     def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
         """Events of a replica, as they came; `counted`: how many tokens of them the answers' usage counts."""
 
-    def report(self, replica: int, report: RankHeartbeat) -> None:
-        """A rank's heartbeat."""
+    def report(self, replica: int, report: RankHeartbeat) -> None: ...
 
-    def state(self, replica: int, state: JobState) -> None:
-        """A replica's new state."""
+    def state(self, replica: int, state: JobState) -> None: ...
 
     def quarantined(self) -> None:
         """A request was given up because ranks died of it."""
@@ -102,7 +99,6 @@ class Flight:
 
     @property
     def apart(self) -> bool:
-        """Whether it has to run alone."""
         return self.suspicion.apart(self.answer.place, NEAR * self.choices)
 
     def died(self, alone: bool) -> None:

@@ -31,14 +31,8 @@ def tokens_of(answer: Answer) -> Tokens:
 class Usage:
     """`enter` and `leave` around a request, `add` after it; on the daemon's loop. `clock`: unix seconds of rows."""
 
-    def __init__(
-        self,
-        store: Store,
-        observer: Observer,
-        limits_of: Callable[[str], KeyLimits],
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store, self._observer, self.limits_of, self._monotonic = store, observer, limits_of, monotonic
+    def __init__(self, store: Store, observer: Observer, limits_of: Callable[[str], KeyLimits]) -> None:
+        self._store, self._observer, self.limits_of, self._monotonic = store, observer, limits_of, time.monotonic
         self._budgets: dict[str, tuple[float, float]] = {}  # requests that may come now, and as of when
         self._open: Counter[str] = Counter()
         self._day = 0

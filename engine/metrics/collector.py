@@ -92,7 +92,6 @@ class Collector:
         return encoder(self._registry), content_type
 
     def figures(self) -> tuple[Values, Histograms]:
-        """The current values of all series."""
         with self._lock:
             values = {name: dict(found) for name, found in self._values.items()}
             histograms = {

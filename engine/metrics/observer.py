@@ -112,11 +112,9 @@ class Observer:
                     self.series.add("nonfinite_logits_total", 1.0)
 
     def report(self, replica: int, report: RankHeartbeat) -> None:
-        """A rank's heartbeat."""
         self.series.add_heartbeat(replica, report)
 
     def state(self, replica: int, state: JobState) -> None:
-        """A replica's new state."""
         of = str(replica)
         self.series.set("engine_ready", float(state.phase == "ready"), of)
         now, (before, since) = self._clock(), self._phases.get(replica, ("", 0.0))
@@ -157,7 +155,6 @@ class Observer:
         self.series.add("config_reloads_total", 1.0, outcome)
 
     def request(self, times: AnswerTimes) -> None:
-        """A body was answered."""
         if times.first is not None:
             self.series.observe("time_to_first_token_seconds", times.first - times.arrived)
         self.series.observe("e2e_request_latency_seconds", times.ended - times.arrived)
@@ -173,7 +170,6 @@ class Observer:
         self.series.add("key_tokens_total", completion, key, "completion")
 
     def limited(self, owner: str, limit: str) -> None:
-        """A request was refused by one of its key's limits."""
         self.series.add("key_limited_total", 1.0, self._key(owner), limit)
 
     def _key(self, owner: str) -> str:
@@ -184,7 +180,6 @@ class Observer:
         return owner or "none"
 
     def quarantined(self) -> None:
-        """A request was given up because ranks died of it."""
         self.series.add("quarantined_requests_total", 1.0)
 
     def clock(self, jump: float) -> None:
@@ -192,7 +187,6 @@ class Observer:
         self.series.set("clock_jump_seconds", jump)
 
     def commit(self, seconds: float) -> None:
-        """The store committed a group."""
         self.series.observe("store_commit_seconds", seconds)
 
     def store_error(self) -> None:

@@ -89,14 +89,12 @@ class RunFiles:
         self.answers.flush()
         self.errors.flush()
 
-    def release(self) -> None:
-        """As `close`, for those who only opened them; does nothing the second time."""
-        if not self.input.closed:
-            self.close()
-
     def close(self) -> None:
-        """Closes all three, whichever fails; an errors file without lines goes. Raises the last of their OSErrors."""
+        """Closes all three, whichever fails, unless they are closed; an errors file without lines is removed. Raises
+        the last of their OSErrors."""
         with contextlib.ExitStack() as stack:
+            if self.input.closed:
+                return
             if self.errors.empty:
                 stack.callback(self.errors.path.unlink, missing_ok=True)
             for file in (self.input, self.errors, self.answers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..job import RankHeartbeat
 
@@ -28,13 +28,6 @@ class Snapshot:
     @property
     def done(self) -> int:
         return self.skipped + self.ok + self.failed
-
-
-class RunProgress(Protocol):
-    """Someone who shows how far a run is."""
-
-    def update(self, snapshot: Snapshot) -> None:
-        """Called on the event loop, often: must return at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..text.pool import Encoder
 from ..text.tokenizer import TextModel
 from .files import RunFiles
 from .past import answer_name
-from .progress import Communication, FailureCause, RunProgress, Snapshot, Summary
+from .progress import Communication, FailureCause, Snapshot, Summary
 
 _FLUSH_SECONDS = 0.5
 _LAST_REPORT_SECONDS = 2.5
@@ -49,13 +49,13 @@ async def run_batch(
     encoder: Encoder,
     files: RunFiles,
     options: RunOptions,
-    progress: RunProgress | None = None,
+    progress: Callable[[Snapshot], None] = lambda snapshot: None,
     stop: asyncio.Event | None = None,
 ) -> Summary:
     """Starts the jobs, one a replica, unless no line needs the model; answers every line of `files.input` that is not
     finished, closes jobs and files. A bad line is an error line; a job that dies, or a full disk, ends the run with
     `Summary.reason`, everything counted as answered being in the files. Once `stop` is set nothing more is submitted
-    and what is under way goes on to its end. When cancelled it closes both at once."""
+    and what is under way goes on to its end. When cancelled it closes both at once. `progress` is called often."""
     run = _Run(jobs, text, encoder, files, options, progress)
     try:
         try:
@@ -79,7 +79,7 @@ class _Run(LineFlights):
         encoder: Encoder,
         files: RunFiles,
         options: RunOptions,
-        progress: RunProgress | None,
+        progress: Callable[[Snapshot], None],
     ) -> None:
         self.dispatcher = Dispatcher(jobs, self, relaunches=False)
         super().__init__(self.dispatcher, text, options.run_id, options.max_choices)
@@ -273,11 +273,9 @@ class _Run(LineFlights):
         self._end(f"the output cannot be written: {error.strerror} ({self._files.answers.path})")
 
     def _show(self) -> None:
-        if self._progress is None:
-            return
         last = min(self._states, key=lambda state: _PHASES.index(state.phase))
         phase = f"loading: {last.reason}" if last.phase == "loading" and last.reason else last.phase
-        self._progress.update(
+        self._progress(
             Snapshot(
                 phase="draining" if self._draining else phase,
                 total=self._files.total_lines,

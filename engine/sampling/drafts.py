@@ -99,7 +99,7 @@ class DraftDraws:
                 self._slots.edits[slot] = self._before[slot].fork()
         plan = self._slots.plan(slots)
         drawn = Step(self._context, plan, logits_BV[:, : self._slots.columns]).run()
-        self._slots.append(plan, drawn.ids, drawn.nonfinite)
+        self._slots.append(plan, drawn)
         ids: list[int] = drawn.ids.tolist()
         return ids
 

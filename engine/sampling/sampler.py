@@ -26,9 +26,9 @@ from .grammar import Grammars
 from .logits_shard import SharedShard, TorchShard, make_shard
 from .logprobs import Scorer
 from .penalties import SlotEdits
+from .slots import Sampled as Sampled
 from .slots import SamplingPlan, SlotTable
 from .step import NOTHING_LEFT, Step, StepContext
-from .step import Sampled as Sampled
 
 Gather = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]
 """Gathers this rank's payload [n] into [tp, n], in rank order."""
@@ -145,7 +145,7 @@ class Sampler:
         sampled = Step(self._tools, plan, logits_BV[:, : self.columns], fed).run()
         if fed is not None:
             sampled = replace(sampled, taken=rule.taken(plan.offset, fed, sampled.ids, sampled.nonfinite))
-        self._slots.append(plan, sampled.ids, sampled.nonfinite, sampled.taken)
+        self._slots.append(plan, sampled)
         self._add_digests(sampled, logits_BV, slots)
         self._seen = self._routed()
         self._digest = _digest(self.step, plan.at, sampled.ids, fed, self._seen)

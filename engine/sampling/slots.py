@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from ..batch import NewSequence
-from ..request import MAX_CANDIDATES, SamplingParams
+from ..request import MAX_CANDIDATES, SamplingParams, TokenLogprob
 from .decide import Array, Filters
 from .grammar import Grammars
 from .logits_shard import MASS, NOISE, ROW, Rows
@@ -61,6 +61,21 @@ class SamplingPlan:
     def most_logprobs(self) -> int:
         """The largest number of most likely ids that a row reports."""
         return min(self.vocab_size, max(0, int(self.logprobs.max(initial=0))))
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Results of the rows of one step, in order. `nonfinite`: the row's logits contain NaN or +inf, or nothing above
+    -inf (also if its masks allow no id); its id is 0 and invalid. `failures`: the reason, for those of these rows whose
+    own constraints allow no id.
+    """
+
+    ids: npt.NDArray[np.int32]
+    logprobs: list[TokenLogprob | None]
+    nonfinite: npt.NDArray[np.bool_]
+    failures: dict[int, str] = field(default_factory=dict)
+    taken: npt.NDArray[np.bool_] | None = None
+    """Whether each row's id belongs to the sequence: not after a rejected draft. None: all do."""
 
 
 class SlotTable:
@@ -141,25 +156,19 @@ class SlotTable:
         """Moves the slot of each row to the next output position."""
         self.position[plan.at] += 1
 
-    def append(
-        self,
-        plan: SamplingPlan,
-        ids: npt.NDArray[np.int32],
-        nonfinite: npt.NDArray[np.bool_],
-        taken: npt.NDArray[np.bool_] | None = None,
-    ) -> None:
+    def append(self, plan: SamplingPlan, sampled: Sampled) -> None:
         """Appends one sampled id per row; with drafts only those of the rows in `taken`."""
-        if taken is None:
+        if sampled.taken is None:
             self.advance(plan)
         else:
-            np.add.at(self.position, plan.at[taken], 1)
+            np.add.at(self.position, plan.at[sampled.taken], 1)
         for row in plan.edited.tolist():
-            if taken is not None and not taken[row]:
+            if sampled.taken is not None and not sampled.taken[row]:
                 continue
-            slot, token = int(plan.at[row]), int(ids[row])
+            slot, token = int(plan.at[row]), int(sampled.ids[row])
             if slot in self.edits:
                 self.edits[slot].append(token)
-            if slot in self.grammatical and self.grammars is not None and not nonfinite[row]:
+            if slot in self.grammatical and self.grammars is not None and not sampled.nonfinite[row]:
                 self.grammars.state(slot).advance(token)
 
 

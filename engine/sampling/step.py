@@ -5,7 +5,7 @@ decides the remaining rows by further small gathers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,24 +19,9 @@ from .grammar import GrammarState
 from .logits_shard import LIMIT, MASS, NOISE, ROW, Logits, LogitsShard
 from .logprobs import Exchange, Scorer, pick
 from .penalties import SlotEdits, apply
-from .slots import SamplingPlan, SlotTable
+from .slots import Sampled, SamplingPlan, SlotTable
 
 NOTHING_LEFT = "grammar, allowed_token_ids and min_tokens together forbid every token"
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Results of the rows of one step, in order. `nonfinite`: the row's logits contain NaN or +inf, or nothing above
-    -inf (also if its masks allow no id); its id is 0 and invalid. `failures`: the reason, for those of these rows whose
-    own constraints allow no id.
-    """
-
-    ids: npt.NDArray[np.int32]
-    logprobs: list[TokenLogprob | None]
-    nonfinite: npt.NDArray[np.bool_]
-    failures: dict[int, str] = field(default_factory=dict)
-    taken: npt.NDArray[np.bool_] | None = None
-    """Whether each row's id belongs to the sequence: not after a rejected draft. None: all do."""
 
 
 @dataclass(frozen=True, slots=True)

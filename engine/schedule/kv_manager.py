@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from .limits import SchedulerLimits
 from .sequence import RequestGroup, Sequence
 
 
@@ -20,8 +21,6 @@ class BlockPool:
     content again) or free. Deterministic: the same calls give the same block numbers."""
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks={num_blocks} holds no sequence: give the cache at least one block")
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         # Last in, first out: recently used blocks are used again, and the rest of the memory is not touched.
@@ -146,12 +145,11 @@ class Residency:
     """The slots and blocks of all sequences. `running` is sorted by `Sequence.order`; its last one is preempted
     first."""
 
-    def __init__(self, max_num_seqs: int, block_size: int, num_blocks: int, caching: bool) -> None:
-        self.block_size = block_size
-        self.caching = caching
-        self.pool = BlockPool(num_blocks)
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.block_size, self.caching = limits.block_size, limits.enable_prefix_caching
+        self.pool = BlockPool(limits.num_blocks)
         self.running: list[Sequence] = []
-        self.slots = list(range(max_num_seqs))
+        self.slots = list(range(limits.max_num_seqs))
         self.released: list[int] = []
         """Slots that the next plan empties."""
         self.holders: dict[int, RequestGroup] = {}

@@ -38,9 +38,7 @@ class Scheduler:
         self.limits = limits
         self.counters = Counters()
         self._waiting = WaitingQueues(limits.ageing_s)
-        self._residency = Residency(
-            limits.max_num_seqs, limits.block_size, limits.num_blocks, limits.enable_prefix_caching
-        )
+        self._residency = Residency(limits)
         self._planner = Planner(limits, self._waiting, self._residency, self.counters)
         self._open = OpenRequests(limits, self._waiting, self._residency, self._planner.spawn)
         self._split = None if limits.split is None else SplitChoice(limits.split)

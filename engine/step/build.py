@@ -181,10 +181,27 @@ def build(
     if device.type == "cuda":
         voice.say(f"drawn ids: {why}")
     shares = LEAVES // communicator.size if parallel.deterministic == "everywhere" else 0
-    sampler = _sampler(share, Path(deployment.text_folder), keys, communicator, device, on_device, shares)
-    if share.config.experts is not None and share.shard.samples:
-        sampler.follow(model.routed, model.routing, communicator.layout.per_node)
-    runner = _runner(share, keys, communicator, model, cache, attention, sampler, num_blocks)
+    sampler: Any = NoDraws()
+    if share.shard.samples:
+        size, ids, seqs = share.config.vocab_size, share.shard.vocab, keys.max_num_seqs
+        grammars = make_grammars(Path(deployment.text_folder), share.config, keys.max_whitespace)
+        sampler = Sampler(size, ids, seqs, communicator.gather, device, grammars, on_device, shares)
+        if share.config.experts is not None:
+            sampler.follow(model.routed, model.routing, communicator.layout.per_node)
+    draft, pipeline = None, communicator.pipeline
+    if share.draft is not None:
+        draft = share.draft.load(share.length + 1, num_blocks, keys.block_size, keys.max_num_seqs, sampler.grammars)
+    make = Runner if pipeline is None else partial(StageRunner, pipeline=pipeline, index=communicator.rank)
+    runner = make(
+        model,
+        cache,
+        attention,
+        sampler,
+        max_slots=keys.max_num_seqs,
+        max_model_len=share.length,
+        draft_model=draft,
+        drain=communicator.drain,
+    )
 
     limits = _scheduler_limits(share, keys, parallel.microbatches, num_blocks)
     graphs = _warmed_up(runner, limits, deployment, communicator, device, working.get("CUDA graphs", 0), voice)
@@ -290,48 +307,6 @@ def _cache(
         num_blocks = communicator.pipeline.least(num_blocks)
     voice.say(describe_budget(budget, num_blocks, keys.block_size))
     return make_cache(share.shard, num_blocks + spare, keys.block_size, share.kv_dtype, device), num_blocks
-
-
-def _sampler(
-    share: Share,
-    text: Path,
-    keys: EngineConfig,
-    communicator: Communicator,
-    device: torch.device,
-    on_device: OnDevice | None,
-    shares: int,
-) -> Any:
-    """Draws on the ranks that hold the head; a stand-in on those of earlier stages."""
-    if not share.shard.samples:
-        return NoDraws()
-    size, grammars = share.config.vocab_size, make_grammars(text, share.config, keys.max_whitespace)
-    return Sampler(size, share.shard.vocab, keys.max_num_seqs, communicator.gather, device, grammars, on_device, shares)
-
-
-def _runner(
-    share: Share,
-    keys: EngineConfig,
-    communicator: Communicator,
-    model: LlamaModel,
-    cache: KVCache,
-    attention: AttentionBackend,
-    sampler: Any,
-    num_blocks: int,
-) -> Runner:
-    pipeline, draft = communicator.pipeline, share.draft
-    make = Runner if pipeline is None else partial(StageRunner, pipeline=pipeline, index=communicator.rank)
-    return make(
-        model,
-        cache,
-        attention,
-        sampler,
-        max_slots=keys.max_num_seqs,
-        max_model_len=share.length,
-        drain=communicator.drain,
-        draft_model=None
-        if draft is None
-        else draft.load(share.length + 1, num_blocks, keys.block_size, keys.max_num_seqs, sampler.grammars),
-    )
 
 
 def _scheduler_limits(share: Share, keys: EngineConfig, microbatches: int, num_blocks: int) -> SchedulerLimits:

@@ -5,6 +5,7 @@ not stop endless loops: render in a process that can be killed (engine/text/pool
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,19 @@ _MARK = "\ue0c0\ue0c1 "  # private-use characters: no message's own text
 
 class TemplateError(ValueError):
     """The checkpoint has no usable chat template, or it refused these messages; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """How a chat becomes a prompt: the fields of vLLM's chat requests that act on the template."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    variables: dict[str, Any] | None = None
+
+
+DEFAULTS = ChatOptions()
 
 
 class _GenerationBlock(Extension):
@@ -59,27 +73,20 @@ class ChatTemplate:
             raise TemplateError(f"the checkpoint's chat template does not compile: {error}") from error
         self._special = special
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        variables: dict[str, Any] | None = None,
-    ) -> str:
+    def render(self, messages: list[dict[str, Any]], options: ChatOptions = DEFAULTS) -> str:
         """The prompt's text; `continue_final_message` leaves the last message open. Raises TemplateError."""
-        if continue_final_message:
+        if options.continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _MARK}]
-        names = {"tools": None, "documents": None, **self._special, **(variables or {})}
+        given = {"messages": messages, "add_generation_prompt": options.add_generation_prompt}
+        names = {"tools": None, "documents": None, **self._special, **(options.variables or {}), **given}
         try:
-            text = self._template.render(
-                **{**names, "messages": messages, "add_generation_prompt": add_generation_prompt}
-            )
+            text = self._template.render(names)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the checkpoint's chat template refused the messages: {error.message}") from error
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             said = f"{type(error).__name__}: {error}"[:300]
             raise TemplateError(f"the checkpoint's chat template failed on the messages: {said}") from error
-        return _cut_at_mark(text) if continue_final_message else text
+        return _cut_at_mark(text) if options.continue_final_message else text
 
 
 def _cut_at_mark(text: str) -> str:

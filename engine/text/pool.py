@@ -121,12 +121,7 @@ class Encoder:
         payload = {"text": text, "add_special_tokens": add_special_tokens, "longer": longer}
         return (await self._ids(payload, len(text)))[0]
 
-    async def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        options: ChatOptions = ChatOptions(),  # noqa: B008 (frozen)
-        longer: int = 1,
-    ) -> list[int]:
+    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions, longer: int = 1) -> list[int]:
         payload = {"messages": messages, "options": asdict(options), "longer": longer}
         return (await self._ids(payload, sum(len(str(m.get("content", ""))) for m in messages)))[0]
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from .chat_template import ChatTemplate, TemplateError, template_source
+from .chat_template import DEFAULTS, ChatTemplate, TemplateError, template_source
+from .chat_template import ChatOptions as ChatOptions
 from .detokenizer import Pieces
 
 MAX_TOKENIZER_BYTES = 1 << 28
@@ -42,16 +42,6 @@ def text_digest(folder: Path) -> str:
         data = (folder / name).read_bytes() if (folder / name).is_file() else b""
         found.update(b"%d " % len(data) + data)
     return found.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """How a chat becomes a prompt: the fields of vLLM's chat requests that act on the template."""
-
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    variables: dict[str, Any] | None = None
 
 
 class TextModel:
@@ -143,16 +133,14 @@ class TextModel:
         if self._template is None and self._template_source is not None:
             self._template = ChatTemplate(self._template_source, self.special)
 
-    def render(self, messages: list[dict[str, Any]], options: ChatOptions = ChatOptions()) -> str:
+    def render(self, messages: list[dict[str, Any]], options: ChatOptions = DEFAULTS) -> str:
         """The prompt that the template makes of the messages. Raises TemplateError. May never return: see the top."""
         self.compile_template()
         if self._template is None:
             raise TemplateError("this checkpoint has no chat template: send plain prompts to /v1/completions")
-        return self._template.render(
-            messages, options.add_generation_prompt, options.continue_final_message, options.variables
-        )
+        return self._template.render(messages, options)
 
-    def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions = ChatOptions()) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions = DEFAULTS) -> list[int]:
         """Ids of a chat: the template names its own special tokens, so none are added unless asked for."""
         return self.encode(self.render(messages, options), options.add_special_tokens)
 

@@ -14,7 +14,8 @@ from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.sampling import device_sampler as device_draw
 from laddertron.engine.sampling import step as sampling_step
 from laddertron.engine.sampling.sampler import DesyncError
-from laddertron.engine.sampling.step import Sampled, Step
+from laddertron.engine.sampling.slots import Sampled
+from laddertron.engine.sampling.step import Step
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.step.build import Built
 from laddertron.engine.step.engine import Engine, StepProgress, follow

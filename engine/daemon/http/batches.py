@@ -52,7 +52,6 @@ class NewBatch(StrictModel):
 
 
 def _row(wanted: dict[str, Any], owner: str, now: int, model_digest: str | None) -> BatchRow:
-    """A new batch as NewBatch wants it."""
     number, unit = int(wanted["completion_window"][:-1]), wanted["completion_window"][-1]
     return BatchRow(
         new_id("batch_"),

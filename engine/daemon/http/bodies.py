@@ -96,7 +96,6 @@ class UnreadAnswers:
             del self._open[one.owner], self.held[one.owner]
 
     def close(self, one: Unread) -> None:
-        """Its request has ended."""
         for part in list(one.parts):
             one.hold(part, 0)
         one.ended = True

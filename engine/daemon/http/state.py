@@ -51,6 +51,5 @@ def owner_of(request: Request) -> str:
 
 
 def audit(request: Request, what: str, which: str) -> None:
-    """Logs which key did what to which object."""
     said = {"event": what, "id": which, "key": owner_of(request) or None, "request": request.state.request_name}
     audit_log.info("%s %s", what, which, extra=said)

@@ -131,7 +131,6 @@ def count_batches(db: sqlite3.Connection) -> dict[str, int]:
 
 
 def batch_view(db: sqlite3.Connection) -> BatchView:
-    """Progress of the running batches."""
     query = f"SELECT total, completed, failed, created_at, expires_at FROM batches WHERE NOT {_HAS_ENDED}"
     rows = [tuple(row) for row in db.execute(query)]
     windows = tuple((max(0, total - completed - failed), expiry) for total, completed, failed, _, expiry in rows)
@@ -194,12 +193,10 @@ def day_name(day: int) -> str:
 
 
 def stored_bytes(db: sqlite3.Connection, owner: str) -> int:
-    """Bytes of an owner's files."""
     return int(db.execute("SELECT coalesce(sum(bytes), 0) FROM files WHERE owner = ?", (owner,)).fetchone()[0])
 
 
 def finished_numbers(db: sqlite3.Connection, batch_id: str) -> set[int]:
-    """Numbers of the lines that have their result."""
     return {row[0] for row in db.execute("SELECT number FROM results WHERE batch_id = ?", (batch_id,))}
 
 
@@ -279,7 +276,6 @@ def error_codes(db: sqlite3.Connection, batch_id: str, limit: int) -> dict[str, 
 
 
 def old_batches(db: sqlite3.Connection, before: int) -> list[BatchRow]:
-    """Ended ones that were created before a time."""
     query = f"SELECT * FROM batches WHERE created_at < ? AND {_HAS_ENDED} ORDER BY no LIMIT 100"
     return [_batch(row) for row in db.execute(query, (before,))]
 

@@ -153,7 +153,7 @@ async def drive(
         with RunView(console) as view:
             async with TextPool(prepared.text_folder, limits) as pool:
                 summary = await run_batch(
-                    jobs, prepared.text, pool.of(""), prepared.files, prepared.options, view, stopping
+                    jobs, prepared.text, pool.of(""), prepared.files, prepared.options, view.update, stopping
                 )
     except TextError as error:
         say_error(console, str(error))
@@ -206,7 +206,7 @@ def run_launched(arguments: Arguments, loaded: LoadedDeployment, console: Consol
     try:
         return asyncio.run(drive(jobs, prepared, arguments, console))
     finally:
-        prepared.files.release()
+        prepared.files.close()
 
 
 def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Identity, console: Console) -> int:
@@ -233,7 +233,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
         bundles = bundles_of(deployment)
         return run_inside(deployment, identity, lambda jobs: drive(jobs, prepared, arguments, console, bundles))
     finally:
-        prepared.files.release()
+        prepared.files.close()
 
 
 @click.command()

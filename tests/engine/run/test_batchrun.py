@@ -79,7 +79,7 @@ class Bench:
     def run(self, make: Callable[[], FakeJob], options: RunOptions = OPTIONS, **kind: Any) -> Summary:
         async def go() -> Summary:
             self.job = make()
-            return await run_batch([self.job], self.text, Direct(self.text), self.open(**kind), options, self)
+            return await run_batch([self.job], self.text, Direct(self.text), self.open(**kind), options, self.update)
 
         return asyncio.run(go())
 
@@ -405,7 +405,9 @@ def test_cancelling_the_run_leaves_whole_lines_and_a_closed_job(bench: Bench) ->
 
     async def go() -> None:
         bench.job = FakeJob(LIMITS)
-        task = asyncio.create_task(run_batch([bench.job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench))
+        task = asyncio.create_task(
+            run_batch([bench.job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update)
+        )
         while len(bench.snapshots) < 60:
             await asyncio.sleep(0)
         task.cancel()
@@ -428,7 +430,7 @@ def stopped(bench: Bench, job: FakeJob, when: Callable[[], bool], drain_s: float
         bench.job, stop = job, asyncio.Event()
         options = replace(OPTIONS, drain_s=drain_s)
         task = asyncio.create_task(
-            run_batch([bench.job], bench.text, Direct(bench.text), bench.open(**kind), options, bench, stop)
+            run_batch([bench.job], bench.text, Direct(bench.text), bench.open(**kind), options, bench.update, stop)
         )
         async with asyncio.timeout(HANG_S):
             while not (when() or task.done()):
@@ -525,7 +527,7 @@ def test_replicas_share_the_lines_and_one_failure_ends_all(bench: Bench) -> None
 
     async def go(die_after: int | None, **kind: bool) -> Summary:
         jobs[:] = [FakeJob(LIMITS), FakeJob(LIMITS, die_after=die_after)]
-        return await run_batch(jobs, bench.text, Direct(bench.text), bench.open(**kind), OPTIONS, bench)
+        return await run_batch(jobs, bench.text, Direct(bench.text), bench.open(**kind), OPTIONS, bench.update)
 
     summary = asyncio.run(go(12))
     assert summary.reason == "replica 1: rank 1 on node-b was killed"
@@ -558,7 +560,7 @@ def test_replicas_start_one_after_another(bench: Bench) -> None:
 
     async def go() -> Summary:
         group = [Unstarted(LIMITS), Unstarted(LIMITS)]
-        return await run_batch(group, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench)
+        return await run_batch(group, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update)
 
     summary = asyncio.run(go())
     assert (summary.ok, summary.reason) == (8, None)
@@ -641,7 +643,7 @@ def test_an_answer_that_cannot_be_made_is_an_error_line(
     async def go() -> Summary:
         job = Deaf(LIMITS)
         async with asyncio.timeout(HANG_S):
-            return await run_batch([job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench)
+            return await run_batch([job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update)
 
     summary = asyncio.run(go())
     assert (summary.ok, summary.failed, summary.reason) == (5, 1, None)

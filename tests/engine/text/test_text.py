@@ -168,7 +168,7 @@ def test_templates_get_what_they_expect_and_no_more() -> None:
         {"role": "user", "content": "b"},
         {"role": "user", "content": "c"},
     ]
-    text = ChatTemplate(source, {"bos_token": "<s>"}).render(messages, variables={"hint": "!"})
+    text = ChatTemplate(source, {"bos_token": "<s>"}).render(messages, ChatOptions(variables={"hint": "!"}))
     assert text == '<s>["<a> & é"]["b"]!'
     with pytest.raises(TemplateError, match="roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(messages)
@@ -323,8 +323,11 @@ def test_a_pool_survives_what_its_workers_do_not(tmp_path: Path) -> None:
 
     async def go() -> None:
         async with TextPool(tmp_path, limits) as pool:
-            good = [asyncio.ensure_future(pool.of("").encode_chat(user(f"n {i}"))) for i in range(20)]
-            bad = {k: asyncio.ensure_future(code(pool.of("").encode_chat(user(k)))) for k in ("loop", "grow", "escape")}
+            good = [asyncio.ensure_future(pool.of("").encode_chat(user(f"n {i}"), ChatOptions())) for i in range(20)]
+            bad = {
+                k: asyncio.ensure_future(code(pool.of("").encode_chat(user(k), ChatOptions())))
+                for k in ("loop", "grow", "escape")
+            }
             more = [asyncio.ensure_future(pool.of("").encode(f"m {i}")) for i in range(20)]
             assert {k: await v for k, v in bad.items()} == {
                 "loop": "prompt_too_costly",
@@ -338,7 +341,7 @@ def test_a_pool_survives_what_its_workers_do_not(tmp_path: Path) -> None:
                 await pool.of("").encode("xy" * 100)
             assert caught.value.code == "context_length_exceeded"
             # one whose asker went away overruns: those behind it are not to blame
-            gone = [asyncio.ensure_future(pool.of("").encode_chat(user("loop"))) for _ in range(2)]
+            gone = [asyncio.ensure_future(pool.of("").encode_chat(user("loop"), ChatOptions())) for _ in range(2)]
             behind = [asyncio.ensure_future(pool.of("").encode(f"m {i}")) for i in range(20)]
             await asyncio.sleep(0)
             for task in gone:

@@ -348,7 +348,7 @@ def test_a_job_among_the_ranks_leaves_a_bundle_when_it_fails(tmp_path: Path, die
     try:
         assert asyncio.run(story()) == (0 if die_after is None else 1)
     finally:
-        prepared.files.release()
+        prepared.files.close()
     found = verdicts(tmp_path / "data")
     assert len(found) == (0 if die_after is None else 1)
     assert all(line.startswith("rank_error: ") for line in found)

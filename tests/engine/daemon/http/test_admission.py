@@ -21,6 +21,7 @@ from laddertron.engine.daemon.http.bodies import HeldBodies
 from laddertron.engine.openai import body_worker
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.text.pool import PoolLimits, TextPool, _Item, _Queues
+from laddertron.engine.text.tokenizer import ChatOptions
 from tiny_text import write_folder
 from waiting import FOR_EVER_S, HANG_S, until
 
@@ -266,7 +267,7 @@ def test_costly_texts_leave_a_worker_to_the_others(tmp_path: Path) -> None:
     async def go() -> None:
         async with TextPool(tmp_path, PoolLimits(workers=2, cpu_seconds=FOR_EVER_S)) as pool:
             message = [{"role": "user", "content": "x" * 70_000}]
-            large = [asyncio.ensure_future(pool.of("a").encode_chat(message)) for _ in range(2)]
+            large = [asyncio.ensure_future(pool.of("a").encode_chat(message, ChatOptions())) for _ in range(2)]
             await asyncio.sleep(0)
             for owner in ("a", "b"):
                 assert len(await pool.of(owner).encode("x")) == 2

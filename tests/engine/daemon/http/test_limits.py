@@ -67,7 +67,9 @@ def refused(ask: Callable[[], Any], limit: str) -> openai.RateLimitError:
 def usage(limits: KeyLimits, now: list[float]) -> Usage:
     clock = SimpleNamespace(now=lambda: now[0], stamp=lambda: int(now[0]))
     store: Any = SimpleNamespace(clock=clock)
-    return Usage(store, Observer(), lambda owner: limits, lambda: now[0])
+    usage = Usage(store, Observer(), lambda owner: limits)
+    usage._monotonic = lambda: now[0]
+    return usage
 
 
 def test_requests_a_minute_against_every_minute() -> None:
@@ -107,7 +109,7 @@ def test_a_clock_that_jumps_renews_no_day() -> None:
     wall, monotonic = [10 * DAY + 1000.0], [0.0]
     clock = TrustedClock(None, lambda: wall[0], lambda: monotonic[0])
     store: Any = SimpleNamespace(clock=clock)
-    used = Usage(store, Observer(), lambda owner: KeyLimits(tokens_per_day=100), lambda: monotonic[0])
+    used = Usage(store, Observer(), lambda owner: KeyLimits(tokens_per_day=100))
     used.add("a", Tokens(100, 0, 0))
     for days in (2, -2):
         wall[0] += days * DAY
