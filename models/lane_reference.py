@@ -150,7 +150,7 @@ class LaneReference(nn.Module):
         return self._head(x)
 
     def _joined(self, y_BTLD: Tensor, index: int, past_BTLD: Tensor | None, exchanged: bool) -> Tensor:
-        """What a sub-block's output adds to each lane."""
+        """The addend of each lane after a sub-block."""
         if index < self.lanes.delay and self.lanes.early:
             return y_BTLD.sum(2, keepdim=True)
         if past_BTLD is None or not exchanged:

@@ -156,12 +156,12 @@ class RankShard:
 
     @property
     def embeds(self) -> bool:
-        """Whether it has rows of the embedding, as the first stage does."""
+        """True if this stage has rows of the embedding: the first stage."""
         return self.stage is None or self.stage.first
 
     @property
     def samples(self) -> bool:
-        """Whether it has the final norm and rows of the head, as the last stage does."""
+        """True if this stage has the final norm and rows of the head: the last stage."""
         return self.stage is None or self.stage.last
 
     def has_head(self, replicate_embedding: bool) -> bool:

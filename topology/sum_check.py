@@ -71,7 +71,7 @@ def check_sums(
 
 
 def _compare(found: Tensor, want: Tensor) -> str:
-    """What is wrong, "" if nothing; `want` again and again."""
+    """Compares `found` with repetitions of `want`. Returns the first difference in words, or ""."""
     for first in range(0, len(found), len(want)):
         run = found[first : first + len(want)]
         wrong = torch.nonzero(run != want[: len(run)]).flatten()

@@ -153,7 +153,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SlurmConfig:
-    """What an allocation wants said: `srun` and the script of `launch --emit slurm`."""
+    """Options of `srun` and of the script of `launch --emit slurm`."""
 
     mpi: Annotated[str, Word(r"[a-z0-9_]{1,32}", "a plugin that `srun --mpi=list` names")] = "pmix"
     partition: Device | None = None
@@ -168,7 +168,7 @@ class SlurmConfig:
 
 @dataclass(frozen=True, slots=True)
 class KubernetesConfig:
-    """What the manifests of `launch --emit mpijob|lws` want said."""
+    """Fields of the manifests of `launch --emit mpijob|lws`."""
 
     name: Annotated[str, Word(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "a lower-case DNS label of up to 40")] = "laddertron"
     namespace: Annotated[str, Word(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a lower-case DNS label")] = "default"
@@ -238,7 +238,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """What the door accepts from a client; everything beyond is refused before it is stored or allocated."""
+    """Limits on requests; a request over a limit is refused before anything is stored or allocated for it."""
 
     max_body_bytes: Size = 200_000_000
     max_request_bytes: Size = 10_000_000
@@ -294,7 +294,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceConfig:
-    """What `laddertron acceptance` demands of the machines. Shares are of what `plan` predicts."""
+    """Thresholds of `laddertron acceptance`; shares are relative to the prediction of `plan`."""
 
     min_speed: Annotated[float, Unit("none"), Range(0, 1)] = 0.7
     max_memory: Annotated[float, Unit("none"), Range(1, 1000)] = 1.1
@@ -322,7 +322,7 @@ class Deployment:
 
     @property
     def dummy_seed(self) -> int | None:
-        """What the weights are drawn from; None where they are read."""
+        """The seed of random weights; None if weights are read from files."""
         return self.engine.seed if self.model.load_format == "dummy" else None
 
     @property

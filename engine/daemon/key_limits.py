@@ -1,4 +1,4 @@
-"""What one key may, as the key file says it. Imports nothing: `laddertron keys` runs without the extra `engine`."""
+"""Limits of one API key, from the key file. Imports nothing: `laddertron keys` runs without the extra `engine`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What one key may; None: no limit of its own."""
+    """Limits of one key; None: unlimited."""
 
     requests_per_minute: int | None = None
     concurrent_requests: int | None = None

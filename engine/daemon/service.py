@@ -43,8 +43,7 @@ _FAILING_SECONDS = 20.0  # for batches that failed with the engine to get their 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the daemon is made of and does not make itself. `store`: observers and, in tests, failing disks;
-    `model_digest`: see Core."""
+    """The daemon's dependencies. `store`: observers and, in tests, failing disks; `model_digest`: see Core."""
 
     jobs: Sequence[EngineJob]
     text: TextModel

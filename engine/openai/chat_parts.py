@@ -158,7 +158,8 @@ class ChatParts:
         return self._made(self._forced, said)
 
     def _until(self, mark: str, last: bool) -> tuple[str, bool]:
-        """What precedes a mark, and whether that has come; what may be its beginning stays."""
+        """Takes the held text before `mark`; returns it and whether the mark was found. Keeps a suffix that may be the
+        beginning of the mark, unless `last`."""
         at = self._held.find(mark)
         if at >= 0:
             said, self._held = self._held[:at], self._held[at + len(mark) :]

@@ -58,7 +58,8 @@ class Choice:
     chat: ChatParts | None = None  # streaming: what it has said, taken apart
 
     def take(self, event: TokensEvent, index: int) -> ApiError | Delta:
-        """What one event (the answer's `index`-th) adds to an open choice. Tokens reported before are ignored."""
+        """Applies one event to this open choice, the answer's `index`-th; returns what it adds, or the error that ends
+        it. Tokens reported before are ignored."""
         if event.start > self.seen:
             return ApiError(f"tokens {self.seen} to {event.start} were never reported", "engine_error", status=500)
         new = event.tokens[self.seen - event.start :]

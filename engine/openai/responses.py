@@ -94,7 +94,8 @@ class Answer:
         return sum(len(request.prompt) for request in self.requests)
 
     def take(self, event: TokensEvent) -> Delta | None:
-        """What one event adds to a choice. Events of ended choices and tokens reported before are ignored."""
+        """Applies one event; returns what it adds to its choice. Ignores events of finished choices (None) and tokens
+        that were reported before."""
         prompt = self._prompt_of[event.request_id]
         index = prompt * self.body.params.n + event.choice
         choice = self._choices[index]
@@ -325,7 +326,7 @@ class EventWriter:
         self._frames: dict[int, tuple[bytes, bytes]] = {}
 
     def of(self, answer: Answer, delta: Delta) -> bytes:
-        """What a delta shows; b"" while text is held back."""
+        """The server-sent events for a delta; b"" while text is held back."""
         alike = not (answer.divided or answer.body.return_token_ids or answer.body.continuous_usage_stats)
         if delta.finish is not None or delta.logprobs or not (alike and answer.begun(delta.choice)):
             return b"".join([event(chunk) for chunk in answer.chunks(delta)])

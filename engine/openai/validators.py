@@ -58,7 +58,7 @@ def array(most: int, least: int = 0) -> Any:
 
 
 def invalid(rule: str, code: str = "invalid_value") -> PydanticCustomError:
-    """What a rule of our own raises; the message is the field's name with `rule` behind it."""
+    """The error of a custom rule; its message is the field's name followed by `rule`."""
     return PydanticCustomError(code, "{rule}", {"rule": rule})
 
 

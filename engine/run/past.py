@@ -1,4 +1,4 @@
-"""What an interrupted `laddertron run` left in its files, for `--resume`."""
+"""Reads the output files of an interrupted `laddertron run`, for `--resume`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def answer_name(digest: bytes, model: str) -> str:
 
 
 class Past(NamedTuple):
-    """What earlier runs left: digests (shortened) of finished lines, error lines to keep, and of answers whose lines
-    have changed, the ids. `changed`: how many lines have, those with error lines too."""
+    """Results of earlier runs: shortened digests of finished lines, error lines to keep, and ids of answers whose input
+    lines have changed. `changed`: the number of changed lines, including those with error lines."""
 
     finished: frozenset[bytes] = frozenset()
     errors: tuple[bytes, ...] = ()

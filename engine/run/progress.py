@@ -92,7 +92,7 @@ class Summary:
 
 
 class Communication:
-    """What ranks reported of their collectives and of themselves, before the first request and last."""
+    """The ranks' heartbeats: each rank's last one before the first request, and its newest."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[int, int], RankHeartbeat] = {}  # by replica and rank

@@ -35,9 +35,9 @@ def _key(x, column):
 
 @jit
 def _found(level, first, state, sums, row, chunks, top_k, top_p, CHUNKS: tl.constexpr):
-    """What is known of row `row` after the levels before `level`, of which `first` is the first: the key's digits so
-    far; what lies before all that begin with them; what has to lie before a key that is dropped; top_k's key, 0 before
-    it is found. state [R, 4] and sums [R, chunks, 16] are of the level before."""
+    """State of the search in row `row` after the levels from `first` to before `level`: the key's digits so far; the
+    count or mass of all keys before those that begin with them; the count or mass from which keys are dropped; top_k's
+    key, 0 until it is found. state [R, 4] and sums [R, chunks, 16] are the previous level's."""
     digit, chunk, at = tl.arange(0, 16), tl.arange(0, CHUNKS), state + row * 4
     found, before = tl.load(at).to(tl.int64), tl.load(at + 1)
     limit, floor = tl.load(at + 2), tl.load(at + 3).to(tl.int64)
@@ -62,9 +62,8 @@ def search(
     x, stride, columns, filters, peaks, state, sums, new_state, new_sums, chunks, level, first,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, c): of row r's columns [c * CHUNK, (c + 1) * CHUNK) the number (levels 0 to 12, for top_k) or mass
-    (13 to 25, for top_p) that each of the level's digits holds, into new_sums; and what `_found` found, into
-    new_state."""
+    """Program (r, c) sums columns [c * CHUNK, (c + 1) * CHUNK) of row r: the count (levels 0 to 12, for top_k) or mass
+    (13 to 25, for top_p) of each digit of this level, into new_sums. It also writes `_found`'s state into new_state."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scale, top_k = tl.load(filters + row * 4), tl.load(filters + row * 4 + 1)
     top_p, peak = tl.load(filters + row * 4 + 2), tl.load(peaks + row).to(tl.float64)

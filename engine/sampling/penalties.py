@@ -1,4 +1,4 @@
-"""What changes a sequence's logits before anything is drawn, on fp32 copies of this rank's columns, in this order:
+"""Edits a sequence's logits before sampling, on fp32 copies of this rank's columns, in this order:
 repetition_penalty (positive logits divided, others multiplied, for ids of prompt or output), frequency_penalty x count
 and presence_penalty (ids of the output), logit_bias; then forbidden: all but allowed_token_ids, the id that would end a
 bad word, the stop ids until min_tokens are out. Keeps one small state a slot; the sampler owns it.

@@ -52,8 +52,8 @@ def working_bytes(
     deployment: Deployment, shard: RankShard, backend: str, dtype: torch.dtype, kv_dtype: torch.dtype, length: int,
     device: torch.device, widens_fp8: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What steps will take of a GPU, by name, with what the deployment and the device lead to; nothing on a CPU, whose
-    KV cache has a size of its own. backend: the group's collectives'. Raises GraphsError or CapacityError."""
+    """Bytes that steps will need on a GPU, by name, for this deployment and device; empty on a CPU, where the KV cache
+    has a configured size. backend: of the group's collectives. Raises GraphsError or CapacityError."""
     if device.type != "cuda":
         return {}
     keys = deployment.engine

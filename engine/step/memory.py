@@ -48,8 +48,8 @@ class StoredTypes:
         return self.weights == "fp8" and not all(set(PRODUCTS) <= {*layer} for layer in self.wide or ((),))
 
     def expert_bytes(self, shard: RankShard) -> int:
-        """Of a layer's experts on a rank, without shared ones, with their scales; as models/weights/mapping.py keeps
-        them. A product that one layer has wide counts as wide in all."""
+        """Bytes of a layer's experts and their scales on a rank, without shared experts, as models/weights/mapping.py
+        stores them. A product that is wide in one layer counts as wide in all."""
         if shard.config.experts is None:
             return 0
         (d, ffn), count, total = expert_columns(shard), len(shard.expert_ids), 0.0
@@ -145,9 +145,8 @@ class Memory:
 def working_memory(
     config: ModelConfig, size: int, value_bytes: float, keys: MemoryKeys, sharing: Sharing = WHOLE
 ) -> dict[str, int]:
-    """What steps take on a rank of a group of `size`, by name, in bytes, besides weights, tables, keys and values: what
-    the engine keeps free for them when it counts its KV blocks, and what a plan lists. value_bytes: of a number that is
-    computed with."""
+    """Bytes that steps need on a rank of a group of `size`, by name, besides weights, rotary tables and KV. The engine
+    reserves them before it counts KV blocks; a plan lists them. value_bytes: bytes of one activation."""
     shard, d = RankShard(config, size, 0, None, *sharing), config.hidden_size
     rows = shard.padded_vocab // size
     outputs = shard.attention_outputs
@@ -202,7 +201,7 @@ def working_memory(
 
 
 def _of_experts(shard: RankShard, rows: int, value_bytes: float) -> int:
-    """What the experts of so many rows take beside a layer's other values on a GPU."""
+    """Bytes that the experts of `rows` rows need on a GPU, in addition to a layer's other activations."""
     e = shard.config.experts
     if e is None:
         return 0
@@ -286,7 +285,7 @@ def memory(
 
 
 def _expert_elements(shard: RankShard) -> tuple[int, int, int]:
-    """What a rank holds of a layer of experts: elements of shared ones and of the router, scales of int8 outputs."""
+    """A rank's share of a layer of experts: elements of shared experts and of the router, int8 scales."""
     e, d = shard.config.experts, shard.config.hidden_size
     if e is None:
         return 0, 0, 0

@@ -113,7 +113,7 @@ class Encoder:
     """Text to ids by `ask`, which a subclass defines. Every method may raise PromptError."""
 
     async def ask(self, payload: dict[str, Any], size: int, blob: Blob = b"") -> dict[str, Any]:
-        """What worker.py's `answer` makes of an item; `size` in characters, or bytes of `blob`."""
+        """Returns the result of worker.py's `answer` for one item; `size` in characters, or bytes of `blob`."""
         raise NotImplementedError
 
     async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:

@@ -69,7 +69,7 @@ def report(error: BaseException) -> int | None:
 
 
 def drop_unwritten() -> None:
-    """What standard output and error could not take is dropped: Python would try again at exit, and exit with 120."""
+    """Discards output that stdout and stderr could not write: Python would retry at exit, and exit with 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

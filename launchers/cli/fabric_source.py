@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def faults_of(what: str, section: str = "") -> Iterator[None]:
-    """What cannot be planned or laid out as a fault of `what`, of placements of its `section`."""
+    """Raises errors of planning and placement as a ConfigError about `what`; placement errors name its `section`."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -31,7 +31,7 @@ _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 
 def launcher_of(text: str) -> tuple[Kind, tuple[int, ...]] | None:
-    """What `mpirun --version` printed, as (kind, version); None if it is neither Open MPI, Hydra nor Slurm."""
+    """Parses the output of `mpirun --version` into (kind, version); None if it is neither Open MPI, Hydra nor Slurm."""
     kind: Kind
     if "Open MPI" in text or "OpenRTE" in text:
         kind = "openmpi"

@@ -117,8 +117,9 @@ def _environment(deployment: Deployment, site: Site, share: Share, network: Netw
 
 
 def _listening(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
-    """What keeps an MPI, which binds to every address, on loopback where all ranks are on this host, else on the
-    interface that was chosen; torchrun's store alike, but over several hosts, which meet by a name of the first."""
+    """Variables that restrict the listening address of an MPI, which would bind to every address: to loopback if all
+    ranks are on this host, else to the chosen interface. Also for torchrun's store, but not over several hosts: they
+    connect to it by the first host's name."""
     if site.kind == "slurm" or site.listen is None:
         return {}
     if "LD_PRELOAD" in site.shell or "LD_PRELOAD" in deployment.launch.env:

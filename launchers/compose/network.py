@@ -32,7 +32,7 @@ class Variable:
 
 
 def choose_network(deployment: Deployment, share: Share) -> NetworkChoice:
-    """What the config names, else what the placement chose."""
+    """Chooses interfaces and HCAs: the configured ones, else those of the placement."""
     launch = deployment.launch
     interfaces, why = (
         ((launch.interface,), "launch.interface") if launch.interface else (share.interfaces, "the fabric")

@@ -117,7 +117,7 @@ class NodeTransport:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What must be the same on every rank before any of them connects. `config`: the configuration's digest;
+    """Values that must be equal on all ranks before any of them connects. `config`: the configuration's digest;
     `versions`: nccl, cuda, driver, laddertron, torch, …"""
 
     rank: int
@@ -128,8 +128,8 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank measured of itself. `clock_s` is unix time at a barrier, `matmul_s` the best of a few short
-    matmuls; `device` names the GPU or processor."""
+    """One rank's own measurements. `clock_s` is unix time at a barrier, `matmul_s` the best of a few short matmuls;
+    `device` names the GPU or processor."""
 
     rank: int
     hostname: str

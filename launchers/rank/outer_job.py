@@ -181,7 +181,7 @@ def run_inside(deployment: Deployment, identity: Identity, drive: Drive) -> int:
 
 
 def among_ranks(identity: Identity, work: Callable[[], T]) -> T:
-    """What `work` returns. Its error ends this process at once with status 1, and with it the outer mpirun."""
+    """Returns the result of `work`. If it raises, exits at once with status 1, which ends the outer mpirun."""
     try:
         return work()
     except Refusal as refusal:

@@ -205,7 +205,7 @@ class HealthWatch:
 
 
 def make_look(fs: Sysfs, ports: bool, gpu_uuid: str | None, nvml: Any | None = None) -> Callable[[], Figures]:
-    """What a rank looks at: the host's ports if it is the first rank there, its GPU if it has one."""
+    """Makes the function that reads a rank's figures: the host's ports if `ports`, memory, its GPU if it has one."""
     if gpu_uuid is not None:
         nvml = nvml or load_nvml()
     begun = False

@@ -179,8 +179,8 @@ def from_folder(path: str | Path) -> ModelConfig:
 
 
 def description(config: ModelConfig) -> dict[str, Any]:
-    """What the modeling file (models/weights/modeling_laddertron.py) computes by, resolved from all formats' words:
-    `laddertron_model` in config.json."""
+    """The value of `laddertron_model` in config.json: the config that models/weights/modeling_laddertron.py reads,
+    independent of the checkpoint's format."""
     apart = ("family", "declares_wiring", "eos_token_ids", "bos_token_id", "dtype")
     plain: dict[str, Any] = json.loads(json.dumps({k: v for k, v in asdict(config).items() if k not in apart}))
     return plain

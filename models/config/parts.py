@@ -154,7 +154,7 @@ def declared_wiring(fields: ConfigFields, num_layers: int) -> Wiring:
 
 
 def declaration(wiring: Wiring) -> dict[str, Any]:
-    """What a config.json says of it under `laddertron_wiring`. Raises ValueError for no-communication."""
+    """The value of `laddertron_wiring` in config.json for a wiring. Raises ValueError for no-communication."""
     if wiring.desync_every:
         return {"kind": "desync", "every": wiring.desync_every, "tensor_parallel_size": wiring.trained_tp}
     if wiring.delay:

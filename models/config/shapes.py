@@ -89,8 +89,8 @@ def check_shapes(config: ModelConfig, tp: int, sharing: Sharing = WHOLE) -> None
 
 
 def share(config: ModelConfig, layout: str, dense_path: str, nodes: int, per_node: int) -> Sharing:
-    """What `parallel.expert_layout` and `parallel.dense_path` mean for a group of `nodes` x `per_node` ranks. Raises
-    ShapeError for what cannot be, with the arithmetic."""
+    """Resolves `parallel.expert_layout` and `parallel.dense_path` for a group of `nodes` x `per_node` ranks. Raises
+    ShapeError, with the arithmetic, for combinations that are not supported."""
     e, ranks, apart = config.experts, nodes * per_node, dense_path == "node" and nodes > 1
     if e is None:
         for key, value, usual in (("expert_layout", layout, "auto"), ("dense_path", dense_path, "whole")):

@@ -119,7 +119,7 @@ def _tiles_before(pairs, expert, ROWS: tl.constexpr):
 
 @jit
 def _places(starts, expert, tile, ROWS: tl.constexpr):
-    """Of a tile's rows the places in order, and whether they are the expert's."""
+    """Positions of a tile's rows in the sorted order, and a mask of the rows that belong to the expert."""
     first = tl.load(starts + expert)
     place = first + (tile - _tiles_before(first, expert, ROWS)) * ROWS + tl.arange(0, ROWS)
     return place, place < tl.load(starts + expert + 1)

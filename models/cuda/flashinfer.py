@@ -56,12 +56,12 @@ def unfit(device: torch.device, capability: tuple[int, int], dtype: torch.dtype,
 
 
 def contexts(layout: StepLayout) -> Contexts:
-    """Of each sequence."""
+    """The context of each sequence."""
     return np.arange(len(layout.kv_len)), np.asarray(layout.kv_len, np.int64)
 
 
 def contexts_of_tokens(layout: StepLayout) -> Contexts:
-    """Of each token by itself: what is known up to it."""
+    """The context of each token, which ends with the token itself."""
     counts = np.diff(layout.query_start)
     behind = np.repeat(np.asarray(layout.kv_len) - layout.query_start[1:], counts)
     return np.repeat(np.arange(len(counts)), counts), behind + np.arange(1, layout.query_start[-1] + 1)

@@ -57,21 +57,21 @@ def kernels_missing(
 
 
 def expert_rows(slots: int, width: int, inner: int, itemsize: int) -> int:
-    """Rows whose experts are computed at once: of each slot `inner` values between the products and `width` behind."""
+    """Rows whose experts are computed at once; each slot has `inner` values between the products and `width` after."""
     return int(max(16, EXPERT_SPACE // (slots * (width + inner) * itemsize) // 16 * 16))
 
 
 def expert_bytes(rows: int, slots: int, width: int, inner: int, itemsize: int) -> int:
-    """What that takes for a step of so many rows, with the slots' experts, numbers, weights and order."""
+    """Bytes of the expert buffers for a step of `rows` rows, including each slot's expert, number, weight and order."""
     at_once = min(rows, expert_rows(slots, width, inner, itemsize))
     joined = rows * width * itemsize if at_once < rows else 0
     return int(slots * (at_once * (width + inner) * itemsize + rows * 5 * 4) + joined)
 
 
 def partial_bytes(heads: int, kv_heads: int, head_dim: int, sequences: int = 0) -> int:
-    """Of the partial results of contexts that FlashInfer splits among multiprocessors, one buffer for all wrappers.
-    Two programs a multiprocessor have at most 128 rows each, a row being a query head of a token. sequences: of the
-    largest recorded step, whose programs for tensor cores are as many as its tiles of rows where these are more."""
+    """Bytes for the partial results of contexts that FlashInfer splits among multiprocessors: one buffer for all
+    wrappers. Each multiprocessor runs two programs of at most 128 rows; a row is one query head of one token.
+    sequences: of the largest recorded step; with tensor cores it has one program a tile of rows if those are more."""
     group = heads // kv_heads
     tile = 16 if group <= 16 else 64 if group <= 64 else 128
     tiles = -(-sequences * group // tile) + sequences if group >= TENSOR_CORES_FROM else 0
@@ -121,10 +121,10 @@ def latent_workspace_bytes(rank: int, sizes: Sequence[int], most_blocks: int) ->
 
 
 def workspace_bytes(shape: tuple[int, int, int], windows: int, sizes: Sequence[int], most_blocks: int) -> int:
-    """Of a rank with so many query heads, KV heads and dimensions, whose layers have so many different windows: a
-    wrapper for prompts and one for decodes each, twice for steps in two streams, and one for each size of recorded
-    steps; with these, the page tables of sequences of at most so many blocks, once in the buffers that stay and once on
-    the way there."""
+    """Bytes of attention workspace on a rank. shape: query heads, KV heads, head dimension; windows: distinct window
+    sizes among the layers. Each window has a wrapper for prompts and one for decodes, both twice for split steps, and
+    one for each size of recorded step. Recorded steps also need page tables of `most_blocks` blocks a sequence, in the
+    persistent buffers and in the staging copy."""
     wrappers = windows * (4 + len(sizes))
     tables = 2 * 4 * max(sizes) * (most_blocks + 2) if sizes else 0
     plain, recorded = partial_bytes(*shape), partial_bytes(*shape, max(sizes, default=0))

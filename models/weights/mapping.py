@@ -111,8 +111,8 @@ class Source:
 
 
 def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = None, seed: int | None = None) -> Source:
-    """What this rank loads from: files of its own where `laddertron shard` has written them for as many ranks, else the
-    checkpoint. config: of the whole model, where the shard is a stage's. seed: draws the weights from it; no file but
+    """Opens the source of this rank's weights: its own files if `laddertron shard` wrote them for this number of ranks,
+    else the checkpoint. config: the whole model's, if the shard is a stage's. seed: draws random weights; only
     config.json is read. Raises CheckpointError."""
     if seed is not None:
         return _open_dummy(folder, config or shard.config, seed)

@@ -77,17 +77,17 @@ def may_stay(columns: int, block: tuple[int, int] | None) -> bool:
 
 
 def scale_shape(product: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, ...]:
-    """Of a kept product's scales in fp32: one a row; of experts one a row and `scale_width`."""
+    """Shape of a quantised product's fp32 scales: one a row; for experts one a row and `scale_width` columns."""
     return (shape[0], shape[1] // scale_width(shape[1], block)) if is_expert(product) else (shape[0],)
 
 
 def kept_bytes(product: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> int:
-    """Of a kept product's weights with their scales."""
+    """Bytes of a quantised product's weights and scales."""
     return prod(shape) + 4 * prod(scale_shape(product, shape, block))
 
 
 def scale_fills(fills: Iterable[Fill], kept: Set[str]) -> list[Fill]:
-    """What fills the scales of products that stay quantised ("layers.3.gate_up")."""
+    """Fills for the scales of the products in `kept` ("layers.3.gate_up"), which stay quantised."""
     found = []
     for fill in fills:
         product = fill.parameter.removesuffix(".weight")

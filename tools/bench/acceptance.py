@@ -43,9 +43,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a killed rank cost an open stream. start_s: from the start of `serve` until it was ready; next_s: from the
-    kill to the next token; `reason`: the daemon's words; `complete`: the stream ended as it should; `same`: with the
-    text of an undisturbed one."""
+    """The recovery of an open stream from a killed rank. start_s: from the start of `serve` until it was ready; next_s:
+    from the kill to the next token; `reason`: the daemon's words; `complete`: the stream ended normally; `same`: its
+    text equals that of an undisturbed stream."""
 
     start_s: float
     next_s: float
@@ -78,7 +78,7 @@ def failed_part(name: str, reason: str) -> Part:
 
 
 def text_part(name: str, text: str, met: bool | None) -> Part:
-    """What a command printed; `met` None: not judged."""
+    """A part with a command's output; `met` None: not judged."""
     checks = () if met is None else (Check(name, "exit code 0" if met else "exit code 1", "exit code 0", met),)
     return Part((f"## {name}", "", *(f"    {line}".rstrip() for line in text.strip().splitlines())), checks)
 

@@ -1,5 +1,5 @@
-"""What `laddertron bench` measures on rank 0's engine: fixed batches for latency, a mix of requests for throughput.
-Times are of whole engine steps, prefill and decode apart.
+"""The measurements of `laddertron bench` on rank 0's engine: fixed batches for latency, a mix of requests for
+throughput. Times are of whole engine steps, prefill and decode separately.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Bench:
         self.about = self._describe()
 
     def _describe(self) -> dict[str, Any]:
-        """What a step must read, on all ranks together, and what the parent says about the job."""
+        """The job's description for the parent, with the bytes that a step must read on all ranks together."""
         model, cache, config = self.built.runner.model, self.built.runner.cache, self.built.config
         shard, item = model.shard, cache.keys[0].element_size()
         per_token = config.num_layers * shard.kv_elements * item * shard.size
@@ -143,7 +143,7 @@ def _lead(bench: Bench) -> None:
 
 
 def held_bytes(device: Any) -> int:
-    """What is in use of a rank's device, or what its process holds where that is a CPU."""
+    """Bytes in use on a rank's GPU, or the resident memory of its process on a CPU."""
     import torch
 
     if device.type == "cuda":

@@ -55,8 +55,8 @@ SWEEPS = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is measured. scale: divides layers, heads, widths and lengths, for machines that the model is too large
-    for."""
+    """The measurements to make. scale: divides layers, heads, widths and lengths, for machines that are too small for
+    the model."""
 
     sweep: Sweep
     sizes: tuple[int, ...]

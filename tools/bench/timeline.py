@@ -93,7 +93,7 @@ def timeline(
 
 
 def _rest(step: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the step's thread did between and around its events."""
+    """Compute spans for the gaps between and around the events of a step's thread."""
     found, cursor, end = [], step["ts"], step["ts"] + step["dur"]
     for event in sorted((e for e in events if e["cat"] != "all_reduce"), key=lambda e: float(e["ts"])):
         found.append((cursor, event["ts"]))

@@ -167,7 +167,7 @@ def winner(ratios: Spread) -> Winner:
 
 
 def verdict(trial: Trial, other: str) -> list[str]:
-    """What the rounds show, and when to keep the other server; the first line is the answer."""
+    """The result of the rounds as lines, with when to keep the other server; the first line is the answer."""
     for name, rounds in (("this deployment", trial.ours), (other, trial.theirs)):
         failed = [reply.error for found in rounds for reply in found.replies if reply.error is not None]
         if failed:

@@ -1,10 +1,10 @@
-"""What `parallel.deterministic` costs: a 150M Llama of random weights.
+"""Measures the cost of `parallel.deterministic` with a 150M Llama of random weights.
 
     python tools/benchmarks/determinism.py --cases 1x128,8x128,1x1024,8x1024 --repeats 5
     python tools/benchmarks/determinism.py --tp 2 --threads 1 --dtype float32
 
-One process for each value of the key holds the weights, and they take turns case by case. A case is batch x prompt.
-Prints a Markdown table: tokens/s without it, and the share that each value keeps; medians.
+One process for each value of the key holds the weights; they alternate case by case. A case is batch x prompt.
+Prints a Markdown table of medians: tokens/s without it, and the share that each value reaches.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""What one GPU shows, as one command (`make gpu`): its environment, the tests that need it, decoding beside
-transformers, in fp8 and with top_p, prompts and mixed steps, one rank's shard beside the published speeds, and what
-`plan` predicts beside each. Kernels are compiled first, which no figure counts.
+"""Measures one GPU with one command (`make gpu`): its environment, the tests that need it, decoding (compared with
+transformers, in fp8, with top_p), prompts and mixed steps, one rank's shard compared with the published speeds, and the
+prediction of `plan` for each. Kernels are compiled first, outside the measurements.
 
     python tools/benchmarks/gpu_day.py                         under nine minutes on an H100; no network
     python tools/benchmarks/gpu_day.py --only shard --again    these parts again
     python tools/benchmarks/gpu_day.py --device cpu --tiny     the same code with toy models, in seconds
 
-Each part is a process of its own with a limit. What has ended stands in --out (JSON), and a later call goes on with the
-rest; beside it lies the Markdown that docs/performance.md takes as it is. What is not installed is said, and left out.
+Each part runs in a process of its own with a time limit. Results of finished parts are in --out (JSON), and a later
+call resumes with the rest; next to it is the Markdown that docs/performance.md includes unchanged. Parts whose packages
+are not installed are reported and skipped.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def _text(stream: Any) -> str:
 
 
 def environment_report(device: str) -> Found:
-    """What is here, for the head of the page."""
+    """Device and versions, for the head of the page."""
     import torch
     from gpu_model import machine
 

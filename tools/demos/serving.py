@@ -118,7 +118,7 @@ def write_lines(path: Path, count: int, chats: bool = False, **more: Any) -> Non
 
 
 def tally(count: int, files: Sequence[Path]) -> tuple[str, bool]:
-    """What the answers in `files` come to, and whether each of the `count` lines has exactly one."""
+    """Counts the answers in `files`; returns a summary and whether each of the `count` lines has exactly one."""
     ids = [json.loads(row)["custom_id"] for path in files for row in path.read_text().splitlines()]
     lost, twice = count - len(set(ids)), len(ids) - len(set(ids))
     return f"{count} lines, {len(ids)} answers, {lost} lost, {twice} duplicate", not lost and not twice

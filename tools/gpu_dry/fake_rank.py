@@ -146,7 +146,8 @@ class _Pipeline(Pipeline):
 
 
 def communicator(gpu: FakeGpu, case: Case, rank: int, stage: int, ring: Any, plans: Plans) -> Communicator:
-    """Of `rank` of the case's group, which is stage `stage`. ring: this end of the line between the pipeline's ends."""
+    """Makes the communicator of `rank` in the case's group, which is stage `stage`. ring: this end of the line between
+    the first and last stages."""
     each, nodes = case.tp // case.nodes, range(case.nodes)
     layout = GroupLayout(tuple(tuple(range(n * each, (n + 1) * each)) for n in nodes))
     if not dist.is_initialized():

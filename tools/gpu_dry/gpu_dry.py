@@ -49,7 +49,8 @@ _LIMIT_S = 900
 
 
 def run_all(jobs: Sequence[tuple[str, Callable[[], dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """What each found, in a fork of this process, two at a time; one that failed is a fault of its own."""
+    """Runs each job in a fork of this process, two at a time, and returns their results; a failed job's result is a
+    fault."""
     waiting, running = deque(enumerate(jobs)), dict[int, tuple[int, float, BufferedRandom]]()
     found = [dict[str, Any]()] * len(jobs)
     while waiting or running:

@@ -77,7 +77,7 @@ class Rank:
             self.engine.add(Request(f"r{self._number}", tokens, sampling))
 
     def steps(self, count: int) -> tuple[Counter[tuple[str, str]], int]:
-        """What `count` steps gave to the device, and their peak above the memory in use."""
+        """Runs `count` steps; returns their counts of device operations and the peak above the memory in use."""
         before, live = GPU.counts.copy(), GPU.live
         GPU.peak = live
         for _ in range(count):
@@ -85,7 +85,7 @@ class Rank:
         return GPU.counts - before, GPU.peak - live
 
     def decode(self, params: dict[str, Any], seats: int) -> tuple[Counter[tuple[str, str]], int]:
-        """Of STEPS steps of decodes alone, once all prompts are through."""
+        """The same of STEPS decode-only steps, after all prompts are prefilled."""
         self.add(seats, **params)
         self.steps(3 + 2 * (self.case.stages - 1))
         found = self.steps(STEPS)

@@ -1,4 +1,4 @@
-"""What a plan answers first: its basis, the verdict, a few tables that fit 80 columns. Pure."""
+"""The first part of a plan's output: its basis, the verdict, a few tables that fit 80 columns. Pure."""
 
 from __future__ import annotations
 

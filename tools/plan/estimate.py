@@ -196,7 +196,7 @@ def memory_in(q: Question) -> Memory:
 
 
 def part_of(q: Question) -> ModelConfig:
-    """What the group computes: the model, or of a pipeline its slowest stage."""
+    """The config that the group computes: the model's, or in a pipeline its slowest stage's."""
     return _part(q).config
 
 

@@ -109,7 +109,7 @@ class Layout:
 
     @property
     def key(self) -> tuple[int, int, StoredTypes, str, Sharing]:
-        """What tells layouts of the same devices apart."""
+        """Identifies a layout among those of the same devices."""
         return self.tp, self.stages, self.stored, self.wiring.name, WHOLE
 
     @property

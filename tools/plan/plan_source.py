@@ -51,7 +51,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What of the command line concerns every plan. `fabric` None: the deployment's, or assumed."""
+    """Command-line options that all plans share. `fabric` None: the deployment's, or assumed."""
 
     fabric: Fabric | None
     work: Work
@@ -275,7 +275,7 @@ def _wide(
 
 
 def _products(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """What may be fp8 of a layer."""
+    """The products of a layer that may be fp8."""
     return (*PRODUCTS, *EXPERTS) if config.has_experts(layer) else PRODUCTS
 
 
@@ -284,7 +284,8 @@ def _assumed(config: ModelConfig) -> Quantisation:
 
 
 def _widened(config: ModelConfig, block: tuple[int, int] | None) -> tuple[tuple[str, ...], ...]:
-    """What loading widens of fp8 weights on a GPU: all but experts if scales are by block, latent attention's."""
+    """The products of each layer that loading widens from fp8 on a GPU: all but experts if scales are by block, else
+    only latent attention's."""
     if block is not None:
         return (PRODUCTS,) * config.num_layers
     return () if config.latent is None else (PRODUCTS[:1],) * config.num_layers

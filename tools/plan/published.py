@@ -1,4 +1,4 @@
-"""What the authors of Ladder Residual measured on H100 (arXiv 2501.06589): prompts of 1,024 tokens, 512 new ones."""
+"""Measurements of Ladder Residual's authors on H100 (arXiv 2501.06589): prompts of 1,024 tokens, 512 new tokens."""
 
 from __future__ import annotations
 

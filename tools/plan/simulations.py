@@ -1,5 +1,5 @@
-"""What `laddertron simulate` answers: a step by every wiring, one replica over more nodes, a fleet behind one queue;
-each as numbers and as a table. Pure but for the fabric that is named.
+"""The simulations of `laddertron simulate`: a step by every wiring, one replica over more nodes, a fleet with one
+queue; each as numbers and as a table. Pure, except that it reads the named fabric.
 """
 
 from __future__ import annotations

@@ -171,7 +171,8 @@ class _Job:
         self._done.set()
 
     def finish(self) -> NDArray[np.uint8]:
-        """What was received [ranks, n], or of a sum what it was made of."""
+        """Waits; returns the received bytes [ranks, n], for a sum its summands. Raises CollectiveTimeout or
+        CommunicationError."""
         asked, ledger = time.monotonic(), self._owner.ledger
         if not self._done.is_set():
             ledger.waiting = f"collective {self.seq} ({self.op} of {self.nbytes} bytes)"

@@ -35,9 +35,9 @@ class TwoLevel:
         self.ranks, self._index = dist.get_world_size(intra), dist.get_rank(intra)
 
     def carries(self, x: Tensor) -> bool:
-        """Whether x goes in two levels: chosen for its size, and divisible by the ranks of a node. What is not goes
-        flat. All ranks say the same, as they agree on the size; the rows of a model's messages are `hidden_size` long,
-        which divides, so that padding (and a copy for it) would be useless."""
+        """Whether x uses two levels: its size is accepted and divisible by the ranks of a node; else it uses the flat
+        all-reduce. The size alone decides, so all ranks agree. A model's `hidden_size` is divisible, so messages need
+        no padding (and no copy for it)."""
         return x.numel() % self.ranks == 0 and self._takes(x.nbytes)
 
     def __call__(self, x: Tensor) -> None:
@@ -63,8 +63,8 @@ class TwoLevel:
 
 
 def two_level(subgroups: Mapping[str, Any], takes: Callable[[int], bool] | None) -> TwoLevel | None:
-    """What carries messages in two levels that `takes` (message bytes -> whether; None: none). None where all go flat,
-    as they do in a group on one node or with one rank a node: such a one has not both `subgroups`, intra and rail."""
+    """Makes the two-level all-reduce for messages whose bytes `takes` accepts. Returns None if all messages use the
+    flat one: `takes` is None, or the group lacks the `subgroups` intra or rail (one node, or one rank a node)."""
     if takes is None or not {"intra", "rail"} <= subgroups.keys():
         return None
     return TwoLevel(subgroups["intra"], subgroups["rail"], takes, subgroups.get("gather"))

@@ -83,8 +83,8 @@ def require_int8(tier: Tier) -> None:
 
 
 def limits(tier: Tier, best: Tier) -> dict[str, str]:
-    """What oneDNN, ATen and MKL must find in the environment to play `tier` on a machine whose best is `best`. Nothing
-    for the best itself: there the libraries choose freely, also what no tier names."""
+    """Environment variables that limit oneDNN, ATen and MKL to `tier` on a machine whose best tier is `best`. Empty for
+    the best tier itself: there the libraries may use every instruction set, including those of no tier."""
     return {} if tier == best else dict(zip(_LIBRARIES, _LIMITS[tier], strict=True))
 
 

@@ -1,5 +1,5 @@
-"""What CUDA needs on a host (GPU, driver, torch's CUDA, nvcc, compilers, Python.h, libcuda), what is wrong and the fix.
-No torch; starts no CUDA.
+"""Checks what CUDA needs on a host (GPU, driver, torch's CUDA, nvcc, compilers, Python.h, libcuda); each fault has its
+fix. Imports no torch and does not initialise CUDA.
 """
 
 from __future__ import annotations

@@ -190,8 +190,8 @@ class Node:
         return sum(int(k.path[2:]) for k in self.links if k.path.startswith("NV") and {k.a, k.b} <= devices)
 
     def traits(self) -> dict[str, str]:
-        """What of this node decides how fast collectives are, in words: compared and hashed, never host names,
-        addresses or serial numbers, so that another pair of the same machines is the same fabric."""
+        """The hardware of this node that determines the speed of collectives, in words; compared and hashed. Has no
+        host names, addresses or serial numbers, so that another pair of the same machines is the same fabric."""
         paths = sorted(Counter(k.path for k in self.links if k.a.startswith("GPU") and k.b.startswith("GPU")).items())
         ports = [h.key for h in self.hcas if h.active]
         to_hcas = Counter(min((self.path(d.key, p) for p in ports), key=_distance) for d in self.devices if ports)

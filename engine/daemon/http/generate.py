@@ -233,7 +233,7 @@ class Generator:
                 self._services.dispatcher.drop(flight)
 
     def _used(self, flight: Flight) -> None:
-        """Whether it came to its end or not: it was computed."""
+        """Adds the computed tokens to the key's usage, whether or not the answer is complete."""
         self._services.usage.add(flight.requests[0].owner, tokens_of(flight.answer))
 
     def _left(self, flight: Flight, reply: _Reply) -> None:

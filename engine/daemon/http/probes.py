@@ -93,7 +93,7 @@ def probes_router(services: Services) -> APIRouter:
 
 
 def metrics_router(observer: Observer) -> APIRouter:
-    """What Prometheus scrapes: on the daemon's own listener, or on the separate one."""
+    """The route that Prometheus scrapes, on the daemon's listener or on the separate one."""
     router = APIRouter(tags=["operations"])
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

@@ -1,4 +1,4 @@
-"""What routes share: the services, the caller's key, the audit line."""
+"""Shared by all routes: the services, the caller's key, the audit line."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class DetokenizeBody(StrictModel):
 
 
 class TokenizeBody(StrictModel):
-    """What is read of it; the other fields of a chat or a completion may stand there."""
+    """The fields that are read; other fields of a chat or completion request are ignored."""
 
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None

@@ -162,7 +162,7 @@ class Watched:
         self._least = 0
 
     def wrong(self) -> str | None:
-        """What was done to them, or None."""
+        """A description of a file that was removed, replaced or truncated; None if all are intact."""
         least = self._least  # read before the size, which other threads' commits enlarge
         for path, inode in self._inodes.items():
             with contextlib.suppress(OSError):

@@ -122,7 +122,7 @@ def kernels_warning(deployment: Deployment) -> str | None:
 
 
 def stack_warnings(deployment: Deployment) -> tuple[str, ...]:
-    """What this host's GPUs need to be usable, unless the deployment computes on CPUs."""
+    """Faults of this host's CUDA stack, unless the deployment computes on CPUs."""
     if deployment.engine.device == "cpu":
         return ()
     found, launch = look(), deployment.launch
@@ -151,7 +151,7 @@ def host_tiers(deployment: Deployment) -> dict[Tier, str]:
 
 
 def cpu_faults(loaded: LoadedDeployment) -> Iterator[str]:
-    """What the hosts' processors cannot do."""
+    """Faults of the hosts' processors: a CPU tier, or int8 weights, that they do not support."""
     d = loaded.deployment
     try:
         found = host_tiers(d)

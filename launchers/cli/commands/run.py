@@ -64,7 +64,7 @@ class Arguments:
 
 @dataclass(slots=True)
 class Prepared:
-    """What a run needs besides its job, checked and opened."""
+    """Checked and opened inputs of a run, without its job."""
 
     deployment: Deployment
     text: TextModel

@@ -51,7 +51,7 @@ class Server:
         """Tokens of a text, where the two servers' own counts cannot be compared."""
 
     def warm_up(self, request: Request) -> bool:
-        """Whether it says how many tokens an answer had. Raises ApiError."""
+        """Sends one request; returns whether the server reports token counts. Raises ApiError."""
         try:
             _, _, _, used = self._stream(request)
         except ApiError as error:
@@ -174,7 +174,7 @@ def _lines(file: Path) -> list[Request]:
 
 
 def report(trial: Trial, other: str) -> list[str]:
-    """What is printed: a table of 80 columns, then the verdict."""
+    """The output: a table of 80 columns, then the verdict."""
     figures: list[tuple[str, Callable[[Round], float], float]] = [
         ("tokens/s", lambda r: r.rate, 1.0),
         ("first token, ms", lambda r: r.first, 1e3),

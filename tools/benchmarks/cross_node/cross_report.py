@@ -27,8 +27,8 @@ LARGE_BAR = 1.0
 
 
 def _sums(results: Results, small: bool) -> dict[tuple[str, float, int], dict[str, Line]]:
-    """What was measured against other libraries, a decode step's message or a prompt's, by (nodes x ranks, delay,
-    bytes) and lane."""
+    """Measurements of our and other libraries' all-reduce, for a decode step's message (`small`) or a prompt's, by
+    (nodes x ranks, delay, bytes) and lane."""
     found: dict[tuple[str, float, int], dict[str, Line]] = {}
     for line in results["reduce"]["lines"]:
         if (line["bytes"] == SMALL) == small:

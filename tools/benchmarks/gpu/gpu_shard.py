@@ -116,7 +116,7 @@ class Rank:
         return layout, torch.arange(batch, device=device)
 
     def step(self, model: LlamaModel, batch: int, recorder: GraphRecorder | None) -> Callable[[], Tensor]:
-        """What computes one step's logits: as the engine would, recorded where that can be had."""
+        """Makes the function that computes one step's logits as the engine does, from a CUDA graph if available."""
         if recorder is not None and isinstance(self.attention, Capturable):
             most = -(-self.context // BLOCK)
             graphs = DecodeGraphs(

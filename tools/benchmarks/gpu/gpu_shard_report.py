@@ -1,4 +1,4 @@
-"""What gpu_shard.py measured, with the published speeds: a Markdown table. Pure."""
+"""Formats the measurements of gpu_shard.py and the published speeds as a Markdown table. Pure."""
 
 from __future__ import annotations
 
