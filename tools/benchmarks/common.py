@@ -20,6 +20,11 @@ UNFIT = ("torchvision", "torchaudio", "torchcodec")
 transformers cannot be imported."""
 
 
+def numbers(text: str) -> list[int]:
+    """Of an option such as 1,8."""
+    return [int(part) for part in text.split(",")]
+
+
 def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 

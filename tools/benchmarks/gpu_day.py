@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +32,6 @@ from common import table, versions
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PACKAGES = ("torch", "triton", "flashinfer-python", "flashinfer-jit-cache", "megatron-core", "transformers")
-TESTS = (
-    "tests/engine/step/test_graphs.py",
-    "tests/engine/test_oracle_gpu.py",
-    "tests/engine/sampling/test_philox.py",
-    "tests/engine/sampling/test_device_draw.py",
-    "tests/engine/sampling/test_noise_kernel.py",
-    "tests/engine/sampling/test_filters.py",
-    "tests/models/weights/test_weights_quantised.py",
-    "tests/models/cuda",
-    "tests/topology/comm/test_emulated_fabric.py",
-    "tests/topology/comm/test_nccl_group.py",
-)
-"""Where tests are marked `gpu`."""
 DECODE_BAR, SHARD_BAR = 0.85, 0.95
 Found = dict[str, Any]
 
@@ -66,7 +54,8 @@ def parts(device: str, tiny: bool) -> list[Part]:
     few = ("--repeat", "1") if tiny else ("--repeat", "2", "--gen", "48")
     ours, two = (*few, "--engines", "ours"), ("--batch", "1,4" if tiny else "1,256")
     short = ("--steps", "2", "--rounds", "1", "--context", "64", "--batch", "1") if tiny else ("--batch", "1,16")
-    tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", *(TESTS[:1] if tiny else TESTS))
+    marked = [str(path) for path in sorted(ROOT.glob("tests/**/test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", *(marked[:1] if tiny else marked))
     tests += ("-n", "4") if importlib.util.find_spec("xdist") and not tiny else ()
     measured = [
         Part("tests", tests, 150),
@@ -97,31 +86,16 @@ def run(part: Part, limit_s: float, environment: Mapping[str, str]) -> Found:
     """Its JSON lines, and the end of what it said besides. A part that fails or is cut off has them up to there."""
     began = time.monotonic()
     try:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", *part.argv], capture_output=True, text=True, timeout=limit_s, check=False,
-            env=environment, cwd=ROOT,
-        )  # fmt: skip
+        command = [sys.executable, "-W", "ignore", *part.argv]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment, cwd=ROOT)
         code, out, err = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as late:
-        code, out, err = 124, *(_text(stream) for stream in (late.stdout, late.stderr))
+        code, (out, err) = 124, ((stream or b"").decode(errors="replace") for stream in (late.stdout, late.stderr))
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     words = [line for line in (out + err).splitlines() if line and not line.startswith(("{", "|"))]
     # Of pytest, 5: no test was chosen.
     ok = code == 0 or (part.name == "tests" and code == 5)
     return {"ok": ok, "code": code, "seconds": round(time.monotonic() - began, 1), "lines": lines, "said": words[-12:]}
-
-
-def _text(stream: Any) -> str:
-    return stream.decode(errors="replace") if isinstance(stream, bytes) else stream or ""
-
-
-def environment_report(device: str) -> Found:
-    """Device and versions, for the head of the page."""
-    import torch
-    from gpu_model import machine
-
-    there = {"device": machine(torch.device(device)), "cuda": torch.version.cuda, "nvcc": shutil.which("nvcc")}
-    return {"python": sys.version.split()[0], **versions(*PACKAGES), **there}
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -142,14 +116,10 @@ def markdown(found: Mapping[str, Any]) -> str:
         last = "" if result["ok"] and name != "tests" else " ".join(result["said"][-1:])
         ended.append((name, "yes" if result["ok"] else result["code"], result["seconds"], last))
     out += table("part | ended | seconds | last words", ended)
-    decodes = [
-        line
-        for name in results
-        if name.startswith(("decode", "transformers"))
-        for line in _lines(results, name, "engine")
-    ]
-    prompts = [line for name in results if name.startswith("prompts") for line in _lines(results, name, "engine")]
-    shards = [line for name in results if name.startswith("shard") for line in _lines(results, name, "wiring")]
+    lines = [(name, line) for name, result in results.items() for line in result["lines"] if "compile" not in name]
+    prompts = [line for name, line in lines if "engine" in line and name.startswith("prompts")]
+    decodes = [line for name, line in lines if "engine" in line and not name.startswith("prompts")]
+    shards = [line for _, line in lines if "wiring" in line]
     if decodes:
         floor = max(line["copy_gb_s"] for result in results.values() for line in result["lines"] if "copy_gb_s" in line)
         words = f"The copy bandwidth is {floor:,.0f} GB/s; predicted: by `plan`."
@@ -165,36 +135,29 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join([*out, "", *bars(decodes, shards), ""])
 
 
-def _lines(results: Mapping[str, Found], name: str, key: str) -> list[Found]:
-    return [line for line in results.get(name, {"lines": []})["lines"] if key in line]
-
-
 def bars(decodes: Sequence[Found], shards: Sequence[Found]) -> list[str]:
     """Each bar with its figure, reached or not; nothing for what was not measured."""
-    out = []
+
+    def verdict(share: float, bar: float) -> str:
+        return "reached" if share >= bar else "**missed**"
+
     plain = [line for line in decodes if (line["weights"], line["draw"]) == ("bf16", "greedy")]
     plain = [line for line in plain if line["model"] == plain[0]["model"]]
     ours = [line["share"] for line in plain if line["engine"] == "laddertron" and line["batch"] == 1]
+    out = []
     if ours:
-        verdict = _verdict(max(ours) >= DECODE_BAR)
-        out.append(f"- Decoding at batch 1: {max(ours):.0%} of the copy bandwidth (bar {DECODE_BAR:.0%}): {verdict}.")
-    silent = {_shard(line): line["step_ms"] for line in shards if line["wiring"] == "no-communication"}
+        reached = verdict(max(ours), DECODE_BAR)
+        out.append(f"- Decoding at batch 1: {max(ours):.0%} of the copy bandwidth (bar {DECODE_BAR:.0%}): {reached}.")
+    of = itemgetter("model", "interconnect", "batch")
+    silent = {of(line): line["step_ms"] for line in shards if line["wiring"] == "no-communication"}
     for line in shards:
-        if line["wiring"] == "ladder" and line["k"] == 0 and _shard(line) in silent:
-            share = silent[_shard(line)] / line["step_ms"]
+        if line["wiring"] == "ladder" and line["k"] == 0 and of(line) in silent:
+            share = silent[of(line)] / line["step_ms"]
             out.append(
                 f"- Ladder's shard of {line['model']}, {line['interconnect']}, batch {line['batch']}, no multi"
-                f"processor held: {share:.2f} of no-communication (bar {SHARD_BAR}): {_verdict(share >= SHARD_BAR)}."
+                f"processor held: {share:.2f} of no-communication (bar {SHARD_BAR}): {verdict(share, SHARD_BAR)}."
             )
     return out
-
-
-def _shard(line: Found) -> tuple[Any, ...]:
-    return line["model"], line["interconnect"], line["batch"]
-
-
-def _verdict(reached: bool) -> str:
-    return "reached" if reached else "**missed**"
 
 
 def child_environment(scratch: Path) -> dict[str, str]:
@@ -207,32 +170,22 @@ def child_environment(scratch: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def parse() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="toy models, for the code and not for figures")
     parser.add_argument("--only", default="", help="parts whose names begin so")
     parser.add_argument("--again", action="store_true", help="also those that have ended")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=9.0,
-        help="no part begins later, none goes on for longer; compiling is not counted",
-    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="no part begins or goes on later; but for compiling")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_day.json")
-    return parser.parse_args()
-
-
-def main() -> int:
-    args, began = parse(), time.monotonic()
+    args, began = parser.parse_args(), time.monotonic()
     paths = child_environment(args.out.parent / "gpu_day")
     sys.path[:0] = paths["PYTHONPATH"].split(os.pathsep)
     import torch
+    from gpu_model import device_of, machine
 
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: --device cpu --tiny runs the same code", file=sys.stderr)
-        return 2
-    environment = environment_report(args.device)
+    there = {"device": machine(device_of(args.device)), "cuda": torch.version.cuda, "nvcc": shutil.which("nvcc")}
+    environment = {"python": sys.version.split()[0], **versions(*PACKAGES), **there}
     found: Found = {"environment": environment, "parts": {}}
     if args.out.exists():
         before = json.loads(args.out.read_text())

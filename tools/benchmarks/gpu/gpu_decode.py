@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import say, table, versions
+from common import numbers, say, table, versions
 from gpu_model import TINY, device_of, machine, make_model, make_runner, of_layers, predicted_ms, wait_for
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler
@@ -49,9 +49,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="a toy model, for the code and not for figures")
-    parser.add_argument("--batch", default=None, help="default 1,16,64,256 (1,4 with --tiny)")
-    parser.add_argument("--prompt", type=int, default=None, help="default 512 (16 with --tiny)")
-    parser.add_argument("--gen", type=int, default=None, help="default 64 (12 with --tiny)")
+    parser.add_argument("--batch", type=numbers, help="default 1,16,64,256 (1,4 with --tiny)")
+    parser.add_argument("--prompt", type=int, help="default 512 (16 with --tiny)")
+    parser.add_argument("--gen", type=int, help="default 64 (12 with --tiny)")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--model", default=LLAMA_8B, help="a known model: qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, default=1.0, help="below 1: draw so, at temperature 0.8")
     parser.add_argument("--engines", default="ours,transformers", help="ours, transformers or both")
     args = parser.parse_args()
-    args.batch = [int(batch) for batch in (args.batch or ("1,4" if args.tiny else "1,16,64,256")).split(",")]
+    args.batch = args.batch or ([1, 4] if args.tiny else [1, 16, 64, 256])
     args.prompt = args.prompt or (16 if args.tiny else 512)
     args.gen = args.gen or (12 if args.tiny else 64)
     return args
@@ -117,17 +117,14 @@ def case_line(
     median, context, fp8 = statistics.median(step), args.prompt + args.gen / 2, what["weights"] == "fp8"
     load, device = Load(decodes=batch, context=context), torch.device(args.device)
     return what | {
-        "model": args.name,
+        "model": args.name, "batch": batch, "prompt": args.prompt, "gen": args.gen,
         "predicted_ms": predicted_ms(config, ALONE, device, load, "standard", fp8),
-        "batch": batch,
-        "prompt": args.prompt,
-        "gen": args.gen,
         "prefill_tok_s": round(batch * args.prompt / statistics.median(prefill), 1),
         "step_ms": round(median * 1e3, 4),
         "step_ms_least_most": [round(min(step) * 1e3, 4), round(max(step) * 1e3, 4)],
         "decode_tok_s": round(batch / median, 1),
         "gb_s": float(f"{read_bytes(config, batch, context, fp8) / median / 1e9:.5g}"),
-    }
+    }  # fmt: skip
 
 
 def ours(config: ModelConfig, args: argparse.Namespace, device: torch.device) -> Iterator[Line]:

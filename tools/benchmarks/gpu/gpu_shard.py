@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import say
+from common import numbers, say
 from gpu_model import BLOCK, NAMES, TINY, device_of, make_model, of_layers, predicted_ms, rewired, wait_for
 from gpu_shard_report import shard_table
 from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
@@ -95,15 +95,11 @@ class Rank:
 
     @staticmethod
     def make(case: Case, config: ModelConfig, group: Any, device: torch.device, batch: int) -> Rank:
-        model, dtype, context = (
-            make_model(config, group, Alone(), device),
-            DTYPES[config.dtype],
-            config.max_position_embeddings,
-        )
-        shard = RankShard(config, case.ranks, 0)
+        shard, dtype, context = RankShard(config, case.ranks, 0), DTYPES[config.dtype], config.max_position_embeddings
         blocks = batch * -(-context // BLOCK) + 1  # the last one is padding of recorded steps
         cache = KVCache(shard, blocks, BLOCK, dtype, device)
-        return Rank(case, model, cache, make_attention("auto", shard, cache, dtype)[0], device, context)
+        attention, _ = make_attention("auto", shard, cache, dtype)
+        return Rank(case, make_model(config, group, Alone(), device), cache, attention, device, context)
 
     def layout(self, batch: int, device: torch.device) -> tuple[StepLayout, Tensor]:
         """A step of `batch` decodes at the last position, and its token ids."""
@@ -188,7 +184,8 @@ def _batch(
     rank: Rank, batch: int, args: argparse.Namespace, recorder: GraphRecorder | None, whole: int
 ) -> Iterator[dict[str, Any]]:
     """All variants of one batch, in turns."""
-    config, case, k = rank.model.config, rank.case, HELD if rank.device.type == "cuda" else HELD[:1]
+    config, case, gpu = rank.model.config, rank.case, rank.device.type == "cuda"
+    k, load, shape = HELD if gpu else HELD[:1], Load(decodes=batch, context=rank.context), SHAPES[case.paper[1]]
     variants = [Variant(rank, wiring, held, batch, recorder) for wiring in WIRINGS for held in k]
     variants.append(Variant(rank, "no-communication", 0, batch, recorder))
     for variant in variants:
@@ -202,37 +199,22 @@ def _batch(
     for variant in variants:
         step_s = statistics.median(variant.seconds)
         yield {
-            "model": "tiny" if args.tiny else case.paper[0],
-            "interconnect": case.paper[1],
-            "device": str(torch.cuda.get_device_name(rank.device)) if rank.device.type == "cuda" else "CPU",
-            "fabric": variant.emulation.label,
-            "timed_by": "kernel" if rank.device.type == "cuda" else "host timer",
-            "tp": case.ranks,
-            "layers": config.num_layers,
-            "of_layers": whole,
-            "attention": rank.attention.name,
-            "recorded": recorder is not None and isinstance(rank.attention, Capturable),
-            "batch": batch,
-            "context": rank.context,
-            "wiring": variant.wiring,
-            "plan_ms": predicted_ms(
-                config, SHAPES[case.paper[1]], rank.device, Load(decodes=batch, context=rank.context),
-                NAMES.get(variant.wiring, variant.wiring),
-            ),
-            "k": variant.held,
+            "model": "tiny" if args.tiny else case.paper[0], "interconnect": case.paper[1], "tp": case.ranks,
+            "fabric": variant.emulation.label, "timed_by": "kernel" if gpu else "host timer",
+            "device": str(torch.cuda.get_device_name(rank.device)) if gpu else "CPU",
+            "layers": config.num_layers, "of_layers": whole, "attention": rank.attention.name,
+            "recorded": gpu and isinstance(rank.attention, Capturable),
+            "batch": batch, "context": rank.context, "wiring": variant.wiring, "k": variant.held,
+            "plan_ms": predicted_ms(config, shape, rank.device, load, NAMES.get(variant.wiring, variant.wiring)),
             "all_reduces": variant.all_reduces,
             "predicted_us": round(variant.emulation.seconds(message.nbytes) * 1e6, 2),
             "alone_us": round(alone[variant.held] * 1e6, 2),
-            "step_ms": round(step_s * 1e3, 4),
-            "fastest_ms": round(min(variant.seconds) * 1e3, 4),
+            "step_ms": round(step_s * 1e3, 4), "fastest_ms": round(min(variant.seconds) * 1e3, 4),
             "tokens_s": round(batch / step_s, 2),
         }  # fmt: skip
 
 
-def parse() -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -242,11 +224,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1280, help="positions that every token attends to")
     parser.add_argument("--steps", type=int, default=20, help="in a turn")
     parser.add_argument("--rounds", type=int, default=5)
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
+    args = parser.parse_args()
     names, lines = args.cases.split(","), []
     if unknown := set(names) - set(CASES):
         print(f"--cases {', '.join(sorted(unknown))}: there are {', '.join(CASES)}", file=sys.stderr)
