@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import secrets
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ _AWAY = (0, 429, 502, 503, 504, 507)
 
 
 class ApiError(RuntimeError):
-    """The server's refusal, or that it cannot be reached; `status` 0 then."""
+    """The server's refusal, or that it cannot be reached; `status` 0 then, and -1 where its certificate is refused."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -29,10 +30,16 @@ class ApiError(RuntimeError):
 
 
 class BatchClient:
-    """Methods raise ApiError; reads are retried while the server is away or busy. `url` ends in /v1; `timeout` in
-    seconds."""
+    """Methods raise ApiError; reads are retried while the server is away or busy, and `away` is called before the
+    first retry. `url` ends in /v1; `timeout` in seconds."""
 
-    def __init__(self, url: str, key: str | None = None, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        timeout: float = 60.0,
+        away: Callable[[ApiError], None] = lambda error: None,
+    ) -> None:
         try:
             parts = urlsplit(url.rstrip("/"))
             good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -44,7 +51,7 @@ class BatchClient:
             raise ApiError(
                 "the API key of the environment must be printable ASCII: is it complete, without line breaks?"
             )
-        self._url, self._key, self._timeout, self._parts = url, key, timeout, parts
+        self._url, self._key, self._timeout, self._parts, self._away = url, key, timeout, parts, away
 
     def upload(self, path: Path, sent: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
         """The file's object. `sent` is called with the bytes of every piece."""
@@ -187,6 +194,8 @@ class BatchClient:
             except ApiError as error:
                 if error.status not in _AWAY:
                     raise
+                if not tried:
+                    self._away(error)
                 time.sleep(min(5.0, 0.25 * 2**tried))
         return ask()
 
@@ -219,6 +228,9 @@ class BatchClient:
                 with contextlib.suppress(BrokenPipeError):  # refused before all of it was sent: the answer says why
                     connection.request(method, self._parts.path + path, body, headers)
                 response = connection.getresponse()
+            except ssl.SSLCertVerificationError as error:
+                fix = "name the host of its certificate, or set SSL_CERT_FILE to its authority's"
+                raise ApiError(f"{self._url}: {error.verify_message or error}: {fix}", -1) from error
             except (OSError, http.client.HTTPException) as error:
                 raise ApiError(f"{self._url}: {error or type(error).__name__}") from error
             if response.status >= 300:

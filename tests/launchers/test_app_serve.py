@@ -278,6 +278,9 @@ def test_a_waiting_client_says_that_the_daemon_is_away_and_how_to_come_back(
         client.wait("batch_1", lambda batch: None, errors.append, pauses.append, away_s=60.0)
     assert sum(pauses) >= 60.0
     assert len(errors) == len(pauses)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert cli.main(["batch", "--url", url, "list"]) == 1
+    assert capsys.readouterr().err.count("no answer, asking again") == 1
 
     def interrupted(_: BatchClient, batch_id: str, shown: object, away: Callable[[ApiError], None]) -> None:
         away(errors[0])

@@ -33,7 +33,11 @@ def client_of(url: str | None) -> BatchClient:
     environ = os.environ
     key = environ.get("LADDERTRON_API_KEY") or environ.get("OPENAI_API_KEY")
     with ended_by(ApiError):
-        return BatchClient(url or environ.get("OPENAI_BASE_URL") or _URL, key)
+        return BatchClient(url or environ.get("OPENAI_BASE_URL") or _URL, key, away=_say_away)
+
+
+def _say_away(error: ApiError) -> None:
+    say(progress_console(), f"no answer, asking again: {error}")
 
 
 def print_table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
@@ -257,7 +261,7 @@ def _watched(client: BatchClient, batch_id: str, output: Path | None, console: C
 
             return client.wait(batch_id, shown, away)
     except (KeyboardInterrupt, ApiError) as error:
-        if isinstance(error, ApiError) and error.status == 404:
+        if isinstance(error, ApiError) and error.status in (-1, 404):
             raise
         again = _command_line("wait", batch_id, *(() if output is None else ("-o", str(output))))
         say(console, f"the batch continues; to watch it again, run\n  {again}")

@@ -23,7 +23,7 @@ from laddertron.engine.daemon.http.connections import ServerOptions
 from laddertron.engine.daemon.http.server import listen, make_server
 from laddertron.engine.daemon.http.tls import TlsFault, check_pair
 from laddertron.launchers.cli import __main__ as cli
-from laddertron.launchers.cli.batch_client import BatchClient
+from laddertron.launchers.cli.batch_client import ApiError, BatchClient
 from openai import OpenAI
 from tiny_text import write_folder
 from waiting import FOR_EVER_S, HANG_S
@@ -193,8 +193,13 @@ def test_who_does_not_trust_the_certificate_or_speaks_plainly_gets_nothing(secur
 
 
 def test_the_batch_client_over_tls(secure: Served, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It trusts what the system trusts, and SSL_CERT_FILE."""
-    monkeypatch.setenv("SSL_CERT_FILE", pair[0])
+    """It trusts what the system trusts, and SSL_CERT_FILE. A certificate that it does not trust, or of another name, is
+    not asked for again."""
+    monkeypatch.setattr("time.sleep", None)
+    for trusted, host, why in (("/dev/null", "127.0.0.1", "self-signed"), (pair[0], "localhost", "Hostname mismatch")):
+        monkeypatch.setenv("SSL_CERT_FILE", trusted)
+        with pytest.raises(ApiError, match=f"{why}.* set SSL_CERT_FILE"):
+            BatchClient(f"https://{host}:{secure.port}/v1").list(1)
     assert BatchClient(f"https://127.0.0.1:{secure.port}/v1").list(1) is not None
 
 
