@@ -1,4 +1,4 @@
-"""One body on its way through the engine, and the owner of its answer."""
+"""One request body in flight through the engine, and the interface of its owner."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from ..openai.responses import Answer
 from ..request import BATCH, Request, TokensEvent
 
 NEAR = 8
-"""Tokens a choice: a request that has come no further is at the same place. The last ones before a death may not have
-been reported, and what ends for lack of memory ends a little earlier when batched."""
+"""Tokens a choice: a request that has advanced no further is at the same position. The last tokens before a death may
+not have been reported, and a rank that runs out of memory dies a little earlier when batched."""
 APART_DEATHS = GUILTY_DEATHS = 2
 
 
 @dataclass(slots=True)
 class Suspicion:
-    """Whether a request kills its rank. `deaths` in a row at about one place, `alone` of them with nothing else in the
-    step; `stood`: the place, in tokens. After one death all requests of the step resume together. A request that a
-    second death finds at the same place runs alone until it is past it; one that dies there twice alone is given up."""
+    """Evidence that a request kills its rank: `deaths` in a row at about the same position, `alone` of them with no
+    other request in the step; `stood`: the position, in tokens. After one death all requests of the step resume
+    together. A request with a second death at the same position runs alone until it is past it; after two deaths alone
+    there it is quarantined."""
 
     deaths: int = 0
     alone: int = 0
@@ -34,7 +35,7 @@ class Suspicion:
         self.deaths, self.alone, self.stood = self.deaths + 1, self.alone + alone, place
 
     def apart(self, place: int, near: int) -> bool:
-        """Whether it has to run alone."""
+        """True if the request must run alone."""
         return self.deaths >= APART_DEATHS and place <= self.stood + near
 
     @property
@@ -43,16 +44,17 @@ class Suspicion:
 
 
 class FlightOwner(Protocol):
-    """Receives the answer."""
+    """Receives the events of a flight."""
 
     def progressed(self, flight: Flight, delta: Delta) -> None:
-        """A piece of a choice. After a relaunch an answer resumes."""
+        """Called for each addition to a choice; continues without repetition after a relaunch."""
 
     def finished(self, flight: Flight) -> None:
-        """The answer is whole, or has its error. Nothing follows."""
+        """Called last: the answer is complete, or has its error."""
 
     def died(self, flight: Flight) -> None:
-        """It was in a step that a rank died in, perhaps of it; `suspicion` has it. It will go on."""
+        """Called when a rank died in a step with this flight, possibly because of it (see `suspicion`). The dispatcher
+        resumes it."""
 
 
 class DispatchObserver(Protocol):
@@ -66,12 +68,12 @@ class DispatchObserver(Protocol):
     def state(self, replica: int, state: JobState) -> None: ...
 
     def quarantined(self) -> None:
-        """A request was given up because ranks died of it."""
+        """A request was quarantined because it killed ranks."""
 
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """One body under way: its requests, and the answer in the making, which outlives every engine."""
+    """One body in flight: its requests, and its partial answer, which outlives the engine processes."""
 
     requests: tuple[Request, ...]
     answer: Answer
@@ -102,7 +104,7 @@ class Flight:
         return self.suspicion.apart(self.answer.place, NEAR * self.choices)
 
     def died(self, alone: bool) -> None:
-        """A rank died with it in the step; `alone`: with nothing else."""
+        """Records that a rank died while this flight was in its step; `alone`: no other flight was."""
         self.suspicion.died(self.answer.place, NEAR * self.choices, alone)
 
     def again(self) -> None:

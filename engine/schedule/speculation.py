@@ -1,9 +1,10 @@
-"""How many drafts a decode gets, from how often its own were right and from what a further row costs a step. Pure.
+"""Chooses the number of drafts of each decode from its acceptance rate and from the cost of one more row. Pure.
 
-The j-th draft of a sequence whose drafts are right with probability a counts with a^j; its row takes t1 seconds, in
-which N t1 / T tokens would have come without drafts, and pays while a^j is more. Slow links make t1 small, so they
-draft further. A line through steps of all sizes misses where one more row begins another pass of the products, so
-whether to draft at all is measured: seconds a token with and without drafts among as many sequences.
+If a sequence's drafts are accepted with probability a, its j-th draft yields a^j tokens. Its row takes t1 seconds, in
+which N t1 / T tokens would be generated without drafts (N sequences, T seconds a step): it pays while a^j is greater.
+With slow links t1 is small compared with T, so more drafts pay. The linear fit of step times misses the sizes at which
+one more row starts another pass of the matrix products. Whether to draft at all is therefore measured, for each number
+of sequences: seconds a token with and without drafts.
 """
 
 from __future__ import annotations
@@ -12,40 +13,43 @@ from dataclasses import dataclass, field
 from math import inf, log
 
 MOST = 8
-"""Drafts of a sequence in one step."""
+"""The most drafts of a sequence in one step."""
 FIRST_ACCEPTANCE = 0.7
-"""Assumed of a sequence that had no draft yet."""
+"""The initial acceptance rate of a sequence."""
 LIKELY = 0.3
-"""To count: a model's draft less likely than this is not made."""
+"""The draft model stops at drafts whose probability to be accepted is less than this."""
 MEMORY = 0.75
-"""The weight of a draft's outcome against the next one's."""
+"""The decay of the acceptance rate's moving average: the weight of one draft's outcome relative to the next one's."""
 RECOVERY = 0.01
-"""The share of what is missing by which acceptance rises in a step without drafts: drafts are tried again."""
+"""In a step without drafts the acceptance rate rises by this share of its distance to FIRST_ACCEPTANCE, so that drafts
+are tried again."""
 TRIAL, FIRST_PAUSE, LONGEST_PAUSE = 3, 32, 4096
-"""Steps of each kind before one is chosen, of the slower one whenever it is tried again, and those before that: more
-while the same kind wins."""
+"""TRIAL: measured steps of each kind before one is chosen, and steps of the slower kind whenever it is tried again.
+Pauses: steps between such trials, doubled while the same kind wins."""
 STALL = 4.0
-"""A step that takes so many times the one of its kind before it is no measure."""
+"""A step that takes this many times the previous one of its kind is not measured."""
 _FORGET, _LEAST = 0.98, 1e-9
 _NEWEST = 0.2
-"""The least weight of the newest step of a kind in its mean."""
+"""The least weight of the newest step in its kind's mean."""
 _FIRST_PRICE = 0.3
-"""Until one is measured: high, so that the first steps are not much slower where drafts do not pay."""
+"""The assumed price of a row until one is measured; high, so that the first steps are not much slower if drafts do not
+pay."""
 _SPREAD = 0.01
-"""The least spread of the rows' squares: from steps of like size a row's price cannot be fitted."""
+"""The least relative variance of the numbers of rows: a row's price cannot be fitted to steps of similar size."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRule:
-    """priced: drafts are given where they pay, by measured steps; else all that are at least so `likely` to count."""
+    """priced: make drafts only if they pay according to measured steps; else make every draft whose probability to be
+    accepted is at least `likely`."""
 
     priced: bool = True
     likely: float = 0.0
 
 
 def speculation_rule(kind: str | bool) -> SpeculationRule | None:
-    """As `engine.speculation` says. Looking a draft up costs nothing, so `ngram` takes all that are found; each draft
-    of a model costs a pass of it."""
+    """The rule for a value of `engine.speculation`; None: no drafts. `ngram` uses all drafts that it finds, because
+    looking one up costs nothing; each draft of a model costs a forward pass."""
     return {
         "ngram": SpeculationRule(priced=False),
         "model": SpeculationRule(priced=False, likely=LIKELY),
@@ -55,7 +59,8 @@ def speculation_rule(kind: str | bool) -> SpeculationRule | None:
 
 @dataclass(slots=True)
 class StepPrice:
-    """Seconds of decode steps as t0 + t1 rows, fitted to the last hundred or so. `row`: t1, once it can be fitted."""
+    """Linear fit t0 + t1 rows of the seconds of decode steps, over about the last hundred. `row`: t1, None until it can
+    be fitted."""
 
     weight: float = 0.0
     rows: float = 0.0
@@ -75,7 +80,7 @@ class StepPrice:
             self.row = max(0.0, (self.products - self.rows / self.weight * self.seconds) / spread)
 
     def row_share(self, sequences: int) -> float:
-        """A row's seconds in tokens that come meanwhile: N t1 / T of a step of N rows."""
+        """The price of one row in tokens, N t1 / T: tokens that a step of N rows generates in the row's seconds."""
         if self.row is None:
             return _FIRST_PRICE
         step = (self.seconds + self.row * (self.weight * sequences - self.rows)) / self.weight
@@ -84,11 +89,11 @@ class StepPrice:
 
 @dataclass(slots=True)
 class _Kinds:
-    """Steps among as many sequences, with drafts (True) and without: seconds a token, the newest counting most."""
+    """Steps of one number of sequences, with drafts (True) and without: moving averages of seconds a token."""
 
     seconds: dict[bool, float] = field(default_factory=dict)
     steps: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
-    """That were measured."""
+    """Measured steps of each kind."""
     since: int = 0
     pause: int = FIRST_PAUSE
     last: dict[bool, float] = field(default_factory=dict)
@@ -113,8 +118,8 @@ class _Kinds:
         return not self.wins
 
     def stalled(self, drafted: bool, seconds: float) -> bool:
-        """Whether a step took far longer than the one of its kind before it, or a kind's first one than the other's:
-        something else held it up. Where steps of this kind are slower, the next one does not."""
+        """True if a step took STALL times its kind's previous one (for a kind's first step: the other kind's), so that
+        something else delayed it. If the kind is now slower, its next step no longer counts as stalled."""
         last = self.last.get(drafted, self.last.get(not drafted, inf))
         self.last[drafted] = seconds
         return seconds > STALL * last
@@ -130,7 +135,7 @@ class _Kinds:
 
 
 class Speculation:
-    """The planner asks it, commit reports to it."""
+    """The planner reads thresholds and numbers of drafts; commit reports the outcomes."""
 
     def __init__(self, rule: SpeculationRule) -> None:
         self._rule = rule
@@ -138,21 +143,21 @@ class Speculation:
         self._kinds: dict[int, _Kinds] = {}
         self._drafts = self._tokens = 0
         self.accepted = [0] * MOST
-        """Drafts that were right, by their place behind the last known token."""
+        """Accepted drafts by their position after the last known token."""
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Decodes that had drafts, these drafts, and those of them that were right."""
+        """Decodes with drafts, their drafts, and the accepted ones."""
         return self._drafts, self._tokens, sum(self.accepted)
 
     def threshold(self, sequences: int) -> float:
-        """The least probability to count with which a draft of the next step, of so many sequences, pays."""
+        """The least probability to be accepted with which a draft pays in the next step, of `sequences` sequences."""
         if not self._rule.priced:
             return self._rule.likely
         return self._price.row_share(sequences) if self._kinds.setdefault(sequences, _Kinds()).next() else inf
 
     def wanted(self, acceptance: float, threshold: float) -> int:
-        """Drafts of one sequence."""
+        """The number of drafts of one sequence."""
         if threshold <= 0.0 or (acceptance >= 1.0 and threshold <= 1.0):
             return MOST
         if acceptance <= threshold:
@@ -160,14 +165,15 @@ class Speculation:
         return min(MOST, int(log(threshold) / log(acceptance)))
 
     def observe_step(self, sequences: int, drafts: int, tokens: int, seconds: float) -> None:
-        """A step without prompts: rows of sequences and of drafts, and the tokens that came of them."""
+        """Records a decode-only step: its rows of sequences and of drafts, and the tokens that it generated."""
         kinds = self._kinds.setdefault(sequences, _Kinds())
         if not kinds.stalled(drafts > 0, seconds):
             self._price.observe(sequences + drafts, seconds)
             kinds.observe(drafts > 0, seconds / max(1, tokens))
 
     def observe_drafts(self, acceptance: float, drafted: int, right: int) -> float:
-        """The sequence's acceptance after a step in which the first `right` of its drafts were; counts them."""
+        """Counts the drafts of one sequence, of which the first `right` were accepted; returns its new acceptance
+        rate."""
         if not drafted:
             return acceptance + RECOVERY * max(0.0, FIRST_ACCEPTANCE - acceptance)
         self._drafts += 1

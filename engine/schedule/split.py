@@ -1,9 +1,10 @@
-"""Whether a step is computed as two streams that take turns (models/residual.py), and where it is cut, decided by rank
-0. Pure: sizes and seconds are given.
+"""Decides on rank 0 whether to split a step into two alternating streams (models/residual.py), and at which row. Pure:
+its inputs are sizes and seconds.
 
-While one stream's all-reduce travels the other computes: max(2 c_half, c_half + L_half) in place of c + L. That pays
-where L > 2 c_half - c: nearly always where products bind, seldom where reading weights does. `auto` finds out: in each
-class of steps of a like size the two kinds take turns now and then, and the quicker one serves until the next trial.
+One stream's all-reduce overlaps the other's computation: a sub-block takes max(2 c_half, c_half + L_half) instead of
+c + L. Splitting is faster if L > 2 c_half - c: usual for compute-bound steps, rare for memory-bound ones. `auto`
+measures it: for each class of steps of similar size it runs a trial of both kinds from time to time and uses the faster
+kind until the next trial.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from statistics import median
 from ..batch import Batch, Chunk, in_order, streams
 
 TRIAL = (False, True, True, False, False, True)
-"""The steps of a trial, True for two streams: a drift falls on both kinds alike."""
+"""The steps of a trial, True for split ones. The symmetric order cancels a linear drift of step times."""
 FIRST_PAUSE, LONGEST_PAUSE = 128, 8192
-"""Steps of a class between two trials; they become rarer while the same kind wins, so that trials cost less than 1%
-even where one kind takes half as long again."""
+"""Steps of a class between two trials. The pause doubles while the same kind wins: trials then cost less than 1% even
+if the other kind takes 1.5 times as long."""
 MARGIN = 0.99
-"""Two streams must take less than this share of one stream's time."""
+"""Split steps are used if they take less than this share of whole steps' time."""
 
 
 @dataclass(slots=True)
 class _Class:
-    """Steps of a like size. `left` of them until the next trial; in one, `due` are its steps still to be planned and
-    `seconds` what those known took a row, by kind. The first step of all is no part of a trial: it may be cold."""
+    """State of one class of steps of similar size. `left`: steps until the next trial. During a trial, `due` has its
+    steps that are not planned yet (last first) and `seconds` the measured seconds a row, by kind. The first step of a
+    class is not measured: it may be a cold start."""
 
     wins: bool = False
     left: int = 1
@@ -57,8 +59,9 @@ class _Class:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """always: wherever there are two streams to be had. attention_share: what attending to one position costs of what a
-    row's products do. whole_decodes: steps of up to so many sequences and no prompt stay whole (recorded ones)."""
+    """always: split every step that can be split. attention_share: the cost of attending to one position, relative to
+    the matrix products of one row. whole_decodes: decode-only steps of up to this many sequences are not split, because
+    they replay CUDA graphs."""
 
     always: bool = False
     attention_share: float = 0.0
@@ -66,16 +69,16 @@ class SplitRule:
 
 
 class SplitChoice:
-    """`cut` before a step is sent, `observe` when its seconds are known; steps may overlap."""
+    """Call `cut` before a step is sent and `observe` when its duration is known; several steps may be in flight."""
 
     def __init__(self, rule: SplitRule) -> None:
         self.steps = 0
-        """Steps that were cut."""
+        """Number of split steps."""
         self._rule = rule
         self._classes: dict[tuple[bool, bool, int], _Class] = {}
 
     def cut(self, batch: Batch) -> int:
-        """Batch.split for this step."""
+        """The value of Batch.split for this step; 0: not split."""
         chunks = in_order(batch.chunks)
         if chunks[-1].count == 1 and len(chunks) <= self._rule.whole_decodes:
             return 0
@@ -93,13 +96,13 @@ class SplitChoice:
             known.observe(batch.split > 0, seconds / batch.num_tokens)
 
     def _middle(self, chunks: list[Chunk]) -> int:
-        """The row that halves the work: later rows cost more, since they attend to more."""
+        """The row that divides the work in halves. Later rows cost more, because they attend to more positions."""
         share = self._rule.attention_share
         work = [c.count * (1.0 + share * (c.start + c.count / 2)) for c in chunks]
         left, rows = sum(work) / 2, 0
         for chunk, whole in zip(chunks, work, strict=True):
             if whole >= left:
-                # n rows of it are n (1 + share (start + n / 2)): the root, written so that a share of 0 is none
+                # n rows cost n (1 + share (start + n / 2)); this form of the root also holds for a share of 0
                 first = 1.0 + share * chunk.start
                 return rows + int(2 * left / (first + sqrt(first * first + 2 * share * left)))
             left, rows = left - whole, rows + chunk.count
@@ -107,8 +110,8 @@ class SplitChoice:
 
 
 def _class(batch: Batch) -> tuple[bool, bool, int]:
-    """Whether prompts outweigh decodes, whether one outweighs all else (it is cut inside, where its later piece attends
-    to the earlier one), and the size in half powers of two."""
+    """The class of a step: whether prompts have most of its rows, whether one prompt has (then the split is inside it,
+    and its second part attends to the first), and its size in half powers of two."""
     rows = batch.num_tokens
     prompts = [chunk.count for chunk in batch.chunks if chunk.count > 1]
     return 2 * sum(prompts) > rows, 2 * max(prompts, default=0) > rows, (rows * rows).bit_length()

@@ -1,4 +1,4 @@
-"""How much KV a rank has room for: refuses before loading what cannot fit, counts the blocks afterwards."""
+"""Computes how much KV fits on a rank: refuses models that do not fit before loading, counts the blocks afterwards."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .memory import GIB, MemoryKeys, working_memory
 
 
 class CapacityError(Refusal, ValueError):
-    """The model, or its longest sequence, does not fit; the message has need and have."""
+    """The model, or its longest sequence, does not fit; the message has the bytes needed and available."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Bytes of KV cache on a rank. `words`: where they come from; `fixes`: what would make them more."""
+    """Bytes of KV cache on a rank. `words`: how they were computed; `fixes`: how to get more."""
 
     kv: int
     words: str
@@ -44,7 +44,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """All of a CUDA device's memory."""
+    """Total memory of a CUDA device."""
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
@@ -82,14 +82,14 @@ def working_bytes(
 
 
 def configured_kv_bytes(keys: EngineKeys, cpu: bool) -> int | None:
-    """The size of the KV cache that the deployment leads to; None on a GPU where what is free decides."""
+    """The configured size of the KV cache; None on a GPU if free memory determines it."""
     return keys.cpu_kv_bytes if cpu else keys.kv_cache_memory
 
 
 def check_memory(
     keys: EngineKeys, size: int, weights: int, free: int, working: Mapping[str, int], device: torch.device
 ) -> None:
-    """Raises CapacityError, before loading, where a rank's weights, KV and `working` memory exceed `free`. Bytes."""
+    """Raises CapacityError if a rank's weights, KV and `working` memory exceed `free` (bytes)."""
     kv = configured_kv_bytes(keys, device.type == "cpu") or 0
     if weights + kv + sum(working.values()) > free:
         others = "".join(f", {held >> 20} MiB for {name}" for name, held in working.items() if held)
@@ -100,7 +100,8 @@ def check_memory(
 
 
 def kv_budget(keys: EngineKeys, total: int | None, free: int, working: Mapping[str, int]) -> Budget:
-    """total: the GPU's memory, None on a CPU; free: bytes left after the weights; working: what steps will take."""
+    """Bytes for the KV cache. total: the GPU's memory, None on a CPU; free: bytes left after the weights; working:
+    bytes that steps will need."""
     configured = configured_kv_bytes(keys, total is None)
     if configured is not None or total is None:
         return Budget(configured or 0, "engine.kv_cache_memory", "raise engine.kv_cache_memory to that")
@@ -115,11 +116,11 @@ def kv_budget(keys: EngineKeys, total: int | None, free: int, working: Mapping[s
 def agreed_budget(
     keys: EngineKeys, communicator: Communicator, device: torch.device, working: Mapping[str, int]
 ) -> Budget:
-    """The least room of the group's ranks, measured now."""
+    """The smallest budget of the group's ranks, measured now."""
     gpu = device.type == "cuda"
     if gpu:
-        communicator.gather(np.zeros(1, np.uint8))  # what the group's first collective allocates is not free any more
-        torch.cuda.empty_cache()  # what loading needed for a while is free again
+        communicator.gather(np.zeros(1, np.uint8))  # allocate the collective's buffers before measuring
+        torch.cuda.empty_cache()  # release temporary memory of loading
     own = kv_budget(keys, total_bytes(device) if gpu else None, available_bytes(device), working)
     every = communicator.gather(np.array([own.kv], np.int64).view(np.uint8))
     least = int(np.ascontiguousarray(every).view(np.int64).min())
@@ -129,8 +130,8 @@ def agreed_budget(
 def count_blocks(
     budget: Budget, one: int, block_size: int, max_num_seqs: int, max_model_len: int, spare: int = 0
 ) -> int:
-    """Blocks of `one` bytes that fit along with `spare` others, but no more than all slots can ever use. Raises
-    CapacityError if the longest sequence does not fit: it could never run."""
+    """The number of blocks of `one` bytes that fit in addition to `spare` others, at most as many as all slots can use.
+    Raises CapacityError if the longest sequence does not fit: it could never run."""
     longest = -(-(max_model_len + 1) // block_size)
     fit = max(0, budget.kv // one - spare)
     if fit < longest:
@@ -143,5 +144,5 @@ def count_blocks(
 
 
 def describe_budget(budget: Budget, blocks: int, block_size: int) -> str:
-    """The start's line about it."""
+    """The log line about the budget at start."""
     return f"KV cache: {budget.kv / GIB:.2f} GiB ({budget.words}); {blocks} blocks of {block_size} positions"

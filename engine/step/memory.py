@@ -1,4 +1,4 @@
-"""A rank's memory by part, and what is left for keys and values: arithmetic over shapes, without torch."""
+"""A rank's memory by part, and the rest that is left for KV: arithmetic over shapes, without torch."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from .cuda_graph_sizes import GRAPH_BYTES, graph_sizes
 GIB, MIB = 1 << 30, 1 << 20
 
 GPU_CONTEXT, NCCL_BUFFERS = 600 * MIB, 512 * MIB
-"""About the memory of a CUDA context with its libraries, and of NCCL's channels: not derived from shapes, and small
-against the weights."""
+"""Approximate memory of a CUDA context with its libraries, and of NCCL's channels: not derived from shapes, and small
+compared with the weights."""
 STANDBY_RANK = 300 * MIB
 """The most host memory of a standby rank: Python, torch and its group, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTypes:
-    """Types of numbers in memory: of projections, of everything else that is computed with, of keys and values."""
+    """Storage types: of projections, of all other weights and activations, of KV."""
 
     weights: str = "bfloat16"
     values: str = "bfloat16"
     kv: str = "bfloat16"
     wide: tuple[tuple[str, ...], ...] = ()
-    """The products of each layer that an fp8 checkpoint, or loading it, keeps in `values`; empty: none."""
+    """The products of each layer that are stored as `values` although the weights are fp8; empty: none."""
     block: tuple[int, int] | None = None
-    """What of fp8 experts has one scale; None: a row."""
+    """The block of fp8 experts that shares one scale; None: a row."""
 
     def kept(self) -> tuple[tuple[str, ...], ...]:
-        """`wide` where the weights are fp8."""
+        """`wide` if the weights are fp8, else empty."""
         return self.wide if self.weights == "fp8" else ()
 
     @property
@@ -69,7 +69,7 @@ class StoredTypes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryKeys:
-    """The keys of a deployment that decide about memory."""
+    """The deployment keys that determine memory."""
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -79,25 +79,25 @@ class MemoryKeys:
     kv_cache_memory: int | None = None
     gpu: bool = True
     graphs: bool = True
-    """Whether decode steps are recorded; only with flashinfer."""
+    """Whether decode steps are recorded as CUDA graphs; requires flashinfer."""
     flashinfer: bool = True
-    """Whether it serves on a GPU."""
+    """Whether FlashInfer computes attention on a GPU."""
     replicate_embedding: bool = False
     widens_fp8: bool = False
-    """Whether a GPU widens fp8 weights at each use, as it or the checkpoint does not multiply in fp8."""
+    """Whether a GPU widens fp8 weights at each use, because the GPU or the checkpoint does not allow fp8 products."""
     drafts: int = 0
-    """Drafts of a sequence in one step, at most: each is a row of logits more."""
+    """The most drafts of a sequence in one step; each adds a row of logits."""
     draft_model: ModelConfig | None = None
     """The draft model, whole on every rank; None: prompt look-up, or no drafts."""
     deterministic: bool = False
-    """Whether all-reduces have one order of summation."""
+    """Whether all-reduces use a fixed order of summation."""
     standby: bool = False
     """Whether a standby rank shares the device, without weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One rank. `parts` in bytes, weights first; `kv_bytes` is what the KV cache gets (0 if the rest does not fit)."""
+    """One rank. `parts` in bytes, weights first; `kv_bytes`: the KV cache's size (0 if the rest does not fit)."""
 
     device_bytes: int
     parts: Mapping[str, int]
@@ -113,21 +113,21 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Weights and buffers have room, and one sequence of the configured length has its KV."""
+        """True if weights and buffers fit and the KV cache has room for one sequence of the configured length."""
         return self.kv_bytes > 0 and self.kv_tokens > self.max_model_len
 
     @property
     def largest_context(self) -> int:
-        """Positions of the longest sequence that could run alone; the model's own limit is ignored."""
+        """Positions of the longest sequence that fits alone, regardless of the model's own limit."""
         return max(0, self.kv_tokens - 1)
 
     def sequences(self, positions: int) -> int:
-        """How many sequences of so many positions have room at once, slots not counted."""
+        """The number of sequences of `positions` positions that fit at once, regardless of slots."""
         return self.kv_tokens // (positions + 1)
 
     @property
     def verdict(self) -> str:
-        """In words, with need and have."""
+        """The result in words, with the bytes needed and available."""
         have, used = self.device_bytes, sum(self.parts.values())
         if self.kv_bytes <= 0:
             return (
@@ -151,17 +151,17 @@ def working_memory(
     rows = shard.padded_vocab // size
     outputs = shard.attention_outputs
     widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
-    # On a GPU an output is kept until the norm after it has added it up.
+    # On a GPU an output is kept until the following norm has added it.
     lag = config.wiring.delay or int("ladder" in config.wiring.kinds)
     copies, in_flight = shard.num_lanes, lag + 2 if keys.gpu else max(2, config.wiring.delay + 1)
     if (lanes := config.lanes) is not None:
-        # Every sum in flight is kept in addition to the lanes' own outputs, which are taken off it when it arrives.
+        # Every sum in flight is kept in addition to the lanes' own outputs, which are subtracted when it completes.
         in_flight = (1 + copies) * (2 * lanes.delay + 1) + keys.gpu
-    # A GPU's norm adds up the sum before it: in memory are its two parts, the sum and the norm, [tokens, d] each.
+    # A GPU's norm adds two tensors first: in memory are both, the sum and the norm, [tokens, d] each.
     each = max(2 * copies * d + widest, 3 * copies * d if keys.gpu else 0) * value_bytes
     tokens, logits = keys.max_num_batched_tokens, 4 * rows
     drawn = max(keys.max_num_seqs, min(tokens, keys.max_num_seqs * (1 + keys.drafts)))
-    # Filters take whole rows: gathered, and in one piece; the layers' activations are free by then.
+    # Filters need whole rows: gathered parts and a contiguous copy; the layers' activations are free by then.
     filters = keys.max_num_seqs * (8 * shard.padded_vocab + 2 * logits) if keys.gpu else 0
     parts = {
         "activations": max(int(tokens * each + 2 * drawn * logits), filters),
@@ -177,7 +177,7 @@ def working_memory(
             parts["activations"] += min(EXPANDED_SPACE, made)
         return parts
     if keys.deterministic and size > 1:
-        # One message at a time is gathered from every rank and added up in fp32.
+        # One message at a time is gathered from every rank and summed in fp32.
         parts["all-reduces in flight"] += int(tokens * d * (size * value_bytes + 2 * 4))
     sizes = graph_sizes(keys.max_num_seqs) if keys.graphs and keys.flashinfer else ()
     windows = len(set(config.sliding_window or (None,)))
@@ -188,11 +188,12 @@ def working_memory(
         shape = shard.num_heads, shard.num_kv_heads, config.head_dim
         workspace = workspace_bytes(shape, windows, sizes, most_blocks)
     parts["attention workspace"] = workspace if keys.flashinfer else 0
-    # One product's weight is wide at a time: the largest's, queries, keys and values or gate and up.
+    # One product's weight is widened at a time; the largest is queries, keys and values, or gate and up.
     widened = int(d * max(outputs, 2 * shard.ffn_size) * value_bytes) if keys.widens_fp8 else 0
     if widened:
         parts["widened fp8 weights"] = widened
-    # Graphs share the activations of the largest one, and its logits before, as and after they are made fp32.
+    # Graphs share the activations of the largest one and three copies of its logits: before, during and after the
+    # conversion to fp32.
     parts["CUDA graphs"] = 0
     if sizes:
         largest = sizes[-1] * (each + 3 * logits) + _of_experts(shard, sizes[-1], value_bytes)
@@ -217,8 +218,8 @@ def memory(
     stages: int = 1,
     sharing: Sharing = WHOLE,
 ) -> Memory:
-    """One rank of a group of `size`, which holds all layers or, in a pipeline of `stages`, its part of them (the
-    fullest stage's, with one end's table)."""
+    """The memory of one rank of a group of `size` that has all layers or, in a pipeline of `stages`, those of the
+    largest stage and one of the embedding and head."""
     c, shard = config, RankShard(config, size, 0, None, *sharing)
     layers = -(-c.num_layers // stages)
     linear, other, kv = BYTES[stored.weights], BYTES[stored.values], BYTES[stored.kv]
@@ -226,9 +227,7 @@ def memory(
     outputs = shard.attention_outputs
     elements = {**shard.attention_elements, "gate_up": 2 * d * shard.ffn_size, "down": d * shard.ffn_size}
     expanded = elements.pop("kv_b", 0)
-    if (
-        c.latent is not None and not keys.gpu and not keys.deterministic
-    ):  # a second copy of the keys', the other way round
+    if c.latent is not None and not keys.gpu and not keys.deterministic:  # a second, transposed copy of the keys' part
         expanded += shard.num_heads * c.latent.plain * c.latent.rank
     wide = _fullest_part([sum(elements.get(p, 0) for p in layer) for layer in stored.kept()], stored.kept(), layers)
     wide_layers = {product: sum(product in layer for layer in wide) for product in PRODUCTS}
@@ -245,7 +244,7 @@ def memory(
     norms = (sum(d if kind == "parallel" else 2 * d for kind in c.wiring.kinds) * layers // c.num_layers + d) * scales
     rows = shard.padded_vocab // size
     embedding = c.vocab_size if keys.replicate_embedding else len(shard.embedded)
-    # A tied head is the embedding's shard; a replicated table leaves the head to be held apart.
+    # A tied head is the embedding's shard; with a replicated embedding the head is stored separately.
     head = rows if shard.has_head(keys.replicate_embedding) else 0
     if stages > 1:
         embedding, head = max(embedding, head), 0
@@ -295,7 +294,7 @@ def _expert_elements(shard: RankShard) -> tuple[int, int, int]:
 
 
 def _fullest_part(sizes: Sequence[int], wide: Sequence[tuple[str, ...]], layers: int) -> Sequence[tuple[str, ...]]:
-    """The `layers` consecutive entries of `wide` that keep most, by their `sizes`."""
+    """The `layers` consecutive entries of `wide` with the greatest sum of `sizes`."""
     sums = [0, *accumulate(sizes)]
     first = max(range(max(0, len(sizes) - layers) + 1), key=lambda i: sums[min(i + layers, len(sizes))] - sums[i])
     return wide[first : first + layers]

@@ -1,5 +1,5 @@
-"""One rank's part of a pipeline stage: executes a Batch as runner.py does, but passes hidden rows to the next stage,
-and sampled ids from the last back to the first. The first stage waits only for the ids that a Batch needs; the stages
+"""One rank's part of a pipeline stage: executes a Batch like runner.py, but sends hidden rows to the next stage, and
+sampled ids from the last stage back to the first. The first stage waits only for the ids that a Batch needs; the stages
 between need none.
 """
 
@@ -21,7 +21,7 @@ from .runner import PendingStep, Runner
 
 
 class NoDraws:
-    """The sampler of a stage that draws nothing."""
+    """The sampler of a stage that does not sample."""
 
     latest: Tensor | None = None
 
@@ -31,18 +31,18 @@ class NoDraws:
 
 
 class StageRunner(Runner):
-    """`index`: of the rank in its stage's group. Index 0 reports all results, the others ids alone."""
+    """`index`: the rank's index in its stage's group. Index 0 reports whole results, the others only ids."""
 
     def __init__(self, *args: Any, pipeline: Pipeline, index: int, **keys: Any) -> None:
         super().__init__(*args, **keys)
         self._pipeline, self._index = pipeline, index
         self._on_their_way: deque[PendingStep] = deque()
-        # what a wait between stages is for may stand behind any of these
+        # a wait between stages may include the steps of any of these sizes
         self._sizes: deque[int] = deque(maxlen=2 * pipeline.stages + 2)
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult | None:
-        """As Runner.run: on the first stage the results of steps before are given to `ahead`, all that have come. A
-        Batch without chunks, which proves the step before it, is waited for by all stages."""
+        """Like Runner.run. On the first stage `ahead` is called with all results of earlier steps that have arrived.
+        All stages wait for a Batch without chunks, which confirms the step before it."""
         for slot in batch.released:
             self._due[slot] = -1
             for step in self._on_their_way:
@@ -64,7 +64,7 @@ class StageRunner(Runner):
         return result
 
     def wait_result(self) -> StepResult | None:
-        """The first stage's oldest result that is still on its way; None if none is. Raises as `run`."""
+        """Waits on the first stage for the oldest result in flight; None if there is none. Raises like `run`."""
         return self._receive() if self._on_their_way else None
 
     def _run_first(self, batch: Batch, ahead: Ahead | None, began: float) -> StepResult | None:
@@ -97,13 +97,13 @@ class StageRunner(Runner):
         out = self._forward(chunks, on_travelling, batch.split)
         if self._pipeline.last:
             return self._draw(batch, chunks, out)
-        self._drain()  # what follows waits for a device without a limit
+        self._drain()  # the next line waits for the device without a timeout
         self._heal(out, chunks)
         return StepResult(())
 
     def _heal(self, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
-        """Zeroes what is NaN or Inf in the keys and values of sequences whose rows are: the last stage reports them,
-        but by then their blocks here may be another's."""
+        """Zeroes non-finite keys and values of sequences with non-finite rows. The last stage reports these sequences,
+        but by then another sequence may use their blocks on this stage."""
         if bool(torch.isfinite(hidden.sum(dtype=torch.float32))):
             return
         bad = (~torch.isfinite(hidden).all(-1)).cpu().numpy()
@@ -114,7 +114,7 @@ class StageRunner(Runner):
         step = self._on_their_way.popleft()
         result = decode_result(self._pipeline.receive_back())
         for slot, position, token in zip(step.slots, step.at, result.tokens, strict=True):
-            if slot not in step.released:  # else it may be in use again
+            if slot not in step.released:  # else another sequence may use it
                 self.tokens[slot, position] = token
                 self._due[slot] = -1
         return result

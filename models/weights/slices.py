@@ -375,8 +375,8 @@ def embedding_of(config: ModelConfig) -> str:
 
 
 def _lane_fills(shard: RankShard, lanes: Lanes) -> list[Fill]:
-    """Of layers and the last norm. A stored tensor has a matrix for each lane, [L, out, in]: read as [L * out, in]. A
-    parameter has those of this rank's lanes, one behind the other; of fused products, lane by lane."""
+    """Fills of the layers and the last norm. A stored tensor has a matrix for each lane, [L, out, in], and is read as
+    [L * out, in]. A parameter has the matrices of this rank's lanes in order; fused products lane by lane."""
     config, d, dim = shard.config, shard.config.hidden_size, shard.config.head_dim
     first, mine = shard.first_lane, shard.num_lanes
     q, kv, f = (size // lanes.count for size in (config.num_heads * dim, config.num_kv_heads * dim, config.ffn_size))

@@ -35,7 +35,7 @@ def to_and_fro(lanes: Iterable[T], turn: int) -> list[T]:
 
 
 def in_turns(names: Iterable[str], turns: int, measure: Callable[[str], T]) -> dict[str, list[T]]:
-    """What `measure` finds of each, once a turn."""
+    """Calls `measure` for each name once a turn, in alternating order; returns the results by name."""
     found: dict[str, list[T]] = {name: [] for name in names}
     for turn in range(turns):
         for name in to_and_fro(found, turn):

@@ -1,5 +1,5 @@
-"""Accounts of every collective: how long it was in flight, how long it was waited for. What was in flight and not
-waited for was hidden. Backends write (or count in C and are read here), metrics and `run` read; knows no tensors.
+"""Records for every collective how long it was in flight and how long the rank waited for it; the difference was
+hidden. Backends add entries, or count in C and are read here; metrics and `run` read them. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ from dataclasses import dataclass
 
 HISTORY = 256
 Place = Callable[[], tuple[int, str]]
-"""Collectives started, and the name of the one waited for or ""."""
+"""Returns the number of collectives started, and the name of the one being waited for or ""."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Sums over one kind of collective. `op`: all_reduce, gather, boundary (hidden rows from the pipeline stage before)
-    or stage_wait (that stage had not sent them yet). `link`: the slowest link it crossed: node (shared
-    memory), net, or "emulated …". Seconds are as one rank saw them: in flight runs from start until the result was
-    there, waited is the part inside `wait`. `layer`: what it completed, wiring and sub-block as in "ladder attention";
-    "" if unknown."""
+    or stage_wait (that stage had not sent them yet). `link`: the slowest link it crossed: node (shared memory), net, or
+    "emulated …". Seconds are this rank's: in flight is from start to completion, waited is the part inside `wait`.
+    `layer`: the wiring and sub-block whose output it reduced, as in "ladder attention"; "" if unknown."""
 
     op: str
     strategy: str
@@ -51,8 +50,8 @@ class Record:
 
 
 class Ledger:
-    """One group's accounts on one rank. `started` and `waiting` are kept by those who call `add`: the number of
-    collectives set off, and the name of the one that is waited for; left standing if that wait fails."""
+    """One group's collectives on one rank. The callers of `add` also maintain `started`, the number of collectives
+    started, and `waiting`, the name of the one being waited for; it stays set if that wait fails."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
@@ -68,12 +67,12 @@ class Ledger:
         records: Callable[[], Iterable[Record]],
         place: Place = lambda: (0, ""),
     ) -> None:
-        """A backend that keeps its own counts. `place` may be asked from any thread at any moment."""
+        """Registers a backend that keeps its own counts. `place` may be called from any thread at any time."""
         self._sources.append((entries, records, place))
 
     def place(self) -> tuple[int, str]:
-        """Collectives set off so far, in program order, and the one that this rank waits in now ("" if it computes).
-        From plain attributes: for a heartbeat on another thread."""
+        """The number of collectives started so far, in program order, and the name of the one being waited for ("" if
+        none). Reads plain attributes, so the heartbeat's thread can call it."""
         started, waiting = self.started, self.waiting
         for _, _, place in self._sources:
             count, name = place()
@@ -92,9 +91,8 @@ class Ledger:
         layer: str = "",
         now: float | None = None,
     ) -> None:
-        """Enters one collective whose wait ended `now`, if not at this moment. All times from `time.monotonic`;
-        `arrived`: when the result was there (now or later than now if the caller cannot tell), `asked`: when `wait` was
-        called. `size` in bytes."""
+        """Adds one collective whose wait ended at `now` (default: the present). All times are from `time.monotonic`.
+        `arrived`: when it completed (`now` or later if unknown); `asked`: when `wait` was called. `size` in bytes."""
         now = time.monotonic() if now is None else now
         waited = now - asked
         in_flight = max(0.0, min(arrived, asked) - start) + waited
@@ -107,9 +105,9 @@ class Ledger:
         self._seq += 1
 
     def entries(self) -> list[Entry]:
-        """The sums so far. They only grow: two calls subtract to what happened between them."""
-        # Copied in one go, without making tuples (that may let the collector, and with it another thread, run): the
-        # heartbeat's thread asks while kinds are added.
+        """The sums so far. They never decrease: the difference of two calls is what happened between them."""
+        # NOTE: the heartbeat's thread calls this while kinds are added, so the copy must be atomic: creating tuples
+        # could run the garbage collector and thereby switch threads.
         sums = dict(self._sums)
         own = [
             Entry(op, strategy, link, int(n), int(size), flight, wait, layer)
@@ -124,15 +122,14 @@ class Ledger:
 
 
 def without_carriers(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries that count: under an emulated link the collective that does its arithmetic is left out, its time is
-    part of the link's."""
+    """Leaves out the collectives that carry an emulated link's data: their time is part of the emulated entry's."""
     listed = list(entries)
     emulated = {entry.op for entry in listed if entry.link.startswith("emulated")}
     return [entry for entry in listed if entry.op not in emulated or entry.link.startswith("emulated")]
 
 
 def overlap_ratio(hidden_s: float, exposed_s: float) -> float | None:
-    """The share of the seconds in flight that was hidden; None where nothing was in flight. The one definition: of
-    metrics, `bench`, `timeline`, `run` and the demo."""
+    """The hidden share of the seconds in flight; None if nothing was in flight. The only definition, used by metrics,
+    `bench`, `timeline`, `run` and the demo."""
     flight = hidden_s + exposed_s
     return hidden_s / flight if flight > 0 else None

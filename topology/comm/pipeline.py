@@ -1,6 +1,6 @@
 """A rank's transfers between pipeline stages over sockets: hidden rows to the same rank of the next stage (`Boundary`),
-sampled ids back to the first, and a number that all stages agree on. GPU rows go by nccl_boundary.py. Each rank sends
-its share of a message and the receiving group gathers, so bytes cross nodes once.
+sampled ids back to the first stage, and the minimum of a number over all stages. nccl_boundary.py transfers rows on
+GPUs. Each rank sends its share of a message and the receiving group gathers, so each byte crosses nodes once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .ledger import Ledger
 from .lines import Lines
 
 NEXT, PREVIOUS, RING = range(3)
-"""The lines of a rank: to its peer in the next stage and in the one before, and between the last and the first."""
+"""The connections of a rank: to its peers in the next and previous stages, and between the last and first stages."""
 _HEAD = struct.Struct("<4sIQQq")  # magic, dtype, number, bytes of the whole, wall clock at sending [ns]
 _MAGIC = b"LTS1"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +28,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Pipeline:
-    """Stage `stage` of `stages`; `peers[line]` are global ranks. One thread uses it; `close` may come from any."""
+    """Stage `stage` of `stages`; `peers[line]` are global ranks. For one thread; `close` may be called from any."""
 
     def __init__(self, stage: int, stages: int, peers: Sequence[int], lines: Lines, ledger: Ledger) -> None:
         self.stage, self.stages = stage, stages
@@ -46,19 +46,19 @@ class Pipeline:
         return self.stage == self.stages - 1
 
     def set_timeout(self, seconds: float) -> None:
-        """How long a message of another stage may be waited for; it comes after the steps of all stages."""
+        """Sets the timeout of receives from a step's timeout: a message may arrive after the steps of all stages."""
         self._timeout_s = seconds * 2 * self.stages
 
     def send_back(self, payload: bytes, line: int = RING) -> None:
-        """The last stage's rank: to its peer in the first."""
+        """Sends a payload from the last stage to this rank's peer in the first."""
         self._lines.send(line, _LENGTH.pack(len(payload)) + payload)
 
     def arrived(self) -> bool:
-        """The first stage's rank: whether `receive_back` need not sleep."""
+        """On the first stage: true if `receive_back` can read without blocking."""
         return self._lines.ready(RING)
 
     def receive_back(self, line: int = RING) -> bytes:
-        """The next payload that the last stage sent back. Raises as `take`."""
+        """Receives the next payload from the last stage. Raises like `take`."""
         head, what = bytearray(_LENGTH.size), "what the last stage drew" if line == RING else "what it found"
         self.take(line, memoryview(head), what)
         body = bytearray(_LENGTH.unpack(head)[0])
@@ -66,7 +66,8 @@ class Pipeline:
         return bytes(body)
 
     def collect(self, payload: bytes) -> list[bytes]:
-        """Every stage's payload, on the first stage; nothing on the others. Every rank calls it, between steps."""
+        """Gathers every stage's payload on the first stage; returns [] on the others. Every rank calls it, between
+        steps."""
         if self.first:
             return [payload, *(self.receive_back() for _ in range(self.stages - 1))]
         for earlier in (*(self.receive_back(PREVIOUS) for _ in range(self.stage - 1)), payload):
@@ -74,8 +75,8 @@ class Pipeline:
         return []
 
     def take(self, line: int, into: memoryview, what: str) -> float:
-        """Lines.receive, with the place where this rank waits meanwhile in the ledger. Raises PeerLost or
-        CollectiveTimeout, which name the stage."""
+        """Lines.receive; meanwhile the ledger's `waiting` names `what`. Raises PeerLost or CollectiveTimeout, which
+        name the stage."""
         stage = {NEXT: self.stage + 1, PREVIOUS: self.stage - 1}.get(line, self.stages - 1 if self.first else 0)
         name = f"{what} from stage {stage} (rank {self._peers[line]})"
         self._ledger.waiting = name
@@ -84,7 +85,7 @@ class Pipeline:
         return heard
 
     def least(self, value: int) -> int:
-        """The least of all stages' values; every rank calls it, and gets that of its rail."""
+        """The minimum of the stages' values over this rank's rail. Every rank calls it."""
 
         def take(line: int) -> int:
             data = bytearray(8)
@@ -107,7 +108,7 @@ class Pipeline:
 
 
 class SocketBoundary:
-    """Boundary of rank `index` in a group of `size`, for rows in host memory; `gathers`: the group's."""
+    """The Boundary of rank `index` in a group of `size`, for rows in host memory; `gathers`: the group's."""
 
     def __init__(
         self, pipeline: Pipeline, lines: Lines, gathers: Gather, index: int, size: int, ledger: Ledger, link: str
@@ -138,7 +139,7 @@ class SocketBoundary:
         return min(total, self._index * each), min(total, (self._index + 1) * each)
 
     def take(self, number: int) -> Tensor:
-        """Message `number`; earlier ones that were not taken are kept."""
+        """Receives message `number`; earlier messages that were not taken yet are kept."""
         while self._received <= number:
             self._early[self._received] = self._next(*self._due[self._received])
             del self._due[self._received]
@@ -168,8 +169,8 @@ class SocketBoundary:
         return torch.from_numpy(whole)[:total].view(dtype).view(shape)
 
     def _account(self, asked: float, sent_ns: int, heard: float, size: int) -> None:
-        """In flight from when the peer sent (by the nodes' wall clocks) until the kernel had it; that nothing had been
-        sent yet, and this rank was idle, is no wait for the link but for the stage, entered as such."""
+        """Adds a message to the ledger: in flight from when the peer sent it (by the nodes' wall clocks) until this
+        host's kernel had it. Waiting before it was sent counts as stage_wait, not as time on the link."""
         now = time.monotonic()
         sent = min(now, now - (time.time_ns() - sent_ns) * 1e-9)
         self._ledger.started += 1

@@ -1,4 +1,4 @@
-"""What crossing nodes costs and what the wirings hide of it, on nodes that tests/cluster makes on this machine.
+"""Measures what crossing nodes costs and how much of it the wirings hide, on nodes that tests/cluster emulates here.
 
     python tools/benchmarks/cross_node/cross_node.py    everything, about a quarter of an hour; as root
         --only reduce                             or wirings
@@ -7,9 +7,9 @@
         --only drafts                             speculation with drafts of a stated hit rate, five minutes
         --write                                   and renews docs/cross_node.md and its picture
 
-Prints a JSON line a measurement and, at the end, tables with the bars that they are held to. Every variant has ranks of
-its own, and they take turns. The wirings are measured in five runs: what one run says of them is the machine's as well.
-Results are in tools/benchmarks/results/cross_node.json, from which `--report` makes the tables again.
+Prints a JSON line for each measurement and, at the end, tables with the thresholds they must reach. Every variant has
+ranks of its own; variants alternate. The wirings are measured in five runs, because one run also depends on the
+machine's state. Results are in tools/benchmarks/results/cross_node.json, from which `--report` makes the tables again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DRAFTS: dict[str, tuple[Any, float]] = {
 
 
 def sums(nodes: int, per_node: int, nice: int, **spec: Any) -> Iterator[Row]:
-    """What reduce_ranks.py says over that many nodes."""
+    """Runs reduce_ranks.py on `nodes` nodes and yields its rows."""
     cores = sorted(os.sched_getaffinity(0))
     crowded = nodes * per_node > len(cores)
     each = None if crowded else [[cores[i]] for i in range(nodes)]
@@ -81,8 +81,8 @@ def reduce_runs(nice: int) -> Iterator[Row]:
 
 
 def wiring_job(site: Site, kind: str, ranks: int) -> BenchJob:
-    """Of the model `llama` or `parallel`, or, of a kind "lanes ...", of `lanes-1` or `lanes-2`, whose broadcasts have
-    this delay."""
+    """A job with the model `llama` or `parallel`; for a kind "lanes ..." with `lanes-1` or `lanes-2`, whose broadcasts
+    have this delay."""
     name = kind.removeprefix("lanes ")
     if name != kind:
         model = "lanes-2" if name == LATER else "lanes-1"

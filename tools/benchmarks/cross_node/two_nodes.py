@@ -73,7 +73,8 @@ class Site:
     def deployment(
         self, model: str, wiring: str = "auto", parallel: Mapping[str, Any] | None = None, **engine: Any
     ) -> keys.Deployment:
-        """Of dummy weights. parallel, engine: keys in place of two ranks that never split a step, and of ROOM's."""
+        """A deployment with random weights. parallel: overrides two ranks that never split a step; engine: overrides
+        ROOM."""
         return keys.Deployment(
             keys.ModelSection(str(self.folder / model), wiring=wiring, load_format="dummy"),
             keys.ParallelConfig(**{"tensor_parallel_size": 2, "split_steps": "never", **(parallel or {})}),

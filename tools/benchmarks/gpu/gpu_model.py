@@ -1,5 +1,5 @@
-"""What the GPU benchmarks share: one rank of a model with random weights, assembled as engine/step/build.py does it
-but without a checkpoint; the device; what `plan` predicts.
+"""Shared by the GPU benchmarks: one rank of a model with random weights, assembled as in engine/step/build.py but
+without a checkpoint; the device; the prediction of `plan`.
 """
 
 from __future__ import annotations
