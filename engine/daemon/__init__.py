@@ -1,1 +1,1 @@
-"""The batch-inference daemon: HTTP, store, intake. No torch and no MPI in its process."""
+"""The batch-inference daemon: HTTP, store, dispatch. Its process imports neither torch nor MPI."""

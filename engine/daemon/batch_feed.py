@@ -30,21 +30,21 @@ from .usage import tokens_of
 
 log = logging.getLogger(__name__)
 
-_UNSTORED, _UNSTORED_BYTES = 4096, 64 << 20  # results that may wait for the disk before nothing more is submitted
+_UNSTORED, _UNSTORED_BYTES = 4096, 64 << 20  # results that are not stored yet, above which no line is submitted
 _REST, _BREATH, _MAKING = 512, 32, 4
 _QUOTA_SECONDS = 2.0
-_ANY = 1 << 30  # ids, where the model's limit is not asked or not known yet: the workers have a bound of their own
+_ANY = 1 << 30  # ids, if the model's limit is not needed or not known yet: the workers have their own limit
 
 
 @dataclass(slots=True)
 class Gate:
-    """Open while batches may go on; `why` says what holds them."""
+    """Open while batches may submit lines; `why`: the reason if closed."""
 
     event: asyncio.Event = field(default_factory=asyncio.Event)
     why: str = ""
 
     def set(self, why: str) -> None:
-        """ "" opens it."""
+        """Closes the gate for this reason; "" opens it."""
         self.why = why
         (self.event.clear if why else self.event.set)()
 
@@ -54,7 +54,7 @@ def rules_of(batch: BatchRow, limits: LimitsConfig) -> LineRules:
 
 
 class BatchFeed(LineFlights):
-    """`run` until every line has its result, or it is cancelled; then `stop`."""
+    """Feeds one batch. Call `run`, which returns when every line has its result; call `stop` after cancelling it."""
 
     def __init__(self, batch: BatchRow, core: Core, gate: Gate) -> None:
         super().__init__(core.dispatcher, core.text, batch.id, core.limits.max_choices, batch.owner)
@@ -73,7 +73,7 @@ class BatchFeed(LineFlights):
 
     @property
     def lost_some(self) -> bool:
-        """Whether lines of this batch were aboard when ranks were lost, and have not been answered since."""
+        """True if lines of this batch were in flight when ranks were lost, and are still unanswered."""
         return any(flight.epoch > 0 for flight in self._flights)
 
     @property
@@ -85,7 +85,8 @@ class BatchFeed(LineFlights):
         return self._store.path_of(self.batch.input_file_id)
 
     async def run(self) -> None:
-        """Raises OSError if the input cannot be read, StoreUnavailable where another daemon has taken over."""
+        """Submits every unfinished line and waits for the results to be stored. Raises OSError if the input cannot be
+        read, StoreUnavailable if another daemon has taken over the store."""
         finished = await self._store.read(lambda db: records.finished_numbers(db, self.batch.id))
         self._deaths = await self._store.read(lambda db: records.read_deaths(db, self.batch.id))
         with self._path.open("rb") as file:
@@ -99,17 +100,18 @@ class BatchFeed(LineFlights):
             await self._move()
 
     async def _large(self, line: BatchLine, ids: bool = True) -> Ready:
-        """Away from the loop. Raises OSError where there are no text workers."""
+        """Prepares a large line in a text worker. Raises OSError if no worker is available."""
         served, limits = self._core.served_model_name, self._dispatcher.limits
         most = limits.max_model_len if ids and limits is not None else _ANY
         return await prepare_line(line, self.batch.endpoint, served, most, self._encoder, ids)
 
     async def checked(self, line: BatchLine) -> BatchLine:
-        """A large line, without its ids."""
+        """Checks a large line without encoding its prompts."""
         return (await self._large(line, ids=False))[0]
 
     async def reuse(self, batch_id: str) -> None:
-        """Copies an earlier batch's answers of the same model to lines that are in both files; they are not charged."""
+        """Copies an earlier batch's answers to lines that are in both files, if the model is the same. They are not
+        counted as usage."""
         earlier = await self._store.read(lambda db: records.get_batch(db, batch_id, self.batch.owner))
         if earlier is None:
             return
@@ -121,7 +123,7 @@ class BatchFeed(LineFlights):
             numbers = await self._in_turn(lambda: same_lines(before, self._path, most))
         except FileNotFoundError:
             if before.exists():
-                raise  # it is this batch's own that is gone
+                raise  # this batch's own file is missing
             log.warning("batch %s: no answers of batch %s are reused, whose input is gone", self.batch.id, batch_id)
             return
         last: int | None = 0
@@ -134,7 +136,7 @@ class BatchFeed(LineFlights):
             await self._store.write(partial(add, day=None))
 
     async def stop(self) -> None:
-        """Drops what is under way; what was answered is stored."""
+        """Drops the lines in flight and stores the results that are known."""
         for flight in list(self._flights):
             self._dispatcher.drop(flight)
             self._charge(flight)
@@ -143,7 +145,7 @@ class BatchFeed(LineFlights):
             await self._move()
 
     async def finish_rest(self, code: str, message: str) -> BatchRow:
-        """An error line for every line that has no result."""
+        """Writes an error line for every line that has no result."""
         finished = await self._store.read(lambda db: records.finished_numbers(db, self.batch.id))
         error = ApiError(message, code, status=None)
         with self._path.open("rb") as file:
@@ -166,10 +168,10 @@ class BatchFeed(LineFlights):
             await self._move()
         await self._gate.event.wait()
         while wait := self._usage.exhausted(self.batch.owner):
-            await asyncio.sleep(min(wait, _QUOTA_SECONDS))  # the key file may say otherwise by then
+            await asyncio.sleep(min(wait, _QUOTA_SECONDS))  # the key file may change meanwhile
         await self._dispatcher.room(self.batch.owner)
 
-    # what comes of them
+    # results of lines
 
     def finished(self, flight: Flight) -> None:
         if flight.answer.error is not None or flight.answer.values <= LARGE_VALUES:
@@ -200,7 +202,7 @@ class BatchFeed(LineFlights):
         self._core.observer.request(times)
 
     def _charge(self, flight: Flight) -> None:
-        """The owner, for what was computed of a line that has no answer: the batch's own usage is of its answers."""
+        """Adds the tokens of a line without an answer to the owner's usage; the batch's usage has only answers."""
         self._usage.add(self.batch.owner, tokens_of(flight.answer), 0)
 
     def died(self, flight: Flight) -> None:
@@ -225,13 +227,13 @@ class BatchFeed(LineFlights):
                 deaths = dict(self._deaths)
                 await self._write(results, deaths)
                 self._news.set()
-        except Exception as error:  # for those that wait in `_move`
+        except Exception as error:  # raised by `_move`
             self._failure = error
         finally:
             self._news.set()
 
     async def _write(self, results: Iterable[Result], deaths: dict[int, int] | None = None) -> None:
-        """Until the disk has them."""
+        """Stores results; while the store is unavailable, waits and retries."""
         part, day, model = list(results), self._usage.today, self._model
 
         def work(rows: Rows) -> BatchRow:

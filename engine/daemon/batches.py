@@ -1,4 +1,5 @@
-"""The life of every batch. Its state is in the store alone: a restarted daemon resumes each at its status."""
+"""Runs every batch from creation to its end. All state is in the store: a restarted daemon resumes each batch at its
+status."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from .store.store import StoreUnavailable
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 16  # batches of a key that feed the engine side by side; the others wait in the order of their creation
+_AT_ONCE = 16  # batches of a key that feed the engine at the same time; the others wait in order of creation
 _EXPIRY_SECONDS = 60.0
 _OUTCOMES: dict[str, tuple[str, str]] = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request ran"),
@@ -37,7 +38,7 @@ def _error(code: str, message: str | None) -> dict[str, Any]:
 
 
 class Batches:
-    """`create`, `cancel`, `remove` and `remove_file` for the doors; `start` and `close` for the daemon."""
+    """`create`, `cancel`, `remove` and `remove_file` are for HTTP routes, `start` and `close` for the daemon."""
 
     def __init__(self, core: Core, retention: float | None = None) -> None:
         self._core, self._store, self._clock = core, core.store, core.store.clock
@@ -58,30 +59,30 @@ class Batches:
         self._spawn(self._cleaner.run())
 
     async def close(self) -> None:
-        """Stops without changing any batch's status; results that were computed are stored first."""
+        """Stores the computed results and stops, without changing the status of any batch."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def engine_over(self, reason: str) -> None:
-        """Batches whose lines were in the engine when it died fail; the others wait for another daemon."""
+        """Fails the batches whose lines were in flight when the engine died; the others wait for another daemon."""
         self._over = reason
         for batch_id, feed in self._feeds.items():
             if feed.lost_some:
                 self._stop(batch_id, "failed")
 
     async def settled(self) -> None:
-        """After `engine_over`: until those that failed have their files."""
+        """Waits, after `engine_over`, until the failed batches have their files."""
         while any(stop.done() for stop in self._stops.values()):
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED, timeout=0.5)
 
-    # for the doors
+    # for HTTP routes
 
     async def create(
         self, batch: BatchRow, repeat_key: str | None, digest: str, check: Callable[[sqlite3.Connection], None]
     ) -> BatchRow | None:
-        """The batch, stored; or the one that the same idempotency key made; None where the key was used for another
-        body. `check` of a new one may raise. Raises StoreUnavailable."""
+        """Stores and starts a batch. Returns it, or the earlier one with the same idempotency key, or None if that key
+        was used with another body. `check` is called for a new batch and may raise. Raises StoreUnavailable."""
 
         def work(rows: Rows) -> BatchRow | None:
             found = records.add_batch(rows, batch, repeat_key, digest)
@@ -95,7 +96,7 @@ class Batches:
         return found
 
     async def cancel(self, batch_id: str) -> BatchRow:
-        """Unchanged if it has ended. Raises StoreUnavailable, or KeyError if it is gone."""
+        """Cancels a batch; an ended one stays unchanged. Raises StoreUnavailable, or KeyError if it does not exist."""
         now = self._clock.stamp()
         open_ones: tuple[Status, ...] = ("validating", "in_progress")
         batch = await self._store.write(
@@ -106,8 +107,8 @@ class Batches:
         return batch
 
     async def add_file(self, file: FileRow, check: Callable[[int], None]) -> None:
-        """A file whose bytes are in place; `check` gets the bytes that its owner has stored before, and may raise.
-        Raises StoreUnavailable or OSError."""
+        """Adds a file whose bytes are already on disk. `check` gets the number of bytes that its owner has stored
+        before, and may raise. Raises StoreUnavailable or OSError."""
 
         def work(rows: Rows) -> None:
             check(records.stored_bytes(rows.db, file.owner))
@@ -124,20 +125,20 @@ class Batches:
             raise
 
     async def remove_file(self, file: FileRow) -> None:
-        """Raises ApiError where a batch still needs it, StoreUnavailable."""
+        """Deletes a file. Raises ApiError if a batch still needs it, StoreUnavailable."""
         user = await self._store.write(lambda rows: records.drop_file(rows, file))
         if user is not None:
             raise ApiError(f"{user} still needs this file: cancel it first", "file_in_use", status=409)
         self._store.remove_bytes(file.id)
 
     async def remove(self, batch: BatchRow) -> None:
-        """An ended batch with all but its input file. Raises StoreUnavailable."""
+        """Deletes an ended batch and all its files but the input file. Raises StoreUnavailable."""
         for name in await self._store.write(lambda rows: records.drop_batch(rows, batch)):
             self._store.remove_bytes(name)
 
     async def content(self, file: FileRow) -> BinaryIO:
-        """Opens it; an output file that is missing, or has lost bytes, is made again first. Raises StoreUnavailable,
-        OSError, or ApiError where an upload has another size than it had."""
+        """Opens a file. Makes an output file again if it is missing or its size is wrong. Raises StoreUnavailable,
+        OSError, or ApiError if an uploaded file's size has changed."""
         path, batch_id = self._store.path_of(file.id), file.batch_id
         size = await self._store.in_thread(lambda: size_of(path))
         if size != file.bytes and batch_id is not None:
@@ -168,7 +169,7 @@ class Batches:
             stop.set_result(why)
 
     async def _live(self, batch: BatchRow) -> None:
-        """From any status to its end. What fails for want of a disk is tried again when there is one."""
+        """Runs a batch from any status to its end. After a failure of the disk, retries once the store is usable."""
         said = {"event": "batch", "batch": batch.id}
         fault: InputFault | None = None
         checked = False
@@ -178,7 +179,7 @@ class Batches:
                     if batch.status != "finalizing" and not checked:
                         await self._check_input(batch)
                         checked = True
-                    if batch.status != "finalizing" and fault is not None:  # fails with the results that there are
+                    if batch.status != "finalizing" and fault is not None:  # fails, and keeps its results
                         batch = await self._name_files(batch, "failed", _error(fault.code, str(fault)))
                     else:
                         batch = await self._step(batch)
@@ -199,14 +200,14 @@ class Batches:
             log.warning("batch %s is gone", batch.id, extra=said)
         except Exception:
             log.exception("batch %s stopped: restart the daemon to take it up again", batch.id, extra=said)
-            if batch.status == "validating":  # it would stop there again, and hold its file for ever
+            if batch.status == "validating":  # else it would stop there again, and its file could never be deleted
                 errors = [{"code": "internal_error", "message": "its file could not be checked", "param": None}]
                 await self._change(batch, "validating", status="failed", failed_at=self._clock.stamp(), errors=errors)
         finally:
             self._stops.pop(batch.id, None)
 
     async def _check_input(self, batch: BatchRow) -> None:
-        """Raises InputFault where its lines are not those that were uploaded, or another model answered some."""
+        """Raises InputFault if the input file has changed since its upload, or another model answered some lines."""
         model = self._core.model_digest()
         if batch.completed and batch.model_digest is not None and model not in ("", batch.model_digest):
             raise InputFault(
@@ -231,7 +232,7 @@ class Batches:
                 return await self._finalise(batch)
 
     async def _check(self, batch: BatchRow) -> BatchRow:
-        """One file of a key at once; in_turn divides the time between keys."""
+        """Validates the input file. Each key has one file checked at a time; in_turn divides the time between keys."""
         feed, core = self._feed(batch), self._core
         async with self._checking[batch.owner]:
             with self._store.path_of(batch.input_file_id).open("rb") as file:
@@ -239,8 +240,8 @@ class Batches:
                 rules = rules_of(batch, core.limits)
                 check = await check_file(file, rules, core.served_model_name, in_turn, feed.checked)
         now = self._clock.stamp()
-        # a line for another model gets its own error line, like a prompt that is too long; a file of nothing else
-        # was sent to the wrong server
+        # a line for another model gets an error line, like a prompt that is too long; a file of only such lines was
+        # sent to the wrong server
         if check.errors or check.unserved == check.lines:
             found = sorted([*check.errors, *check.unserved_errors], key=lambda pair: pair[0])[:MAX_ERRORS]
             errors = [{"code": bad.code, "message": bad.message, "param": bad.param, "line": n} for n, bad in found]
@@ -250,7 +251,7 @@ class Batches:
         return await self._change(batch, "validating", status="in_progress", in_progress_at=now, total=check.lines)
 
     async def _change(self, batch: BatchRow, only_if: Status, **values: Any) -> BatchRow:
-        """The batch as it is then, also where it was cancelled meanwhile."""
+        """Changes the batch unless its status has changed meanwhile (cancelled); returns its state after that."""
         return await self._store.write(lambda rows: records.change_batch(rows, batch.id, (only_if,), **values))
 
     def _feed(self, batch: BatchRow) -> BatchFeed:
@@ -279,7 +280,7 @@ class Batches:
                 await feed.stop()
 
     async def _expire(self, batch: BatchRow) -> None:
-        """Stops the batch when its window is over; looked at again each minute, since the clock may be set."""
+        """Stops the batch when its completion window is over. Checks each minute, because the clock may be set."""
         while (left := batch.expires_at - self._clock.now()) > 0 or self._clock.paused:
             await asyncio.sleep(min(left, _EXPIRY_SECONDS) if left > 0 else _EXPIRY_SECONDS)
         self._stop(batch.id, "expired")
@@ -293,7 +294,7 @@ class Batches:
                 self._feeds.pop(batch_id, None)
 
     async def _wind_up(self, batch: BatchRow, feed: BatchFeed, outcome: str) -> BatchRow:
-        """Every line has its result after this; the files get their names."""
+        """Writes error lines for lines without a result, and names the files."""
         now = self._clock.stamp()
         values: dict[str, Any] = {}
         if outcome in _OUTCOMES:
@@ -305,7 +306,8 @@ class Batches:
         return await self._name_files(batch, outcome, values)
 
     async def _name_files(self, batch: BatchRow, outcome: str, values: dict[str, Any]) -> BatchRow:
-        """The files of what has a result; a batch of which lines have none has failed, not completed."""
+        """Names the output and error files, if there are results for them. A batch has failed, not completed, if lines
+        have no result."""
         now = self._clock.stamp()
 
         def work(rows: Rows) -> BatchRow:

@@ -1,4 +1,4 @@
-"""The services that batches and routes use: made once by the daemon (service.py), or a test."""
+"""The services that batches and routes use; made once by the daemon (service.py) or a test."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ class Core:
     limits: LimitsConfig
     served_model_name: str
     model_digest: Callable[[], str]
-    """Digest of the model that answers now; "" while there are several or it is unknown."""
+    """Returns the digest of the model in service; "" while replicas have different models or it is unknown."""

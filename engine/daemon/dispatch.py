@@ -21,7 +21,7 @@ _WINDOW = 4  # batch choices in a replica, in times of its max_num_seqs
 
 
 class _Replica:
-    """Listens to one job; knows what is aboard."""
+    """Listens to one job; has its flights."""
 
     def __init__(self, dispatcher: Dispatcher, index: int, job: EngineJob) -> None:
         self._dispatcher, self.index, self.job = dispatcher, index, job
@@ -39,7 +39,7 @@ class _Replica:
             try:
                 if (delta := flight.answer.take(event)) is not None:
                     flight.owner.progressed(flight, delta)
-            except Exception as error:  # the caller continues regardless: the request would wait for ever
+            except Exception as error:  # else the request would wait for ever
                 log.exception("an answer could not be made")
                 flight.answer.error = unmade(error)
             counted += flight.answer.completion_tokens - before
@@ -71,7 +71,7 @@ class _Replica:
                 self.job.submit(request)
 
     def leave(self, flight: Flight, cancel: bool) -> None:
-        """Forgets it; `cancel`: what still runs of it, too."""
+        """Removes the flight; `cancel`: also cancels its requests that still run."""
         if flight.replica != self.index:
             return
         flight.replica = None
@@ -84,7 +84,7 @@ class _Replica:
 
 
 class _Lines:
-    """Batch lines that wait to be boarded; their owners take turns, however many batches each of them has."""
+    """Queued batch lines. Owners take turns, regardless of how many batches each has."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[str, deque[Flight]] = OrderedDict()
@@ -122,7 +122,7 @@ class _Lines:
 
 
 class Dispatcher:
-    """`jobs`: one a replica, not started. `relaunches`: whether what a job lost runs again. On one event loop."""
+    """`jobs`: one a replica, not started. `relaunches`: whether lost requests are submitted again."""
 
     def __init__(self, jobs: Sequence[EngineJob], observer: DispatchObserver, relaunches: bool = True) -> None:
         self.observer, self._relaunches = observer, relaunches
@@ -134,7 +134,7 @@ class Dispatcher:
         self.limits: ModelLimits | None = None
         self.draining = False
         self.over: str | None = None
-        """Why nothing will run any more, once every replica has failed or `end` was called."""
+        """The reason why no request can run any more: every replica has failed, or `end` was called; else None."""
         self.on_over: Callable[[str], None] = lambda reason: None
         self.changed = asyncio.Event()
         """Set whenever a replica's state has changed; the waiter clears it."""
@@ -149,7 +149,7 @@ class Dispatcher:
         await asyncio.gather(*(replica.job.close() for replica in self._replicas))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Lets what runs come to its end; True if all did."""
+        """Waits for the running requests; True if all ended in time."""
         self.draining = True
         self._end_interactive("the daemon is stopping")
         return all(await asyncio.gather(*(replica.job.drain(timeout_s) for replica in self._replicas)))
@@ -160,19 +160,19 @@ class Dispatcher:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken: while a replica reloads they wait for it."""
+        """Whether requests are accepted; while a replica reloads they are queued."""
         phases = {state.phase for state in self.states}
         return not self.ending and self.limits is not None and not phases.isdisjoint(("ready", "reloading"))
 
     @property
     def in_flight(self) -> int:
-        """Bodies in the engines and waiting for them."""
+        """Number of bodies in the engines and queued for them."""
         aboard = {id(flight) for replica in self._replicas for flight in replica.flights.values()}
         return len(aboard) + self.waiting
 
     @property
     def load(self) -> int:
-        """Choices in the engines."""
+        """Number of choices in the engines."""
         return sum(replica.load for replica in self._replicas)
 
     @property
@@ -181,11 +181,11 @@ class Dispatcher:
 
     @property
     def ending(self) -> bool:
-        """No request is taken or boarded any more."""
+        """True if no request is accepted or submitted to an engine any more."""
         return self.draining or self.over is not None
 
     def end(self, reason: str) -> None:
-        """Ends every interactive request, waiting or in an engine; lines stay as they are."""
+        """Ends every interactive request, queued or in an engine; batch lines are unaffected."""
         self.over = reason
         for replica in self._replicas:
             for flight in dict.fromkeys(flight for flight in replica.flights.values() if not flight.batch):
@@ -210,7 +210,7 @@ class Dispatcher:
         return self._lines if flight.batch else self._interactive
 
     async def room(self, owner: str = "") -> None:
-        """Waits, in turn with the owner's other batches, until another line of the owner would run soon."""
+        """Waits until the queue has room for another line of the owner; the owner's batches take turns."""
         if owner not in self._rooms and self._has_room(owner):
             return
         waiter = asyncio.get_running_loop().create_future()
@@ -220,7 +220,7 @@ class Dispatcher:
         except asyncio.CancelledError:
             if waiter in (left := self._rooms.get(owner, deque())):
                 left.remove(waiter)
-            self.pump()  # its turn may be the next one's
+            self.pump()  # gives its turn to the next
             raise
 
     def _give_rooms(self, owner: str) -> None:
@@ -233,7 +233,7 @@ class Dispatcher:
             del self._rooms[owner]
 
     def drop(self, flight: Flight) -> None:
-        """Discards it: its owner gets no more events."""
+        """Discards a flight: its owner gets no more events."""
         for waiting in self._waiting:
             if flight in waiting:
                 waiting.remove(flight)
@@ -257,8 +257,9 @@ class Dispatcher:
             self._give_rooms(owner)
 
     def _board_isolated(self) -> list[_Replica]:
-        """The replicas that take others. For each isolated request one is kept from them, and boarded once it is empty;
-        until then it stays in its queue, as that replica may never be ready again."""
+        """Submits isolated requests, each to an empty replica; returns the replicas for other requests. One replica is
+        reserved for each isolated request until it is empty; the request stays in its queue until then, because that
+        replica may never be ready again."""
         ready = [replica for replica in self._replicas if replica.job.state.phase == "ready" and replica.alone is None]
         ready.sort(key=lambda replica: bool(replica.flights))
         kept = len(self._isolated)
@@ -276,7 +277,7 @@ class Dispatcher:
             and any(replica.job.state.phase == "ready" for replica in self._replicas)
         )
 
-    # what replicas tell
+    # events of replicas
 
     def moved(self, replica: _Replica, state: JobState) -> None:
         self.observer.state(replica.index, state)
@@ -291,7 +292,8 @@ class Dispatcher:
         self.pump()
 
     def passed(self, replica: _Replica, flight: Flight) -> None:
-        """It is past the place where ranks died: others join it, or the next isolated request takes its place."""
+        """Called when an isolated flight is past the position at which ranks died: other requests may run with it, or
+        the next isolated request replaces it."""
         replica.alone = None
         if self._isolated:
             replica.leave(flight, cancel=True)
@@ -299,10 +301,10 @@ class Dispatcher:
             self._queue_of(flight).appendleft(flight)
 
     def lost(self, replica: _Replica, lost: dict[str, int], reason: str, suspects: int) -> None:
-        """Queues all of it again; who is found guilty is given up."""
+        """Queues the lost flights again, and quarantines those that killed their rank."""
         if not self._relaunches:
             return
-        # by id and epoch: what was cancelled and goes on in a newer launch is aboard too
+        # by id and epoch: flights also has requests that were cancelled and resumed in a newer launch
         known = {(name, flight.epoch): flight for name, flight in replica.flights.items()}
         flights = [known.get(one) for one in lost.items()]  # None: discarded meanwhile
         aboard, there = dict.fromkeys(filter(None, flights)), set(flights[:suspects])
@@ -326,12 +328,12 @@ class Dispatcher:
             self._quarantine(flight, reason)
             for other in [other for other in self._isolated if not other.suspicion.alone]:
                 self._isolated.remove(other)
-                other.suspicion = Suspicion()  # the request that killed their steps is known now
+                other.suspicion = Suspicion()  # the quarantined request killed their steps
                 self._queue_of(other).appendleft(other)
         for flight in reversed(aboard):
             self._queue_of(flight).appendleft(flight)
         if self._isolated:
-            # The least suspected goes first: it makes progress, so that who kills alone does not use up the restarts.
+            # The least suspected runs first: its progress resets the count of restarts, which the guilty one uses up.
             ordered = sorted(self._isolated, key=lambda one: (-one.suspicion.alone, one.batch))
             self._isolated = deque((ordered.pop(), *ordered))
         if self.ending:

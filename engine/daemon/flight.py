@@ -61,7 +61,7 @@ class DispatchObserver(Protocol):
     """Observes the replicas; every call returns at once."""
 
     def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
-        """Events of a replica, as they came; `counted`: how many tokens of them the answers' usage counts."""
+        """A replica's events in order of arrival; `counted`: the number of their tokens in the answers' usage."""
 
     def report(self, replica: int, report: RankHeartbeat) -> None: ...
 

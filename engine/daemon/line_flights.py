@@ -1,4 +1,4 @@
-"""Lines of a file on their way through the dispatcher: for the daemon's batches and `laddertron run`."""
+"""Sends lines of a file through the dispatcher, for the daemon's batches and `laddertron run`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class LineFlights:
-    """`take` a line once the dispatcher has room for it; `answered` gets what came of it. `run_id`: the batch's or
-    the run's id, of which answer ids and default seeds are made. `max_choices`: see `to_requests`."""
+    """Call `take` for a line once the dispatcher has room; `answered` is called with its result. `run_id`: the batch's
+    or the run's id; answer ids and default seeds are derived from it. `max_choices`: see `to_requests`."""
 
     def __init__(
         self, dispatcher: Dispatcher, text: TextModel, run_id: str, max_choices: int | None, owner: str = ""
@@ -30,14 +30,14 @@ class LineFlights:
         self._flights: dict[Flight, BatchLine] = {}
 
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
-        """A line's output line, for the error file where there is an error; `flight=None`: it never ran."""
+        """Receives a line's output line, for the error file if `error` is set. `flight=None`: the line never ran."""
         raise NotImplementedError
 
     def name(self, line: BatchLine) -> str:
         return answer_id(self._run_id, line)
 
     def take(self, line: BatchLine, prompts: Prompts | ApiError, deaths: int = 0) -> None:
-        """Submits a line with its prompts' ids, or answers it with why it has none."""
+        """Submits a line with its prompts' ids, or answers it with the error that it has instead."""
         if isinstance(prompts, ApiError):
             self._refuse(line, prompts)
             return
@@ -55,26 +55,26 @@ class LineFlights:
             return
         answer = Answer(body, requests, self._text, name, int(time.time()))
         flight = Flight(tuple(requests), answer, self, Suspicion(deaths))
-        self._flights[flight] = line._replace(body=None)  # from here on the envelope alone is needed
+        self._flights[flight] = line._replace(body=None)  # only the envelope is needed from here on
         self._dispatcher.submit(flight)
 
     def _refuse(self, line: BatchLine, error: ApiError) -> None:
         out = error_line(line.custom_id, self.name(line), error, line.number)
         self.answered(line, out, None, error)
 
-    # what the dispatcher reports
+    # FlightOwner
 
     def progressed(self, flight: Flight, delta: Delta) -> None:
-        """Answers are written whole."""
+        """Does nothing: answers are written when complete."""
 
     def died(self, flight: Flight) -> None:
-        """It goes on by itself."""
+        """Does nothing: the dispatcher resumes the flight."""
 
     def finished(self, flight: Flight) -> None:
         self._answer(flight, self._line_of(self._flights[flight], flight))
 
     def _line_of(self, line: BatchLine, flight: Flight) -> bytes:
-        """The line of what came of it; any thread."""
+        """Makes the output line of an ended flight; may be called from any thread."""
         answer = flight.answer
         assert line.custom_id is not None
         name = self.name(line)

@@ -1,4 +1,4 @@
-"""The engine at one look: replicas, ranks and links as data, from a scrape's figures and an hour of samples. Pure."""
+"""Overview of the engine: replicas, ranks and links as data, from a scrape's figures and an hour of samples. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SAMPLE_SECONDS, RECENT_SECONDS, HOUR_SECONDS = 5.0, 10.0, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Counters at a moment, in monotonic seconds: tokens of answers by replica; by link class the seconds of
-    collectives that were hidden and exposed, and message bytes, summed over the ranks."""
+    """Counters at the time `at` (monotonic seconds): generated tokens by replica; by link class the hidden seconds,
+    exposed seconds and message bytes of collectives, summed over the ranks."""
 
     at: float
     tokens: Mapping[str, float]
@@ -37,7 +37,7 @@ def take_sample(figures: Figures, at: float) -> Sample:
 def engine_view(
     figures: Figures, states: Sequence[JobState], newest: Sample, recent: Sample, oldest: Sample, now: float
 ) -> dict[str, Any]:
-    """`newest` was taken from `figures`, `recent` a little before; `now`: unix seconds."""
+    """The overview as JSON. `newest` was made from `figures`, `recent` shortly before; `now`: unix seconds."""
     seconds = newest.at - recent.at
 
     def per_second(grown: float) -> float:
@@ -101,7 +101,7 @@ def _ranks(figures: Figures, replica: str, now: float) -> list[dict[str, Any]]:
 
 
 def _hidden(link: str, newest: Sample, before: Sample) -> float | None:
-    """Hidden over all seconds of collectives between two samples; None where there were none."""
+    """The hidden share of the seconds of collectives between two samples; None if there were none."""
     hidden, exposed = (
         now - then for now, then in zip(newest.links[link][:2], before.links.get(link, (0.0, 0.0))[:2], strict=True)
     )
@@ -109,20 +109,20 @@ def _hidden(link: str, newest: Sample, before: Sample) -> float | None:
 
 
 class Samples:
-    """An hour of them, one every SAMPLE_SECONDS."""
+    """An hour of samples, one every SAMPLE_SECONDS."""
 
     def __init__(self) -> None:
         self._kept: deque[Sample] = deque(maxlen=int(HOUR_SECONDS / SAMPLE_SECONDS))
         self.looked = time.monotonic()
-        """When the daemon's loop last came round to it."""
+        """Time of the last call of `take` by the daemon's loop, in monotonic seconds."""
 
     def take(self, figures: Callable[[], Figures], at: float) -> None:
-        """May be called more often: then nothing is looked at."""
+        """Adds a sample if the last one is at least SAMPLE_SECONDS old."""
         self.looked = at
         if not self._kept or at - self._kept[-1].at >= SAMPLE_SECONDS:
             self._kept.append(take_sample(figures(), at))
 
     def before(self, at: float) -> tuple[Sample, Sample]:
-        """The newest that is RECENT_SECONDS old (else the oldest), and the oldest."""
+        """Returns the newest sample that is at least RECENT_SECONDS old (else the oldest), and the oldest."""
         oldest = self._kept[0] if self._kept else Sample(at, {}, {})
         return next((sample for sample in reversed(self._kept) if at - sample.at >= RECENT_SECONDS), oldest), oldest

@@ -1,4 +1,4 @@
-"""The daemon: store, text workers, replicas, batches and HTTP, until a signal or a failure."""
+"""The daemon: runs store, text workers, replicas, batches and HTTP until a signal or a failure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .usage import Usage
 log = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 1.0
-_FAILING_SECONDS = 20.0  # for batches that failed with the engine to get their files
+_FAILING_SECONDS = 20.0  # after a failure of the engine, time for the failed batches to get their files
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class Parts:
 
 
 class Daemon:
-    """`run` once; `stop` from a signal handler, any time."""
+    """Call `run` once; `stop` may be called at any time, also from a signal handler."""
 
     def __init__(self, deployment: Deployment, parts: Parts) -> None:
         self._deployment, self._parts = deployment, parts
         self._stop = asyncio.Event()
         self._ended = ""
         self.started = asyncio.Event()
-        """Set once the door is open."""
+        """Set once HTTP is being served."""
         self.dispatcher = Dispatcher(parts.jobs, parts.observer)
         self.services: Services
 
@@ -71,7 +71,8 @@ class Daemon:
         self._stop.set()
 
     async def run(self, listener: socket.socket, metrics_listener: socket.socket | None = None) -> int:
-        """The exit code: 0 if stopped, 1 if failed. Raises DiskError, TextError or OSError where it cannot begin."""
+        """Serves until stopped or failed; returns the exit code: 0 if stopped, 1 if failed. Raises DiskError, TextError
+        or OSError if it cannot start."""
         async with contextlib.AsyncExitStack() as stack:
             store = await self._open_store()
             stack.push_async_callback(store.close)
@@ -170,7 +171,7 @@ class Daemon:
         try:
             if not why and (free := free_bytes(store.folder)) < least:
                 why = f"batches pause: {free} bytes are free in {store.folder}, limits.min_free_disk={least}"
-        except OSError as error:  # no descriptor is left, say: the next look may see more
+        except OSError as error:  # possibly temporary, such as no free descriptor
             why = f"batches pause: {store.folder} cannot be looked at: {error.strerror}"
         if why != batches.gate.why:
             (log.warning if why else log.info)(why or "batches go on", extra={"event": "gate"})
@@ -200,8 +201,8 @@ class Daemon:
 
 
 async def calm_collector(daemon: Daemon) -> None:
-    """Once the daemon listens, exempts what exists from garbage collection, which would hold every stream up for a
-    tenth of a second. For a process that is this daemon's alone."""
+    """Once the daemon listens, exempts all existing objects from garbage collection, which would delay every stream by
+    a tenth of a second. Only for a process that runs nothing but this daemon."""
     await daemon.started.wait()
     gc.collect()
     gc.freeze()

@@ -22,18 +22,18 @@ _DAYS = 8
 
 
 def tokens_of(answer: Answer) -> Tokens:
-    """Tokens computed of an answer, complete or not: none where it ended before its first token."""
+    """The computed tokens of an answer, complete or not; none if it failed before its first token."""
     if not answer.place and (answer.error is not None or not answer.done):
         return Tokens()
     return Tokens(answer.prompt_tokens, answer.cached_tokens, answer.completion_tokens)
 
 
 class Usage:
-    """`enter` and `leave` around a request, `add` after it; on the daemon's loop. `clock`: unix seconds of rows."""
+    """Call `enter` and `leave` around a request and `add` after it, on the daemon's event loop."""
 
     def __init__(self, store: Store, observer: Observer, limits_of: Callable[[str], KeyLimits]) -> None:
         self._store, self._observer, self.limits_of, self._monotonic = store, observer, limits_of, time.monotonic
-        self._budgets: dict[str, tuple[float, float]] = {}  # requests that may come now, and as of when
+        self._budgets: dict[str, tuple[float, float]] = {}  # allowed requests, and at what time (token bucket)
         self._open: Counter[str] = Counter()
         self._day = 0
         self._today: Counter[str] = Counter()
@@ -46,7 +46,8 @@ class Usage:
             self._today[row["owner"]] += row["prompt_tokens"] + row["completion_tokens"]
 
     def enter(self, owner: str, computes: bool) -> None:
-        """One more request of the owner; `computes`: it asks for tokens. Raises ApiError, and then it is none."""
+        """Counts one more open request of the owner; `computes`: it generates tokens. Raises ApiError, without counting
+        it, if a limit is exceeded."""
         limits = self.limits_of(owner)
         if (most := limits.concurrent_requests) is not None and self._open[owner] >= most:
             self._refuse(owner, "concurrent_requests", f"{most} requests of this key are being answered", 1)
@@ -69,19 +70,19 @@ class Usage:
             del self._open[owner]
 
     def exhausted(self, owner: str) -> float:
-        """Seconds until the owner may have tokens again; 0: now."""
+        """Seconds until the owner's daily tokens are reset; 0 if some are left."""
         day, most = self._turn(), self.limits_of(owner).tokens_per_day
         return (day + 1) * DAY - self._store.clock.now() if most is not None and self._today[owner] >= most else 0.0
 
     def check_stored(self, owner: str, stored: int, more: int) -> None:
-        """Before `more` bytes are added to what the owner has stored. Raises ApiError."""
+        """Raises ApiError if `more` bytes would exceed the owner's limit on stored bytes."""
         most = self.limits_of(owner).stored_bytes
         if most is not None and stored + more > most:
             message = f"this key has stored {stored} bytes and may store {most}: delete files, or send less than {more}"
             self._refuse(owner, "stored_bytes", message, 60)
 
     def add(self, owner: str, tokens: Tokens, requests: int = 1, stored: bool = False) -> None:
-        """Adds computed tokens. `stored`: it is in the store already."""
+        """Adds computed tokens. `stored`: they are in the store already."""
         day = self._turn()
         self._today[owner] += tokens.prompt + tokens.completion
         self._observer.used(owner, requests, tokens.prompt, tokens.completion)
@@ -91,11 +92,11 @@ class Usage:
 
     @property
     def today(self) -> int:
-        """Since 1970, UTC, by the trusted clock."""
+        """The day as days since 1970 (UTC), by the trusted clock."""
         return self._turn()
 
     async def flush(self) -> None:
-        """Raises StoreUnavailable: then the next one writes it."""
+        """Writes usage to the store. Raises StoreUnavailable; then the next call writes it."""
         found, self._unwritten = self._unwritten, {}
         if not found:
             return
@@ -114,7 +115,7 @@ class Usage:
 
     def _turn(self) -> int:
         day = int(self._store.clock.now()) // DAY
-        if day != self._day:  # a clock that is set back finds what that day has used
+        if day != self._day:  # if the clock was set back, continues that day's counts
             self._day, self._today = day, self._days.setdefault(day, Counter())
             while len(self._days) > _DAYS:
                 del self._days[min(self._days)]
