@@ -1,4 +1,4 @@
-"""Reads a batch file line by line, bounded, for `laddertron run` and the Batch API."""
+"""Reads a batch file line by line in bounded memory, for `laddertron run` and the Batch API."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _PART_SECONDS, _PART_LINES, _PART_BYTES = 0.05, 256, 1 << 20
 
 
 class BatchLine(NamedTuple):
-    """One line of a batch file. `number` counts from 1, `length` (with its line break) is bytes. Exactly one of `body`,
-    `error` and `raw` is set; `raw`: a large line, not checked yet. `custom_id` and `url` are there if they
-    could be read, `digest` where LineRules asks for it (not on a line whose custom_id is a duplicate)."""
+    """One line of a batch file. `number` counts from 1; `length` is in bytes, with the line break. Exactly one of
+    `body`, `error` and `raw` is set; `raw`: a large line, not checked yet. `custom_id` and `url` are set if they could
+    be read, `digest` if LineRules asks for it (not for a duplicate custom_id)."""
 
     number: int
     length: int
@@ -60,10 +60,10 @@ def read_lines(
     large: bool = False,
     seen: set[bytes] | None = None,
 ) -> Iterator[BatchLine]:
-    """Every line that is not blank, in order; a repeated custom_id is the later line's error. Memory: one line, and
-    16 bytes a custom_id. A line beyond `max_lines` comes out as an error, and is the last. Lines whose numbers are in
-    `skip` are passed over unread. `large`: lines beyond LARGE_BYTES come out unread (`raw`), and `seen` has the others'
-    custom_ids, for `once`."""
+    """Yields every line that is not blank, in order. A duplicate custom_id is the later line's error. Memory: one line,
+    and 16 bytes a custom_id. The first line beyond `max_lines` is an error and the last one yielded. Lines whose
+    numbers are in `skip` are not parsed. `large`: lines longer than LARGE_BYTES are yielded unparsed (`raw`), and
+    `seen` has the keys of the other lines' custom_ids, for `once`."""
     seen = set() if seen is None else seen
     for number, length, raw in _raw_lines(file, rules.max_line_bytes):
         if rules.max_lines is not None and number > rules.max_lines:
@@ -84,7 +84,7 @@ def read_lines(
 
 
 def once(line: BatchLine, seen: set[bytes]) -> BatchLine:
-    """The line, or its error where its custom_id was `seen`."""
+    """Returns the line, or an error line if its custom_id is in `seen`; adds it to `seen`."""
     if line.custom_id is not None:
         key = key_of(line.custom_id)
         if key in seen:
@@ -99,8 +99,8 @@ InThread = Callable[[Callable[[], list[BatchLine]]], Awaitable[list[BatchLine]]]
 
 
 async def off_loop(lines: Iterator[BatchLine], in_thread: InThread) -> AsyncIterator[BatchLine]:
-    """The lines, read by `in_thread` a part at a time: short, bounded, and ended by a large line (`raw`), which its
-    reader may look at before the next line is read."""
+    """Yields the lines, read by `in_thread` in parts of bounded time, lines and bytes. A large line (`raw`) ends a
+    part, so that it can be checked before the next line is read."""
 
     def part() -> list[BatchLine]:
         found, size, until = list[BatchLine](), 0, time.monotonic() + _PART_SECONDS
@@ -117,17 +117,17 @@ async def off_loop(lines: Iterator[BatchLine], in_thread: InThread) -> AsyncIter
 
 
 def key_of(custom_id: str) -> bytes:
-    """16 bytes that stand for a custom_id where many are remembered."""
+    """A 16-byte key of a custom_id, for sets of many."""
     return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
 
 
 def digest_of(raw: bytes) -> bytes:
-    """16 bytes that identify a line by its bytes, but for white space around it."""
+    """A 16-byte digest of a line's bytes, without surrounding white space."""
     return hashlib.blake2b(raw.strip(), digest_size=16).digest()
 
 
 def line_digests(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[bytes, int, bytes]]:
-    """Digest, number and bytes of every line that is neither blank nor longer than `max_line_bytes`."""
+    """Yields digest, number and bytes of every line that is neither blank nor longer than `max_line_bytes`."""
     for number, _, raw in _raw_lines(file, max_line_bytes):
         if raw and not raw.isspace():
             yield digest_of(raw), number, raw
@@ -139,7 +139,8 @@ def check_line(
     rules: LineRules = LineRules(),
     bound: Callable[[Any], None] = lambda body: None,
 ) -> BatchLine:
-    """One line; its error begins with its number. `bound` may refuse (ApiError) or cut a body before it is checked."""
+    """Checks one line; its error begins with its number. `bound` may refuse (ApiError) or shorten a body before it is
+    checked."""
     custom_id = url = None
     try:
         try:
@@ -161,7 +162,7 @@ def check_line(
 
 
 def _custom_id(value: dict[str, Any]) -> str | None:
-    """None if it is not usable; `_envelope` then says why."""
+    """The custom_id, or None if it is invalid; then `_envelope` raises the error."""
     given = value.get("custom_id")
     return given if type(given) is str and 1 <= len(given) <= MAX_CUSTOM_ID else None
 
@@ -189,7 +190,7 @@ def _envelope(value: dict[str, Any], rules: LineRules) -> Endpoint:
 
 
 def _raw_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
-    """(number, length, bytes), None for the bytes of a line longer than `limit` (line break included)."""
+    """Yields (number, length, bytes); the bytes are None for a line longer than `limit`, line break included."""
     number = 0
     while raw := file.readline(limit + 1):
         number, length = number + 1, len(raw)
@@ -202,7 +203,7 @@ def _raw_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | N
 
 
 def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int]:
-    """Number in the earlier file -> in the later one, of lines with the same digest. Memory: 16 bytes a line."""
+    """Maps numbers of lines of the earlier file to numbers in the later one, by digest. Memory: 16 bytes a line."""
 
     def digests(path: Path) -> Iterator[tuple[bytes, int]]:
         with path.open("rb") as file:
@@ -215,7 +216,8 @@ def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int
 
 @dataclass(slots=True)
 class FileCheck:
-    """How many lines a file has; the first MAX_ERRORS bad ones by number, and those for another model."""
+    """Result of `check_file`: the number of lines, and the first MAX_ERRORS errors by line; the same (`unserved`) for
+    lines that request another model."""
 
     lines: int = 0
     unserved: int = 0
@@ -230,7 +232,8 @@ async def check_file(
     in_thread: InThread,
     large: Callable[[BatchLine], Awaitable[BatchLine]],
 ) -> FileCheck:
-    """Reads a whole batch file, off the loop; `large` checks a large line. An empty file has an error at line 0."""
+    """Checks a whole batch file outside the event loop; `large` checks a large line. An empty file has an error at line
+    0."""
     check, seen = FileCheck(), set[bytes]()
     async for found in off_loop(read_lines(file, rules, large=True, seen=seen), in_thread):
         line = found if found.raw is None else once(await large(found), seen)
@@ -251,20 +254,20 @@ def answer_line(custom_id: str, answer_id: str, body: dict[str, Any]) -> bytes:
 
 
 def large_answer_line(custom_id: str, answer_id: str, pieces: Iterable[bytes]) -> bytes:
-    """The same of a body's JSON in pieces."""
+    """Like `answer_line`, for a body whose JSON is in pieces."""
     before, _, after = _line(custom_id, answer_id, 200, {}).rpartition(b"{}")
     return b"".join((before, *pieces, after))
 
 
 def error_line(custom_id: str | None, answer_id: str, error: ApiError, number: int | None = None) -> bytes:
-    """A line of the error file. `number`: of the input's line, for a request that was not taken."""
+    """A line of the error file. `number`: the input line's, for a request that was refused."""
     if error.status is None:
         return _line(custom_id, answer_id, None, {"code": error.code, "message": error.message})
     return _line(custom_id, answer_id, error.status, error.to_json(number))
 
 
 def _line(custom_id: str | None, answer_id: str, status: int | None, body: dict[str, Any]) -> bytes:
-    """As in a file, line break included; `status=None`: the body is the line's `error`."""
+    """An output line with its line break; `status=None`: `body` is the line's `error`."""
     response = {"status_code": status, "request_id": f"req_{answer_id}", "body": body}
     ends = {"response": None, "error": body} if status is None else {"response": response, "error": None}
     line = {"id": f"batch_req_{answer_id}", "custom_id": custom_id, **ends}

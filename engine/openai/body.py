@@ -1,4 +1,4 @@
-"""Validates a body: its fields by schema.py, the rules between them, unknown fields by name. Pure."""
+"""Validates a request body: fields (schema.py) and the rules between them; names unknown fields. Pure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .validators import checked, parsed
 
 TOKENIZE = "/tokenize"
 
-MAX_CHOICES = 1024  # n of one request, before what the deployment allows
+MAX_CHOICES = 1024  # limit on n of one request; a deployment may allow less
 COMPLETIONS_MAX_TOKENS = 16  # the default of OpenAI's and vLLM's /v1/completions
 
 
 class Body(NamedTuple):
-    """One checked body. Chats have `messages`, completions `prompts`; None means that the client left it open.
-    `params` holds 0 for such a max_tokens and seed. A named tuple, because a frozen dataclass of so many fields costs
-    a fifth of the check of a line."""
+    """One checked body. Chats have `messages`, completions `prompts`; None: not set by the client. `params` has 0 for
+    max_tokens and seed if they are not set. A named tuple, because making a frozen dataclass of this size takes a fifth
+    of the time to check a line."""
 
     endpoint: Endpoint
     model: str
@@ -67,7 +67,8 @@ def parse_body(data: bytes, endpoint: Endpoint) -> Body:
 
 
 def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
-    """A body of /tokenize: a chat's, or a completion's of one prompt; and whether token strings are wanted."""
+    """Checks a body of /tokenize, which is a chat or a completion of one prompt; returns it and whether token strings
+    are requested."""
     if type(value) is not dict:
         raise ApiError("the body must be a JSON object", code="invalid_type")
     named = value.get("return_token_strs")
@@ -81,7 +82,7 @@ def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
 
 
 def check_body(value: Any, endpoint: Endpoint) -> Body:
-    """A body already parsed (by json_codec). Raises ApiError naming the field."""
+    """Checks a body that json_codec has parsed. Raises ApiError, which names the field."""
     fields = checked(MODELS[endpoint], value)
     values = fields.__dict__
     found = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}

@@ -1,4 +1,4 @@
-"""Turns bodies into token ids: small ones in place, large ones in a text worker, which runs this module."""
+"""Converts bodies to token ids: small ones in this process, large ones in a text worker, which runs this module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Prepared = tuple[Body, list[tuple[int, ...]]]
 
 
 async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, encoder: Encoder) -> Prepared:
-    """The checked body and the ids of its prompts, `max_ids` each at most where it is large. Raises ApiError."""
+    """Checks a body and encodes its prompts, which may have at most `max_ids` ids each if the body is large. Raises
+    ApiError."""
     if len(raw) <= LARGE_BYTES:
         body = parse_body(bytes(raw), endpoint)
         check_model(body, served)
@@ -44,7 +45,7 @@ async def _asked(raw: Blob, payload: dict[str, Any], encoder: Encoder) -> dict[s
 
 
 async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: Encoder) -> bytes:
-    """The answer to /tokenize as JSON, made by a worker. The text may exceed the model's length. Raises ApiError."""
+    """Answers /tokenize in a worker, as JSON. The text may be longer than the model's context. Raises ApiError."""
     most = max(max_model_len or 1 << 20, LARGE_BYTES)
     payload = {"endpoint": TOKENIZE, "served": served, "max_ids": most, "max_model_len": max_model_len}
     answer: bytes = (await _asked(raw, payload, encoder))["answer"]
@@ -54,8 +55,8 @@ async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: E
 async def prepare_line(
     line: BatchLine, endpoint: Endpoint, served: str, max_ids: int, encoder: Encoder, ids: bool = True
 ) -> tuple[BatchLine, list[tuple[int, ...]] | ApiError]:
-    """A large line of a batch, looked at in a worker: checked, its body without its prompts; and the ids of these, or
-    why it has none. `ids=False`: it is only checked. Raises OSError where there are no workers."""
+    """Checks a large line of a batch in a worker. Returns the line, its body without prompts, and their ids or the
+    error. `ids=False`: only checks it. Raises OSError if no worker is available."""
     assert line.raw is not None
     place = [line.number, endpoint]
     try:
@@ -66,7 +67,7 @@ async def prepare_line(
             raise OSError(str(error)) from error
         bad = ApiError(f"line {line.number}: {error}", code=error.code)
         named = line._replace(raw=None)
-        if ids:  # whose line it was: its form alone costs less, and was checked before
+        if ids:  # get its custom_id: checking the form alone costs less, and has succeeded before
             named, _ = await prepare_line(line, endpoint, served, max_ids, encoder, ids=False)
         return named._replace(body=None, error=bad), bad
     found = line._replace(raw=None, custom_id=reply.get("custom_id"), url=reply.get("url"))
@@ -92,7 +93,7 @@ class _Here(Encoder):
 
 
 def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
-    """{"rest", "ids"}, {"answer"} or {"refused"} for a body; anything else is a text worker's."""
+    """Answers an item with a body by {"rest", "ids"}, {"answer"} or {"refused"}; other items like any text worker."""
     if "blob" not in item:
         return worker.answer(model, item, max_ids)
     try:
@@ -109,7 +110,7 @@ def _refused(bad: ApiError) -> dict[str, Any]:
 
 
 def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
-    """As `_body`, with the line's custom_id and url."""
+    """Like `_body`, and adds the line's custom_id and url."""
     (number, endpoint), bodies = item["line"], []
 
     def bound(body: Any) -> None:
@@ -119,7 +120,7 @@ def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
         except ApiError:
             if item["ids"]:
                 raise
-            body["prompt"] = [0]  # too long: that line's error alone, once it is its turn
+            body["prompt"] = [0]  # too long: becomes this line's error when its ids are requested
 
     line = check_line(item["blob"], number, LineRules(endpoint), bound)
     out = {"custom_id": line.custom_id, "url": line.url}
@@ -163,7 +164,7 @@ def _made(value: dict[str, Any], body: Body, here: _Here) -> dict[str, Any]:
 
 
 def _bound(value: Any, max_ids: int) -> None:
-    """Prompts of ids are refused by their length, before any of them is looked at. Raises ApiError."""
+    """Refuses prompts with too many ids before their ids are checked. Raises ApiError."""
     prompt = value.get("prompt") if type(value) is dict else None
     if type(prompt) is not list:
         return

@@ -1,4 +1,4 @@
-"""The messages of a chat: roles, and contents that are text. Images and audio are refused by name."""
+"""The messages of a chat: roles and text contents. Errors name images and audio, which are not supported."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PARTS: TypeAdapter[tuple[TextPart, ...]] = TypeAdapter(_Parts)
 
 
 def _content(value: Any) -> str | None:
-    """Text as it is; text parts, joined by line breaks."""
+    """The text of a content: a string, or text parts joined by line breaks."""
     if value is None or type(value) is str:
         return value
     if type(value) is not list:
@@ -52,7 +52,7 @@ def _content(value: Any) -> str | None:
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """A call's arguments, which travel as JSON text, as templates take them."""
+    """Parses a call's arguments from JSON text into the object that templates expect."""
     if type(value) is not str:
         raise invalid(f" is {kind_of(value)}; a string is expected", "invalid_type")
     try:
@@ -91,7 +91,8 @@ class Message(StrictModel):
 
 
 def as_template_takes_it(message: Message) -> dict[str, Any]:
-    """Role, content (one string) and the rest; `developer` becomes `system`. Raises ApiError for an empty message."""
+    """A message for the chat template: role, content as one string, and the other fields; `developer` becomes `system`.
+    Raises ApiError for an empty message."""
     found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (given := getattr(message, name)) is not None:

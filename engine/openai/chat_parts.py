@@ -1,7 +1,8 @@
-"""Splits a chat's text into reasoning, content and tool calls as it arrives, independent of how it is cut. A call is
-emitted whole; where one is named, its arguments as they arrive. Formats: Hermes and Qwen (<tool_call>{"name",
-"arguments"}</tool_call> anywhere), Llama 3.1 to 3.3 ({"name", "parameters"} first, several divided by semicolons), and
-an array of such objects where the answer had to call (tools.py). Anything else stays content.
+"""Splits a chat's text incrementally into reasoning, content and tool calls; the result does not depend on how the text
+is divided. A call is emitted complete, except that the arguments of a tool that `tool_choice` names are streamed.
+Formats: Hermes and Qwen (<tool_call>{"name", "arguments"}</tool_call> anywhere), Llama 3.1 to 3.3 ({"name",
+"parameters"} first, several separated by semicolons), and an array of such objects if a call is required (tools.py).
+All other text is content.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _BLANK = " \n\t\r"  # JSON's white space
 
 
 class _Braces:
-    """Where the object at the beginning of a growing text ends."""
+    """Finds the end of the JSON object at the beginning of a growing text."""
 
     def __init__(self) -> None:
         self._at = self._depth = 0
         self._string = self._escaped = False
 
     def end(self, text: str) -> int | None:
-        """The index behind its last brace."""
+        """The index after its last brace; None if it is not complete."""
         for at in range(self._at, len(text)):
             char = text[at]
             if self._string:
@@ -51,9 +52,9 @@ class _Braces:
 
 
 class ChatParts:
-    """One choice. `thinking`: None where reasoning is not looked for, else whether the prompt has begun it.
-    `tools`: the names that may be called; `forced`: the one whose arguments the text is; `call_id`: of the n-th;
-    `parallel=False`: calls after the first are left out."""
+    """The parts of one choice. `thinking`: None if the model does not reason, else whether the prompt ends with the
+    opening mark. `tools`: the names that may be called; `forced`: the named tool, whose arguments are the whole text;
+    `call_id`: makes the id of the n-th call; `parallel=False`: calls after the first are left out."""
 
     def __init__(
         self,
@@ -68,12 +69,12 @@ class ChatParts:
         self._parallel = parallel
         self.calls = 0
         self._held = ""
-        self._strip = False  # line breaks after what was no content
+        self._strip = False  # remove line breaks after reasoning or a call
         self._braces = _Braces()
         self._state = self._content if thinking is None else self._reasoning if thinking else self._begin
 
     def push(self, text: str, last: bool = False) -> list[Part]:
-        """Deltas of a message: `content`, `reasoning_content` or `tool_calls`."""
+        """Adds text; returns a message's deltas: `content`, `reasoning_content` or `tool_calls`."""
         self._held += text
         parts = []
         while (part := self._state(last)) is not None:
@@ -81,7 +82,7 @@ class ChatParts:
                 parts.append(part)
         return parts
 
-    # states: the next part, {} where one was passed without any, None where more text is needed
+    # states: each returns the next part, {} if the state changed without one, None if more text is needed
 
     def _begin(self, last: bool) -> Part | None:
         text = self._held.lstrip()
@@ -172,7 +173,7 @@ class ChatParts:
     def _call(self, raw: str) -> Part | None:
         try:
             value = json.loads(raw)
-            # no text to send: a lone surrogate, NaN or an infinity (which 1e999 is)
+            # raises for values that JSON text cannot have: a lone surrogate, NaN or an infinity (1e999)
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError):
             return None
@@ -194,7 +195,7 @@ class ChatParts:
 
 
 def message_of(parts: Iterable[Part]) -> Part:
-    """The message that parts make, joined: `content` (None where there are only calls), and what else there is."""
+    """Joins parts into a message: `content` (None if there are only calls), `reasoning_content` and `tool_calls`."""
     content = reasoning = ""
     calls: list[Part] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""One choice of an answer: from the engine's events to text, ids and finish reason. Applies stop strings."""
+"""One choice of an answer: converts the engine's events to text, ids and finish reason. Applies stop strings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Delta:
     stop_reason: int | str | None = None
     tokens: tuple[int, ...] = ()
     stop_after: int | None = None
-    """A stop string matched after so many tokens, and the engine goes on: for `EngineJob.stop_choice`."""
+    """If a stop string matched and the engine still generates: the number of tokens for `EngineJob.stop_choice`."""
 
 
 @dataclass(slots=True)
@@ -45,17 +45,17 @@ class Choice:
     body: Body
     text: TextModel
     out: OutputText
-    offsets: Offsets  # of what was streamed
+    offsets: Offsets  # of the streamed text
     seen: int = 0  # tokens that the engine has reported
-    tokens: int = 0  # tokens that count
+    tokens: int = 0  # tokens of the answer's usage
     parts: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    digests: list[int] = field(default_factory=list)  # of the rows of logits behind `ids`
+    digests: list[int] = field(default_factory=list)  # of the rows of logits of `ids`
     finish: str | None = None
     stop_reason: int | str | None = None
-    begun: bool = False  # streaming: its first chunk is out
-    chat: ChatParts | None = None  # streaming: what it has said, taken apart
+    begun: bool = False  # streaming: the first chunk was sent
+    chat: ChatParts | None = None  # streaming: splits its text
 
     def take(self, event: TokensEvent, index: int) -> ApiError | Delta:
         """Applies one event to this open choice, the answer's `index`-th; returns what it adds, or the error that ends
@@ -83,7 +83,7 @@ class Choice:
         if self.finish == "stop" and self.out.matched is None and event.stop_token is not None:
             ids = (*ids, event.stop_token)
             if self.body.endpoint != CHAT:
-                taken += 1  # the stop token's: evaluation harnesses take the last entry for the one that was generated
+                taken += 1  # the stop token's entry: evaluation harnesses expect the last entry to be generated
         self.digests += [item.digest for item in logprobs[: len(ids)]]
         kept = logprobs[:taken] if self.body.params.logprobs is not None else ()
         self.logprobs += kept
@@ -91,7 +91,7 @@ class Choice:
         return Delta(index, text, kept, self.finish, self.stop_reason, ids, stop_after)
 
     def _end(self, finish: FinishReason, stop_token: int | None) -> str:
-        """The engine's own end: the text that was still held back."""
+        """Ends the choice with the engine's finish reason; returns the text that was still held back."""
         text = self.out.finish()
         self.finish = finish
         if stop_token is not None:
@@ -103,7 +103,7 @@ class Choice:
         return text
 
     def digest(self) -> dict[str, Any]:
-        """32 hexadecimal digits of the logits behind its ids, its stop token's among them, if asked for."""
+        """The digest of the logits of its ids and its stop token as 32 hexadecimal digits; {} if not requested."""
         if not self.body.params.return_digest:
             return {}
         rows = b"".join(digest.to_bytes(8, "little") for digest in self.digests)

@@ -1,4 +1,4 @@
-"""Why a request is refused or has no answer: the one error of HTTP, of batch files and of streams."""
+"""ApiError: the error of a refused or failed request, for HTTP, batch files and streams."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class ApiError(ValueError):
-    """`code` is for programs, `param` names the field. `status` is HTTP's, None where the request did not run to an end
-    (a batch line's `error`). `retry_after` in seconds; `close`: the connection cannot go on."""
+    """`code` is for programs, `param` names the field. `status`: HTTP status; None if the request did not run to its
+    end (a batch line's `error`). `retry_after` in seconds; `close`: the connection must be closed."""
 
     def __init__(
         self,
@@ -38,5 +38,5 @@ class ApiError(ValueError):
 
 
 def unmade(error: Exception) -> ApiError:
-    """For an answer that failed internally: the client must not wait for ever."""
+    """The error of an answer that failed internally; without one the client would wait for ever."""
     return ApiError(f"the answer could not be made: {error!r}"[:500], "engine_error", status=500)

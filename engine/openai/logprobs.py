@@ -1,4 +1,4 @@
-"""Log probabilities as JSON values of the chat API, of the completions API and of vLLM's prompt_logprobs."""
+"""Log probabilities as JSON values of the chat API, the completions API and vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _finite(logprob: float) -> float:
 
 
 class Names(Protocol):
-    """How tokens are named: a tokenizer's Pieces, or `TokenIds`."""
+    """Names of tokens: a tokenizer's Pieces, or `TokenIds`."""
 
     def show(self, token: int) -> str: ...
 
@@ -24,7 +24,7 @@ class Names(Protocol):
 
 
 class TokenIds:
-    """vLLM's return_tokens_as_token_ids: names that no two tokens share."""
+    """Unique names for vLLM's return_tokens_as_token_ids."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.raw = pieces.raw
@@ -44,7 +44,7 @@ def chat_logprobs(items: Sequence[TokenLogprob], pieces: Names, top: int) -> dic
 
 
 class Offsets:
-    """Where each token begins in a growing text, in characters."""
+    """Computes where each token begins in a growing text, in characters."""
 
     def __init__(self, detokeniser: Detokeniser) -> None:
         self._detokeniser, self._length = detokeniser, 0
@@ -58,8 +58,8 @@ class Offsets:
 def completion_logprobs(
     items: Sequence[tuple[int, TokenLogprob | None]], pieces: Names, top: int, offsets: Offsets
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of /v1/completions. `items`: (token, its log probability), None for a prompt's first. The
-    chosen token is always among `top_logprobs`; of two tokens that look alike the likelier is listed."""
+    """`choices[].logprobs` of /v1/completions. `items`: (token, its log probability; None for a prompt's first token).
+    The chosen token is always in `top_logprobs`; of two tokens with the same name the likelier one is listed."""
     tops: list[dict[str, float] | None] = []
     for _, item in items:
         if item is None:
@@ -78,7 +78,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(items: Sequence[TokenLogprob | None], pieces: Pieces, top: int) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: a token's alternatives and itself by id; `rank` is null beyond the alternatives."""
+    """vLLM's `prompt_logprobs`: each token and its alternatives by id; `rank` is null if it is not among them."""
     out: list[dict[str, Any] | None] = []
     for item in items:
         if item is None:

@@ -1,4 +1,4 @@
-"""Reads lines ahead, tokenises several at once, yields them in order; for `laddertron run` and the daemon's batches."""
+"""Reads lines ahead, tokenizes several at once, yields them in order; for `laddertron run` and the daemon's batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Ready = tuple[BatchLine, Prompts | ApiError]
 
 
 async def encoded(line: BatchLine, served: str, encoder: Encoder) -> Ready:
-    """The line with its prompts' ids. A refusal is a result here: one bad prompt must not end the others' tasks."""
+    """Encodes the line's prompts; returns the line with their ids, or with its error: one bad prompt must not end the
+    tasks of the others."""
     try:
         if line.error is not None or line.body is None:
             return line, line.error or ApiError("the line has no body")
@@ -37,8 +38,8 @@ async def prepared(
     served: str,
     large: Callable[[BatchLine], Coroutine[Any, Any, Ready]] | None = None,
 ) -> AsyncGenerator[Ready, None]:
-    """Each line with its prompts' ids, or with why it has none; None is a line that is skipped. `large`:
-    who looks at lines that came as they are. Close it (contextlib.aclosing) if left early."""
+    """Yields each line with its prompts' ids, or with its error; a line of None is skipped. `large`: prepares lines
+    that are not parsed yet (`raw`). Close it (contextlib.aclosing) if left early."""
     ahead: deque[tuple[int, asyncio.Task[Ready]]] = deque()
     size = 0
     try:
@@ -61,12 +62,12 @@ async def prepared(
 async def _breathing(lines: Iterable[BatchLine | None]) -> AsyncIterator[BatchLine]:
     for count, line in enumerate(lines, 1):
         if count % 32 == 0:
-            await asyncio.sleep(0)  # tokens must not wait for a long stretch of lines
+            await asyncio.sleep(0)  # else many lines in a row would delay tokens
         if line is not None:
             yield line
 
 
 def answer_id(run_id: str, line: BatchLine) -> str:
-    """The same for the same line of the same run or batch; unique within it."""
+    """The id of a line's answer: deterministic for a line and run (or batch), unique in the run."""
     name = f"{run_id}\0{line.custom_id or ''}\0{line.number}"
     return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()

@@ -18,13 +18,13 @@ from .errors import ApiError
 from .logprobs import Names, Offsets, TokenIds, chat_logprobs, completion_logprobs, prompt_logprobs
 from .schema import CHAT
 
-LARGE_VALUES = 4096  # above: made in a thread, in pieces
+LARGE_VALUES = 4096  # a larger answer is made in a thread, in pieces
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-_OPENING = 8  # ids at a prompt's end among which a template may have begun the reasoning
+_OPENING = 8  # ids at a prompt's end in which a template's opening mark of reasoning is searched
 
 
 class Answer:
-    """One body's answer in the making. Choice i of prompt p has index p * n + i."""
+    """One body's answer while it is generated. Choice i of prompt p has index p * n + i."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Answer:
         self._names: Names = TokenIds(text.pieces) if body.return_tokens_as_token_ids else text.pieces
         last = body.messages[-1] if body.messages else {"role": "", "content": ""}
         self.divided = body.endpoint == CHAT and (bool(body.tools) or (text.reasons and body.params.grammar is None))
-        """Whether a chat's text is taken apart: reasoning, content, calls."""
+        """Whether a chat's text is split into reasoning, content and calls."""
         self._role = "assistant" if body.add_generation_prompt else last["role"]
         self._continued = last["content"] if body.echo and last["role"] == self._role else ""
         self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
@@ -61,12 +61,12 @@ class Answer:
 
     @property
     def done(self) -> bool:
-        """Every choice has ended, or the request has failed."""
+        """True if every choice has ended, or the request has failed."""
         return self._open == 0 or self.error is not None
 
     @property
     def finish(self) -> str | None:
-        """How the first choice ended, or which error ended all."""
+        """The finish reason of the first choice, or the code of the error that ended all."""
         return self.error.code if self.error is not None else self._choices[0].finish
 
     @property
@@ -75,11 +75,11 @@ class Answer:
 
     @property
     def place(self) -> int:
-        """Tokens that the engine has reported of all its choices."""
+        """The number of tokens that the engine has reported, over all choices."""
         return sum(choice.seen for choice in self._choices)
 
     def emitted(self, prompt: int) -> tuple[tuple[int, ...] | None, ...]:
-        """For `Request.emitted` of a prompt's request, should another engine go on with it."""
+        """The value of `Request.emitted` with which another engine can resume a prompt's request."""
         n = self.body.params.n
         choices = self._choices[prompt * n : (prompt + 1) * n]
         found = tuple(None if choice.finish is not None else tuple(choice.ids) for choice in choices)
@@ -123,7 +123,7 @@ class Answer:
 
     @property
     def values(self) -> int:
-        """About how many values the body has: what it costs to make."""
+        """The approximate number of values of the body, which determines the time to make it."""
         params = self.body.params
         top = 0 if params.logprobs is None else params.logprobs + 1
         scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
@@ -131,12 +131,12 @@ class Answer:
         return self.place * (1 + top) + self.prompt_tokens * params.n * of_prompts
 
     def response(self) -> dict[str, Any]:
-        """The whole body, once `done` and without an error."""
+        """The response body. Requires `done` and no error."""
         choices = [self._whole(i, choice) for i, choice in enumerate(self._choices)]
         return {**self._start(), "choices": choices, **self._rest()}
 
     def pieces(self) -> Iterator[bytes]:
-        """The whole body's JSON in pieces, for a large one: no single call works on all of it."""
+        """The response body's JSON in pieces, so that no single call encodes all of a large body."""
         yield _JSON.encode(self._start()).encode()[:-1] + b',"choices":['
         for index, choice in enumerate(self._choices):
             yield b"," if index else b""
@@ -158,11 +158,11 @@ class Answer:
         return {**rest, **self._prompt_ids(0)}
 
     def begun(self, choice: int) -> bool:
-        """Whether `chunks` has given out what comes before a choice's first text."""
+        """True if `chunks` has returned the role, or the echo, of a choice."""
         return self._choices[choice].begun
 
     def chunks(self, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks of a delta: none while text is held back; role or echo before a choice's first text."""
+        """The chunks of a delta: none while text is held back. A choice's first text follows its role or echo."""
         choice, chat = self._choices[delta.choice], self.body.endpoint == CHAT
         out = []
         if not choice.begun:
@@ -217,14 +217,14 @@ class Answer:
         return [part for part in parts if self.body.include_reasoning or "reasoning_content" not in part]
 
     def _finish(self, parts: ChatParts, finish: str | None) -> str | None:
-        """A choice that stopped after calls says so; as in OpenAI's API not where one was named."""
+        """Replaces "stop" by "tool_calls" after calls; as in OpenAI's API, not if `tool_choice` named the tool."""
         return "tool_calls" if finish == "stop" and parts.calls and not self.body.tool_name else finish
 
     def _prompt_ids(self, prompt: int) -> dict[str, Any]:
         return {"prompt_token_ids": self.requests[prompt].prompt} if self.body.return_token_ids else {}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last chunk, where `stream_options.include_usage` asked for it."""
+        """The last chunk if `stream_options.include_usage` is set."""
         return {**self._stream_head(), "choices": [], "usage": self.usage()}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class Answer:
         return completion_logprobs([(i.token, i) for i in items], self._names, top, choice.offsets)
 
     def _echo(self, prompt: int) -> str:
-        """The prompt as it was sent, or as its ids read."""
+        """The prompt as sent, or the text of its ids."""
         sent = self.body.prompts[prompt]
         if isinstance(sent, str) and self.body.truncate_prompt_tokens is None:
             return sent
@@ -319,8 +319,8 @@ def event(value: dict[str, Any]) -> bytes:
 
 
 class EventWriter:
-    """The events of one body's answer. A stream's cost is paid here once a token and client, so a piece of plain text
-    is put into a frame cut once from a rendered chunk."""
+    """Makes the server-sent events of one answer. This runs for every token of every client, so plain text is inserted
+    into a frame that was rendered once."""
 
     def __init__(self) -> None:
         self._frames: dict[int, tuple[bytes, bytes]] = {}

@@ -33,7 +33,7 @@ PromptIds = Annotated[Ids, array(MAX_ITEMS)]
 
 def _biases(value: Any, handler: Any) -> tuple[tuple[int, float], ...]:
     most = PARAMS["logit_bias"].most
-    if type(value) is dict and len(value) > most:  # before any of them is looked at
+    if type(value) is dict and len(value) > most:  # refuse before checking each of many members
         raise invalid(f" has {len(value)} entries: at most {most} are allowed")
     found = {}
     for key, bias in handler(value).items():
@@ -55,7 +55,7 @@ Kept = Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_kept)]
 
 
 def _field_of(name: str, param: Param) -> Any:
-    """A sampling parameter as (type, default) of a body's field."""
+    """The (type, default) of a body's field for a sampling parameter."""
     low, above = (None, param.low) if param.above_low else (param.low, None)
     number: Any = float if param.kind in {"number", "biases"} else int
     kind: Any = Annotated[number, Field(ge=low, gt=above, le=param.high)]
@@ -77,7 +77,7 @@ def _stop(value: Any) -> Any:
 
 
 def _prompt(value: Any) -> tuple[Prompt, ...]:
-    """A text, token ids, or a list of either (not mixed)."""
+    """Parses a prompt: a text, token ids, or a list of either (not mixed)."""
     if type(value) is str:
         return (value,)
     if type(value) is not list:

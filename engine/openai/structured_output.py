@@ -16,7 +16,7 @@ MAX_GRAMMAR_CHARS = 1 << 18
 
 
 def _parsed(value: Any) -> Any:
-    """A JSON schema as an object, or as its text."""
+    """Parses a JSON schema that is given as text; returns other values unchanged."""
     if type(value) is not str:
         return value
     if not 1 <= len(value) <= MAX_GRAMMAR_CHARS:
@@ -77,7 +77,7 @@ _LISTED = ", ".join(_KINDS).replace("_,", ",")
 
 
 def _asked(fields: GrammarFields) -> Iterator[tuple[str, str, Any]]:
-    """(field, kind, what it holds) of each grammar that is asked for."""
+    """Yields (field, kind, value) of each requested grammar."""
     wanted = fields.response_format
     if wanted is not None and wanted.type == "json_object":
         yield "response_format", "json", {"type": "object"}
@@ -104,14 +104,14 @@ def _asked(fields: GrammarFields) -> Iterator[tuple[str, str, Any]]:
 
 
 def _spaced(schema: dict[str, Any], pattern: str | None, never: bool = False) -> dict[str, Any]:
-    """The schema with llguidance's own keyword for where white space may stand."""
+    """Adds llguidance's keyword for white space to a schema."""
     if never:
         return {**schema, "x-guidance": {"whitespace_flexible": False}}
     return schema if pattern is None else {**schema, "x-guidance": {"whitespace_pattern": pattern}}
 
 
 def _closed(node: Any) -> Any:
-    """A schema whose objects have no properties but those that it names."""
+    """Forbids additional properties in a schema's objects."""
     if isinstance(node, list):
         return [_closed(item) for item in node]
     if not isinstance(node, dict):
@@ -145,7 +145,7 @@ def _one(kind: str, given: Any) -> dict[str, Any]:
 
 
 def _slashes(pattern: str) -> str:
-    """A regular expression between slashes: unescaped ones are escaped, line breaks spelt out."""
+    """Prepares a regular expression for lark's slashes: escapes slashes and line breaks."""
     out, escaped = [], False
     for char in pattern:
         if char == "\n":

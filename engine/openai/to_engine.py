@@ -1,4 +1,4 @@
-"""From a checked body to the engine's Requests (`encode_prompts`, `to_requests`), within the model's limits."""
+"""Converts a checked body to the engine's Requests (`encode_prompts`, `to_requests`), within the model's limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .schema import CHAT
 from .validators import show
 
 TRUNCATED = 8
-"""A prompt that is cut to its end may have so many times the tokens that the model takes."""
+"""A prompt that is truncated to its end may have this many times the model's number of tokens."""
 
 
 def default_seed(run_id: str, custom_id: str) -> int:
@@ -24,7 +24,7 @@ def default_seed(run_id: str, custom_id: str) -> int:
 
 
 def wrong_model(body: Body, served: str) -> ApiError | None:
-    """The error (404) of a body that asks for another model."""
+    """The error (404) of a body that requests another model; else None."""
     if body.model == served:
         return None
     message = f"the model {show(body.model)} is not served here: {served!r} is"
@@ -32,19 +32,19 @@ def wrong_model(body: Body, served: str) -> ApiError | None:
 
 
 def check_model(body: Body, served: str) -> None:
-    """Raises ApiError (404) if the body asks for another model."""
+    """Raises ApiError (404) if the body requests another model."""
     if (error := wrong_model(body, served)) is not None:
         raise error
 
 
 async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tuple[int, ...]]:
-    """The ids of each prompt, at most `longer` times the usual length; checks the grammar too. Raises ApiError."""
+    """Encodes each prompt, up to `longer` times the usual length, and checks the grammar. Raises ApiError."""
     out: list[tuple[int, ...]] = []
     param = "messages" if body.endpoint == CHAT else "prompt"
     longer = longer if body.truncate_prompt_tokens is None else TRUNCATED
     try:
         if body.params.grammar is not None:
-            # here, where it may cost its process: a grammar that cannot be used must not reach the ranks
+            # NOTE: checked in a text worker, which it may kill: a bad grammar must not reach the ranks
             await text.check_grammar(body.params.grammar)
         if body.endpoint == CHAT:
             options = ChatOptions(
@@ -67,7 +67,7 @@ async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tup
 
 
 async def with_word_ids(body: Body, text: Encoder) -> Body:
-    """The body with the ids of its bad words: up to 128 texts, too many for the loop. Raises ApiError."""
+    """Adds the ids of the bad words to the body; encodes them in a worker, since there may be 128. Raises ApiError."""
     if not body.bad_words:
         return body
     try:
@@ -79,8 +79,8 @@ async def with_word_ids(body: Body, text: Encoder) -> Body:
 
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
-    """Where a body's requests come from: what the scheduler needs besides prompts and parameters. `key` and `run_id`
-    make the default seed (custom_id and batch id; a fresh random id for interactive requests)."""
+    """The origin of a body's requests: what the scheduler needs in addition to prompts and parameters. `key` and
+    `run_id` determine the default seed (custom_id and batch id; for interactive requests a random id)."""
 
     request_id: str
     run_id: str
@@ -99,8 +99,8 @@ def to_requests(
     text: TextModel | None = None,
     max_choices: int | None = None,
 ) -> list[Request]:
-    """One engine request a prompt, `request_id` suffixed `.1`, `.2` … after the first. `text`: for its end tokens, in
-    addition to the model's. Raises ApiError for what this model cannot do."""
+    """Makes one engine request for each prompt; after the first, `request_id` has the suffix `.1`, `.2` … `text`: its
+    end tokens are added to the model's. Raises ApiError for parameters that this model does not support."""
     most = min(limits.max_num_seqs, max_choices or limits.max_num_seqs)
     given = body.params
     if body.tools and text is not None and not (text.tool_format if body.tool_choice == "auto" else text.takes_tools):
@@ -130,11 +130,11 @@ def to_requests(
         params = replace(
             given,
             max_tokens=max_tokens,
-            # prompts of one body would otherwise share their noise
+            # else the prompts of one body would share their noise
             seed=seed if body.seed is not None else (seed + index) % 2**64,
             min_tokens=min(given.min_tokens, max_tokens),
             stop_token_ids=tuple(dict.fromkeys((*ends, *given.stop_token_ids))),
-            logprobs=0 if given.return_digest and given.logprobs is None else given.logprobs,  # it comes with them
+            logprobs=0 if given.return_digest and given.logprobs is None else given.logprobs,  # which carry the digest
             prompt_logprobs=scored,
         )
         requests.append(
@@ -153,7 +153,7 @@ def to_requests(
 
 
 def _cut(body: Body, prompt: tuple[int, ...], limits: ModelLimits) -> tuple[int, ...]:
-    """The end of a prompt, as truncate_prompt_tokens asks for it; -1: as much as fits with the answer."""
+    """Truncates a prompt to its last truncate_prompt_tokens tokens; -1: to as many as fit with the answer."""
     keep = body.truncate_prompt_tokens
     if keep == -1:
         keep = max(1, min(limits.max_model_len, limits.kv_tokens) - (body.max_tokens or 1))
@@ -161,7 +161,7 @@ def _cut(body: Body, prompt: tuple[int, ...], limits: ModelLimits) -> tuple[int,
 
 
 def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param: str) -> int:
-    """The wanted number of tokens, or what is left of the model's length. Raises ApiError if it does not fit."""
+    """The requested number of tokens, or the rest of the model's length. Raises ApiError if it does not fit."""
     if not prompt:
         raise ApiError("the prompt is empty: the model needs at least one token", param=param)
     if max(prompt) >= limits.vocab_size:

@@ -1,5 +1,5 @@
-"""Tools of a chat body, and the grammar of an answer that must call one: with `tool_choice: required` an array of
-{"name", "parameters"}, with a named tool its arguments alone, as in vLLM. Other calls are found by chat_parts.py.
+"""Tools of a chat body, and the grammar of an answer that must call one, as in vLLM: with `tool_choice: required` an
+array of {"name", "parameters"}, with a named tool only its arguments. chat_parts.py finds calls in the text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DEFINITIONS = ("#/$defs/", "#/definitions/")
 
 
 def _choice(value: Any) -> tuple[Choice, str]:
-    """The choice, and the tool's name where one is named."""
+    """Parses tool_choice into the choice and the named tool ("" if none)."""
     if type(value) is dict:
         return "named", _CHOICE.validate_python(value).function.name
     if type(value) is not str:
@@ -61,7 +61,7 @@ Chosen = Annotated[
 
 
 def tools_of(found: dict[str, Any]) -> dict[str, Any]:
-    """The Body's fields about tools: callable tools for the template, the choice, its grammar. Raises ApiError."""
+    """The Body's fields about tools: tools for the template, the choice, its grammar. Raises ApiError."""
     tools: tuple[Tool, ...] = found.get("tools", ())
     choice, name = found.get("tool_choice", ("auto" if tools else "none", ""))
     if choice != "none" and not tools:
@@ -86,8 +86,8 @@ def tools_of(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
-    """The schema of one or more calls. Definitions that parameters refer to move to the top, where they look; other
-    references are led to where the parameters stand now."""
+    """The schema of one or more calls. Moves the parameters' definitions to the schema's root, to which their
+    references point, and changes other references to the parameters' new place."""
     shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
     calls = []
     for number, tool in enumerate(tools):
@@ -114,7 +114,7 @@ def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
 
 
 def _moved(node: Any, here: str) -> Any:
-    """A schema whose references to its own root, "#" and "#/…" but for definitions, lead to `here`."""
+    """Changes a schema's references to its root ("#" and "#/…", except definitions) to point to `here`."""
     if isinstance(node, list):
         return [_moved(item, here) for item in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Shared by this folder's pydantic models, and pydantic's errors as an ApiError with field, value and rule."""
+"""Helpers of this folder's pydantic models; converts pydantic's errors to an ApiError with field, value and rule."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class StrictModel(BaseModel):
-    """An object whose members are all known; nothing is converted."""
+    """An object without unknown members; values are not converted."""
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A field known from elsewhere that is not supported: only values that ask for nothing pass (as None)."""
+    """A field of other APIs that is not supported: only null and `harmless` values pass, and become None."""
 
     why: str
     harmless: tuple[Any, ...] = ()
@@ -48,7 +48,7 @@ def ignored(why: str) -> Any:
 
 
 def text(most: int, least: int = 0) -> Any:
-    """For Annotated[str, …]: a text of `least` to `most` characters, also where the model around is not strict."""
+    """For Annotated[str, …]: a text of `least` to `most` characters, strict even in a model that is not."""
     return Field(strict=True, min_length=least, max_length=most)
 
 
@@ -79,13 +79,13 @@ def kind_of(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean …?)`, or nothing."""
+    """` (did you mean …?)`, or "" if no name is similar."""
     near = difflib.get_close_matches(name[:64], list(known), 1, 0.6)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
 def parsed(data: bytes) -> Any:
-    """The JSON of an HTTP request's body. Raises ApiError."""
+    """Parses the JSON of an HTTP request's body. Raises ApiError."""
     try:
         return parse(data)
     except ReadError as error:
@@ -93,11 +93,11 @@ def parsed(data: bytes) -> Any:
 
 
 def checked(model: type[Model], value: Any) -> Model:
-    """A body as its model; null counts as absent. Raises ApiError about one thing that is wrong."""
+    """Validates a body as its model; null counts as absent. Raises ApiError for the first error."""
     if type(value) is not dict:
         raise ApiError("the body must be a JSON object", code="invalid_type")
     names = model.__pydantic_fields__
-    if len(value) > len(names):  # before anything looks at each of them
+    if len(value) > len(names):  # refuse before checking each of many members
         _refuse_unknown(next(key for key in value if key not in names), (), model)
     if None in value.values():
         value = {key: given for key, given in value.items() if given is not None}
@@ -146,7 +146,7 @@ _WANTED = {
 def _bad_request(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
     kind, loc, value = error["type"], error["loc"], error["input"]
     name = _name(loc)
-    if kind == "float_type" and type(value) is int:  # one that no double holds
+    if kind == "float_type" and type(value) is int:  # an integer too large for a double
         kind = "less_than"
     if kind == "extra_forbidden":
         _refuse_unknown(str(loc[-1]), loc[:-1], model)
@@ -174,7 +174,7 @@ def _bad_request(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
 
 
 def _bounds(node: Any, *keywords: str, between: str = "{0} to {1}") -> str:
-    """The bounds in a field's schema, which has one pair of each kind of them at most."""
+    """The bounds in a field's schema, in words; a schema has at most one pair of each kind."""
     found = [(key, f"{node[key]:g}" if isinstance(node[key], float) else node[key]) for key in keywords if key in node]
     if len(found) == 2:
         (low, least), (_, most) = found
@@ -191,7 +191,7 @@ def _bounds(node: Any, *keywords: str, between: str = "{0} to {1}") -> str:
 
 
 def _name(loc: tuple[int | str, ...]) -> str:
-    """messages[0].content, logit_bias[17]; keys that clients choose are cut."""
+    """A field's path, such as messages[0].content or logit_bias[17]; keys of clients are shortened."""
     out = ""
     for part in loc:
         if isinstance(part, int) or part.isdigit():

@@ -22,7 +22,7 @@ class DetokenizeBody(StrictModel):
 
 
 class TokenizeBody(StrictModel):
-    """The fields that are read; other fields of a chat or completion request are ignored."""
+    """The main fields; a body may also have the other fields of a chat or completion request."""
 
     prompt: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
