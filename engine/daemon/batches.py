@@ -333,7 +333,8 @@ class Batches:
             log.error("batch %s: %d stored results cannot be read", batch.id, len(errors), extra={"event": "store"})
             epoch = self._store.generation
             batch = await self._store.write(lambda rows: records.fail_results(rows, batch.id, errors, epoch))
-        sizes = await self._outputs.make_all(batch)
+        named = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
+        sizes = {file_id: await self._outputs.make(batch, file_id) for file_id in named}
         now = self._clock.stamp()
         status: Status = "completed"
         if batch.errors:

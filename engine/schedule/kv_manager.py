@@ -119,10 +119,6 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def unheld(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks are unreferenced, and so would reduce `available` when shared."""
-        return sum(self._references[block] == 0 for block in blocks)
-
     def _drop_digest(self, block: int) -> None:
         digest = self._digest[block]
         assert digest is not None
@@ -178,7 +174,7 @@ class Residency:
         """Blocks that admission takes from `pool.available`: enough for all known tokens, so that a prompt never
         stalls."""
         fresh = self.blocks_for(len(sequence.tokens)) - len(reuse.shared)
-        return fresh + self.pool.unheld(reuse.shared)
+        return fresh + sum(self.pool.references(block) == 0 for block in reuse.shared)
 
     def enter(self, sequence: Sequence, rank: int, reuse: Reuse) -> None:
         """Allocates a slot and blocks for all known tokens. The caller must check that there are enough."""

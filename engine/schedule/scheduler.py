@@ -93,10 +93,6 @@ class Scheduler:
         running = {sequence.group.request.request_id for sequence in self._residency.running}
         return [request_id for request_id in dict.fromkeys(self._planner.parked) if request_id not in running]
 
-    @property
-    def num_uncommitted(self) -> int:
-        return len(self._uncommitted)
-
     def snapshot(self, now: float | None = None) -> dict[str, float]:
         """Gauges at time `now` (default: the last call's) and counters, by series name."""
         counters, speculation = self.counters, self._planner.speculation
@@ -126,10 +122,11 @@ class Scheduler:
         return () if self._planner.speculation is None else tuple(self._planner.speculation.accepted)
 
     def schedule(self, now: float) -> Batch | None:
-        """Plans the next step. None if there is no work, or all work waits for a commit. Raises RuntimeError if
-        limits.microbatches + 1 plans are already uncommitted."""
+        """Plans the next step. None if there is no work, all work waits for a commit, or limits.microbatches + 1 plans
+        are uncommitted."""
         if len(self._uncommitted) > self.limits.microbatches:
-            raise RuntimeError(f"{len(self._uncommitted)} plans are uncommitted: commit one before the next is made")
+            self._planner.parked = []
+            return None
         self._open.expire(now)
         planned = self._planner.plan(now)
         if planned is None:

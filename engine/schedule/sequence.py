@@ -165,11 +165,6 @@ class Sequence:
         """Positions to compute before the next token can be sampled."""
         return len(self.tokens) + self.inflight - self.computed
 
-    @property
-    def finishing(self) -> bool:
-        """Whether all its positions are planned: it ends with the tokens in flight at the latest."""
-        return self.computed >= self.end
-
     def age(self) -> tuple[int, int]:
         """Sort key by arrival."""
         return self.number, self.choice

@@ -115,21 +115,16 @@ class Planner:
                 continue
             if (inflight and sequence.lockstep) or (several and sequence not in turn):
                 continue
+            if at + sequence.slack >= sequence.room and not self._reach(plan, sequence):
+                complete = False
+                break
             drafts = 0
-            if speculation is None:
-                if at == sequence.room and not self._grow(plan, sequence):
-                    complete = False
-                    break
-            else:
-                if not self._reach(plan, sequence):
-                    complete = False
-                    break
-                if spare > 0:
-                    wanted = speculation.wanted(sequence.acceptance, threshold)
-                    drafts = self._drafts(plan, sequence, min(spare, wanted))
-                    spare -= drafts
-                    plan.budget -= drafts
-                    sequence.slack += drafts
+            if spare > 0 and speculation is not None:
+                wanted = speculation.wanted(sequence.acceptance, threshold)
+                drafts = self._drafts(plan, sequence, min(spare, wanted))
+                spare -= drafts
+                plan.budget -= drafts
+                sequence.slack += drafts
             chunks.append(Chunk(sequence.slot, at, 1, True, False, drafts))
             planned.append(sequence)
             sequence.computed = at + 1
@@ -196,7 +191,7 @@ class Planner:
         if victim.state != "running":
             return
         residency.vacate(victim)
-        if victim.finishing:
+        if victim.computed >= victim.end:
             victim.state = "leaving"
             return
         victim.state = "waiting"
@@ -333,7 +328,8 @@ class Planner:
             residency.register(sequence)
             group = sequence.group
             if group.unforked and not group.held and sequence.computed >= group.prompt_len:
-                self._fork(sequence)
+                residency.hold(sequence)
+                self.spawn(group)
         for group in [group for group in residency.holders.values() if not group.unforked]:
             residency.unhold(group)
         batch = Batch(
@@ -347,12 +343,6 @@ class Planner:
         residency.released.clear()
         self.step += 1
         return batch
-
-    def _fork(self, sequence: Sequence) -> None:
-        """Holds a planned prompt for the request's further choices, and queues these."""
-        group = sequence.group
-        self.residency.hold(sequence)
-        self.spawn(group)
 
     def spawn(self, group: RequestGroup) -> None:
         """Makes the choices after the first and queues them before all new requests."""

@@ -34,7 +34,6 @@ from ..sampling.sampler import OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
 from ..schedule.speculation import speculation_rule
 from ..schedule.split import SplitRule
-from .cuda_graph_sizes import graph_sizes
 from .cuda_graphs import CudaRecorder, DecodeGraphs, collectives_refuse, experts_refuse, fell_back, graphed
 from .draft_model import check_alike
 from .engine import CollectiveTimeouts
@@ -48,6 +47,7 @@ from .kv_capacity import (
     working_bytes,
 )
 from .loading import give_back_freed, keep_freed, load_weights
+from .memory import graph_sizes
 from .runner import Runner
 from .share import Share, make_share
 from .stage_runner import NoDraws, StageRunner

@@ -22,7 +22,7 @@ from ...topology.comm.collectives import Boundary, Done, Pending
 from ...topology.hardware.cuda_stack import triton_missing
 from ..sampling.device_sampler import Replay, feed
 from ..sampling.sampler import Sampler
-from .cuda_graph_sizes import padded_size
+from .memory import padded_size
 
 
 class GraphsError(Refusal, ValueError):

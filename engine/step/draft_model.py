@@ -28,7 +28,7 @@ from ...models.weights.mapping import open_source
 from ...topology.comm.collectives import Alone
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
-from ..batch import Batch, Chunk, NewSequence, in_order
+from ..batch import Batch, Chunk, in_order
 from ..sampling.drafts import DraftDraws
 from ..sampling.grammar import Grammars
 from .kv_capacity import CapacityError
@@ -119,12 +119,9 @@ class DraftModel:
         for slot in batch.released:
             self._draws.release(slot)
         for sequence in batch.admitted:
-            self._admit(sequence)
+            self._computed[sequence.slot], self._followed[sequence.slot] = -1, len(sequence.tokens)
+            self._draws.admit(sequence)
         self._cache.copy(batch.copies)
-
-    def _admit(self, sequence: NewSequence) -> None:
-        self._computed[sequence.slot], self._followed[sequence.slot] = -1, len(sequence.tokens)
-        self._draws.admit(sequence)
 
     def propose(
         self,

@@ -244,8 +244,6 @@ class Engine:
         return ready
 
     def _plan(self) -> Batch | None:
-        if self.scheduler.num_uncommitted > self.scheduler.limits.microbatches:
-            return None  # as many plans as allowed are in flight
         batch = self.scheduler.schedule(time.time())
         parked = self.scheduler.parked
         if self._on_running is not None and (parked or (batch is not None and batch.admitted)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,15 +16,34 @@ from ...models.cuda.workspace import expert_bytes, latent_workspace_bytes, works
 from ...models.stages import RankShard
 from ...models.weights.quantised import kept_bytes, may_stay
 from ...models.weights.slices import EXPERTS, PRODUCTS, expert_columns
-from .cuda_graph_sizes import GRAPH_BYTES, graph_sizes
 
 GIB, MIB = 1 << 30, 1 << 20
 
 GPU_CONTEXT, NCCL_BUFFERS = 600 * MIB, 512 * MIB
 """Approximate memory of a CUDA context with its libraries, and of NCCL's channels: not derived from shapes, and small
 compared with the weights."""
+MOST_GRAPHED = 512
+"""Sequences of the largest graph: beyond, a step is long enough to be launched operator by operator."""
+GRAPH_BYTES = 32 << 20
+"""For each recorded size: the driver's own record and what the allocator rounds up to. Reports of other engines say 6
+to 28 MiB; what ours hold is logged when they are recorded, with what was kept free for them."""
 STANDBY_RANK = 300 * MIB
 """The most host memory of a standby rank: Python, torch and its group, without weights."""
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Sizes that steps of 1 to `most` sequences are padded to: powers of two up to 16, then also the halves between
+    them, and `most` itself, so that beyond 16 at most a third of a step is padding."""
+    most = min(most, MOST_GRAPHED)
+    powers = [1 << k for k in range(most.bit_length())]
+    halves = [power * 3 // 2 for power in powers if power >= 16]
+    return tuple(sorted({most, *powers, *(half for half in halves if half <= most)}))
+
+
+def padded_size(sizes: Sequence[int], sequences: int) -> int | None:
+    """The smallest of `sizes` (rising) that holds so many sequences; None if none does."""
+    at = bisect.bisect_left(sizes, sequences)
+    return sizes[at] if at < len(sizes) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,16 +323,14 @@ class Runner:
             self._zero_sequences(poisoned)
             return StepResult((), nonfinite=poisoned, prompt_logprobs=scored)
         if drafted is not None:
-            return self._take(batch, chunks, self._sample_drafts(chunks, slots, sampled), drafted, poisoned, scored)
+            at = [chunk.start + chunk.count - 1 for chunk in chunks if chunk.samples]
+            drawn = self.sampler.sample(sampled, slots, self.tokens[slots, at])
+            return self._take(batch, chunks, drawn, drafted, poisoned, scored)
         drawn = self.sampler.sample(sampled, slots)
         self.tokens[slots, self._lengthen(slots)] = drawn.ids
         poisoned |= {slots[row] for row in np.flatnonzero(drawn.nonfinite)}
         self._zero_sequences(poisoned - {slots[row] for row in drawn.failures})
         return self._result(batch, slots, drawn, poisoned, scored)
-
-    def _sample_drafts(self, chunks: list[Chunk], slots: list[int], logits: Tensor) -> Sampled:
-        at = [chunk.start + chunk.count - 1 for chunk in chunks if chunk.samples]
-        return self.sampler.sample(logits, slots, self.tokens[slots, at])
 
     def _take(
         self,

@@ -17,8 +17,8 @@ from fake_flashinfer import LIBRARY
 from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.step import share
 from laddertron.engine.step.build import Built
-from laddertron.engine.step.cuda_graph_sizes import graph_sizes
 from laddertron.engine.step.cuda_graphs import DecodeGraphs
+from laddertron.engine.step.memory import graph_sizes
 from laddertron.models.attention import KVCache
 from laddertron.models.cuda.flashinfer import FlashInferAttention
 from laddertron.models.ops import TorchOps

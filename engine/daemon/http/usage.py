@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -48,5 +49,6 @@ def usage_router(services: Services) -> APIRouter:
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     used = {name: row[name] for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")}
     total = row["prompt_tokens"] + row["completion_tokens"]
-    named = {"object": "usage", "key": row["owner"] or None, "day": records.day_name(row["day"])}
+    day = time.strftime("%Y-%m-%d", time.gmtime(row["day"] * DAY))
+    named = {"object": "usage", "key": row["owner"] or None, "day": day}
     return {**named, **used, "total_tokens": total}

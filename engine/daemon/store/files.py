@@ -133,8 +133,3 @@ class Outputs:
         del self._making[file_id]
         if not task.cancelled():
             task.exception()  # every client may have left: asyncio would log that it was never retrieved
-
-    async def make_all(self, batch: BatchRow) -> dict[str, int]:
-        """Bytes by file id. Raises OSError or StoreUnavailable."""
-        named = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
-        return {file_id: await self.make(batch, file_id) for file_id in named}

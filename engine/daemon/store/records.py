@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -186,10 +185,6 @@ def read_usage(db: sqlite3.Connection, owner: str | None, since: int) -> list[di
     """By day, newest first; `owner=None`: of all."""
     query = "SELECT * FROM usage WHERE day >= ? AND (owner = ? OR ? IS NULL) ORDER BY day DESC, owner"
     return [dict(row) for row in db.execute(query, (since, owner, owner))]
-
-
-def day_name(day: int) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(day * 86400))
 
 
 def stored_bytes(db: sqlite3.Connection, owner: str) -> int:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from laddertron.engine.config.schema import CPU_KV_CACHE_MEMORY, Deployment, EngineConfig, ModelSection
 from laddertron.engine.step import kv_capacity as capacity
-from laddertron.engine.step.cuda_graph_sizes import GRAPH_BYTES, graph_sizes
 from laddertron.engine.step.cuda_graphs import DecodeGraphs, GraphsError
 from laddertron.engine.step.kv_capacity import (
     Budget,
@@ -26,9 +25,11 @@ from laddertron.engine.step.kv_capacity import (
 )
 from laddertron.engine.step.memory import (
     GPU_CONTEXT,
+    GRAPH_BYTES,
     NCCL_BUFFERS,
     MemoryKeys,
     StoredTypes,
+    graph_sizes,
     memory,
     working_memory,
 )

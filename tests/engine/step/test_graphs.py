@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laddertron.engine.step.cuda_graph_sizes import MOST_GRAPHED, graph_sizes, padded_size
 from laddertron.engine.step.cuda_graphs import CudaRecorder, GraphsError, collectives_refuse, graphed
+from laddertron.engine.step.memory import MOST_GRAPHED, graph_sizes, padded_size
 from recorded_graph import TapeRecorder
 
 Ranks = Callable[..., list[Any]]
