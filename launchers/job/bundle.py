@@ -1,5 +1,5 @@
-"""The diagnostics archive: ranks, configuration, this host and the last output, without secrets. Written when a launch
-fails (`FailureBundles`), on SIGUSR1, and by `laddertron bundle`.
+"""The diagnostics bundle: an archive of ranks, configuration, this host and the last output, without secrets. Written
+when a launch fails (`FailureBundles`), on SIGUSR1, and by `laddertron bundle`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _HEADER = re.compile(r"(?i)(bearer\s+|sk-)[A-Za-z0-9._~+/-]{8,}")
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """JSON values without what a name or a form gives away as a secret; paths of key files stay."""
+    """Redacts secrets in JSON values, recognised by the name of the key or the form of the text; keeps paths of key
+    files."""
     if isinstance(value, Mapping):
         return {key: redacted(item, key) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -49,7 +50,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def verdict(failure: JobFailure | None, dumps: Mapping[str, Mapping[str, Any]]) -> str:
-    """The archive's first line: the culprit by the supervisor, else by `dumps`, the ranks' answers by number."""
+    """The archive's first line: the cause according to the supervisor, else to `dumps`, the ranks' dumps by rank."""
     if failure is not None:
         where = f" (in {failure.collective})" if failure.collective and failure.collective not in failure.reason else ""
         return f"{failure.kind}: {failure.reason}{where}"
@@ -125,7 +126,7 @@ def log_tails(folder: Path) -> dict[str, bytes]:
 
 
 def write_bundle(path: Path, parts: Mapping[str, bytes]) -> Path:
-    """A .tar.gz for its owner alone; README.txt is its first file. It appears whole or not at all."""
+    """Writes a .tar.gz that only its owner can read; README.txt is its first file. Written atomically."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -151,7 +152,7 @@ class FailureBundles:
         self._written_ns = 0
 
     def failed(self, replica: int, failure: JobFailure) -> threading.Thread | None:
-        """For JobHooks.failed: returns at once. What a rank refuses is said whole by its own words: no bundle."""
+        """Writes a bundle in the background, for JobHooks.failed. A refusal needs none: its message is complete."""
         if failure.kind == "refused":
             return None
         thread = threading.Thread(target=self.write, args=({}, failure, replica), name="bundle")
@@ -159,10 +160,10 @@ class FailureBundles:
         return thread
 
     def write(self, job: Mapping[str, Any], failure: JobFailure | None = None, replica: int = 0) -> Path | None:
-        """None if it could not be written; the log says why. Never raises."""
+        """Writes a bundle and returns its path; None, with a log line, if that fails. Never raises."""
         kind = failure.kind if failure is not None else "asked"
         with self._lock:
-            # one clock, and never back: names sort as bundles were written, and the oldest go by their names
+            # the time never decreases, so names sort in the order of writing, by which the oldest are deleted
             self._written_ns = max(time.time_ns(), self._written_ns + 1)
             second, fraction = divmod(self._written_ns, 10**9)
             stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(second))
@@ -173,7 +174,7 @@ class FailureBundles:
                 path = write_bundle(self._folder / name, parts)
                 for old in newest(self._folder)[KEPT:]:
                     old.unlink(missing_ok=True)
-            except Exception as error:  # a help for people must not harm what goes on
+            except Exception as error:  # a failed diagnosis must not affect serving
                 log.warning("no bundle was written: %s", error)
                 return None
         log.warning("bundle written: %s", path, extra={"event": "bundle", "replica": replica})
@@ -195,7 +196,7 @@ _PARTS = {
 
 
 def _readme(first: str, replica: int, job: Mapping[str, Any], parts: Iterable[str]) -> str:
-    """The culprit, what happened before, and the archive's contents; logs/ and the like come on top."""
+    """The text of README.txt: the cause, earlier failures, and the archive's contents."""
     state, failures = job.get("state") or {}, job.get("failures") or ()
     lines = [first, "", f"laddertron {__version__}, replica {replica}, {time.strftime('%F %T UTC', time.gmtime())}"]
     if state:
@@ -216,5 +217,5 @@ def _json(value: Any) -> bytes:
 def _tried(make: Callable[[], bytes]) -> bytes:
     try:
         return make()
-    except Exception as error:  # one part less, the others are wanted all the more
+    except Exception as error:  # the other parts are still written
         return f"cannot be had: {error}\n".encode()

@@ -1,5 +1,5 @@
-"""Decisions of the supervisor as pure functions of what the ranks reported: is one silent, does a step hang, who is to
-blame, do the ranks agree, may the job be launched again. No clocks, no processes: times are arguments, in seconds.
+"""The supervisor's decisions as pure functions of the ranks' reports: silent ranks, hanging steps, the cause of a
+failure, differing ranks, relaunches. No clocks and no processes: times are arguments, in seconds.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ FailureKind = Literal[
     "mismatch", "protocol", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled",
     "load_stalled", "consequence", "launch", "launcher_exit",
 ]  # fmt: skip
-"""A closed set: it labels `engine_restarts_total`. The most convincing first: see `blame`."""
+"""A closed set, because it labels `engine_restarts_total`. The strongest evidence first: see `blame`."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobFailure:
-    """Why a launch ended, for the log, the metrics and the bundle."""
+    """The cause of a launch's end, for the log, the metrics and the bundle."""
 
     kind: FailureKind
     reason: str
     rank: int | None = None
     node: str | None = None
     collective: str = ""
-    """The collective that the culprit last waited in, or had started last."""
+    """The collective in which the failed rank last waited, or which it started last."""
     stage: int | None = None
     device: str = ""
     exit_code: int | None = None
@@ -42,8 +42,8 @@ class JobFailure:
 
 
 def by_a_request(failure: JobFailure, here: str) -> bool:
-    """Whether what a rank computed may have brought the launch down: it ended, raised or hung, and nothing else is
-    known to have gone before. A rank of another node than `here` that falls silent is a lost node or link."""
+    """True if a request may have caused the failure: a rank exited, raised or hung without another known cause. A rank
+    on another node than `here` that becomes silent is a lost node or link."""
     if failure.kind == "silent":
         return failure.node == here
     return failure.kind in ("rank_lost", "rank_error", "stalled", "protocol") and failure.rank is not None
@@ -53,7 +53,7 @@ NODE_FAILURES = 3
 
 
 def bad_node(failures: Sequence[JobFailure], here: str) -> str | None:
-    """The node whose place a spare should take: it fell silent, or the last NODE_FAILURES failures all name it."""
+    """The node that a spare should replace: it became silent, or the last NODE_FAILURES failures all name it."""
     node, last = failures[-1].node, failures[-NODE_FAILURES:]
     repeated = len(last) == NODE_FAILURES and all(failure.node == node for failure in last)
     return node if repeated or (failures[-1].kind == "silent" and node != here) else None
@@ -61,7 +61,7 @@ def bad_node(failures: Sequence[JobFailure], here: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One sign that a launch is over. `rank` None: no rank is to blame."""
+    """Evidence that a launch has ended. `rank` None: no rank is the cause."""
 
     kind: FailureKind
     rank: int | None
@@ -69,9 +69,9 @@ class Evidence:
 
 
 def blame(evidence: Sequence[Evidence]) -> Evidence:
-    """The sign that explains the others: when one rank dies, its peers fail in their collectives and mpirun ends them
-    all, and those signs may well arrive first. Among equals the first one counts. A silent or stalled rank explains
-    everything after it: only what was there before can explain it."""
+    """The evidence that explains the others. When one rank dies, its peers fail in their collectives and mpirun ends
+    them all, and evidence of that may arrive first. Of the same kind, the first counts. A silent or stalled rank
+    explains all later evidence; only earlier evidence can explain it."""
     first = evidence[0]
     if first.kind in ("silent", "stalled", "load_stalled"):
         return first
@@ -79,13 +79,13 @@ def blame(evidence: Sequence[Evidence]) -> Evidence:
 
 
 FROM_STAGE = " from stage "
-"""In the name of what a rank waits for, where another stage is to send it (topology/comm/pipeline.py)."""
+"""Marks, in the name of a wait, that another stage must send the message (topology/comm/pipeline.py)."""
 
 
 class StepWatch:
-    """How long a step may go on without progress, learnt from the steps measured so far, by size of step. `first_s`
-    holds until a step was measured, `floor_s` is the least allowed, `factor` times the (slowly forgotten) longest
-    step of about that size the rule in between."""
+    """Limits the time of a step without progress, from the steps measured so far, by size. `first_s`: the limit until
+    a step was measured; `floor_s`: the least limit; `factor`: the limit relative to the (slowly decaying) longest step
+    of about that size."""
 
     def __init__(self, first_s: float = 120.0, floor_s: float = 10.0, factor: float = 20.0) -> None:
         self.first_s, self.floor_s, self.factor = first_s, floor_s, factor
@@ -103,13 +103,13 @@ class StepWatch:
         least = self.factor * self._longest[known]
         if known >= size:
             return max(self.floor_s, least)
-        # never measured: at worst every token costs what one of the measured size did
+        # this size was never measured: assume the time a token of the largest smaller size
         return max(self.floor_s, least, min(least * float(1 << (size - known)), self.first_s))
 
 
 def stalled(beats: Mapping[int, Beat], watch: StepWatch, since_beat: Mapping[int, float]) -> tuple[int, str] | None:
-    """A rank that has made no progress for too long, and the sentence that says so; None while all do. It need not be
-    the one to blame (`behind`). `since_beat`: the age of each beat."""
+    """A rank without progress for too long, and a sentence about it; None if there is none. Another rank may be the
+    cause (`behind`). `since_beat`: the age of each beat."""
     for rank, beat in beats.items():
         if beat.busy_s <= 0:
             continue
@@ -123,10 +123,10 @@ def stalled(beats: Mapping[int, Beat], watch: StepWatch, since_beat: Mapping[int
 
 
 def behind(beats: Mapping[int, Beat], stage_ranks: int = 0) -> int | None:
-    """The rank that the others wait for: the least step, then the fewest collectives started, then computing while
-    others wait. None if all wait in the same place: then no rank is late but a link. stage_ranks: of each stage of a
-    pipeline. Stages are steps and collectives apart without being late, so the late one is the one that waits for no
-    other: it computes, or waits inside its group."""
+    """The rank for which the others wait: at the lowest step, then with the fewest collectives started, then computing
+    while others wait. None if all wait in the same collective: then a link is the cause. stage_ranks: ranks of each
+    pipeline stage. Stages may differ in steps and collectives, so the late stage is the only one that waits for no
+    other: its ranks compute, or wait inside their group."""
     if not beats:
         return None
     if stage_ranks and stage_ranks < len(beats):
@@ -145,8 +145,8 @@ def behind(beats: Mapping[int, Beat], stage_ranks: int = 0) -> int | None:
 
 
 def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | None:
-    """The first rank whose digests are not what most ranks announced (in a tie: what the lowest rank did), and the
-    sentence that says so; None while all agree."""
+    """The first rank whose digests differ from those of most ranks (in a tie: from the lowest rank's), and a sentence
+    about it; None if all agree."""
     names = sorted({name for digests in announced.values() for name in digests})
     for name in names:
         values = {rank: digests.get(name, "nothing") for rank, digests in sorted(announced.items())}
@@ -161,15 +161,15 @@ def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | N
 
 
 class RestartPolicy:
-    """Whether and when a failed job is launched again. `limit` failures without progress between them are forgiven,
-    the next is final. The first relaunch is immediate, later ones wait 1, 2, 4 ... `longest_s`."""
+    """Decides whether and when to launch a failed job again. After `limit` failures in a row without progress the next
+    one is final. The first relaunch is immediate, later ones wait 1, 2, 4 ... `longest_s` seconds."""
 
     def __init__(self, limit: int = 3, longest_s: float = 30.0) -> None:
         self.limit, self.longest_s = limit, longest_s
         self.in_a_row = 0
 
     def after_failure(self, progress: bool) -> float | None:
-        """Seconds to wait before the relaunch, or None: give up."""
+        """Seconds to wait before the relaunch; None: no relaunch."""
         self.in_a_row = 1 if progress else self.in_a_row + 1
         if self.in_a_row > self.limit:
             return None
@@ -194,14 +194,14 @@ _CAUSES = tuple(
         r"Executable: .+",
     )
 )
-"""Lines that say it, the best first; some without their host."""
+"""Lines of output that name the cause, the most specific first; some do not name the host."""
 _HOSTS = tuple(re.compile(rf"{title}: {_HOST}") for title in ("Remote host", "Node"))
-"""Where Open MPI names the host in the block around such a line."""
+"""Lines in which Open MPI names the host, near such a line."""
 
 
 def unreachable(output: Sequence[str]) -> tuple[str, str | None] | None:
-    """The line that says why, behind its host, and the host where the launcher names it; None where no line is
-    known."""
+    """The line that names the cause, prefixed by its host, and the host (None if not named); None if no line
+    matches."""
     lines = [" ".join(line.split()) for line in output]
     found = next((match for pattern in _CAUSES for line in lines if (match := pattern.fullmatch(line))), None)
     if found is None:

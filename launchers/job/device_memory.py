@@ -1,5 +1,5 @@
-"""Waits until the GPUs of a replica's ranks on this host are free again, before ranks are launched on them once more:
-the driver frees a killed process's memory late. GPUs of other hosts are checked by the load itself.
+"""Waits until the memory of a replica's GPUs on this host is free before a relaunch: the driver frees a killed
+process's memory late. GPUs of other hosts are only checked when the ranks load.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ...topology.hardware.discover import select
 from ...topology.hardware.fabric import Device
 from ...topology.hardware.nvml import gpus, load_nvml
 
-SLACK_BYTES = 1 << 30  # other users of the device come and go by about so much; a shard of weights is more
+SLACK_BYTES = 1 << 30  # allowed variation of other users' memory; a shard of weights is larger
 _LOOK_AGAIN_S = 0.1
 
 Look = Callable[[], Mapping[str, int]]
-"""Bytes in use by device, as of now."""
+"""Returns the bytes in use now, by device."""
 
 
 class DeviceMemory:
-    """Made before the first launch: as free as then is free. Of a device that did not answer then nothing is known.
-    `before` keeps what was in use then, by device, for a launch made while another one runs."""
+    """Make it before the first launch: a device is free if it is as free as then. Devices that do not answer then are
+    not checked. `before`: the bytes in use then, by device, for a launch that is made while another one runs."""
 
     def __init__(
         self, look: Look, most_s: float = 30.0, slack: int = SLACK_BYTES, before: dict[str, int] | None = None
@@ -36,7 +36,7 @@ class DeviceMemory:
             self._before.setdefault(name, used)
 
     async def free(self) -> None:
-        """Returns once it is; raises RuntimeError naming device and bytes after `most_s` seconds."""
+        """Waits until the memory is free. After `most_s` seconds raises RuntimeError, which names devices and bytes."""
         deadline = time.monotonic() + self._most_s
         while held := await asyncio.to_thread(self._held):  # starting the driver's library may take a second
             if time.monotonic() >= deadline:
@@ -52,7 +52,7 @@ class DeviceMemory:
 
 
 def nvml_look(nvml: Any, devices: Collection[Device]) -> Look:
-    """A Look at these GPUs of this host by `nvml` (pynvml). Leaves out a device that does not answer."""
+    """Makes a Look at these GPUs of this host, by `nvml` (pynvml). It leaves out devices that do not answer."""
 
     def look() -> dict[str, int]:
         found = {}
@@ -77,12 +77,12 @@ def nvml_look(nvml: Any, devices: Collection[Device]) -> Look:
 def device_memory(
     deployment: Deployment, wanted: Collection[int], in_use: dict[str, int] | None
 ) -> DeviceMemory | None:
-    """The memory of this host's GPUs with these numbers; None where no rank uses one. in_use: DeviceMemory's
+    """The memory of this host's GPUs with the indices `wanted`; None if no rank uses one. in_use: DeviceMemory's
     `before`."""
     nvml = None if deployment.engine.device == "cpu" else load_nvml()
     if nvml is None:
         return None
     found = select(gpus(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")).devices
     used = [device for device in found if device.index in wanted]
-    slack = SLACK_BYTES + GPU_CONTEXT + NCCL_BUFFERS  # ranks that stand by hold these
+    slack = SLACK_BYTES + GPU_CONTEXT + NCCL_BUFFERS  # the latter two: of a standby's ranks
     return DeviceMemory(nvml_look(nvml, used), slack=slack, before=in_use) if used else None

@@ -1,4 +1,4 @@
-"""The hosts of a running deployment: each replica's launch command, with spare hosts in place of quarantined ones."""
+"""The hosts of a running deployment: makes each replica's launch command, and replaces quarantined hosts by spares."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .supervisor import JobFailure, JobHooks, JobOptions, JobTimeouts, MpiJob
 
 
 def is_here(name: str, hostname: str) -> bool:
-    """Whether a host's name means the machine called `hostname`."""
+    """True if a host's name means the machine called `hostname`."""
     return is_loopback(name) or same_host(name, hostname)
 
 
 def substitute(share: Share, places: Mapping[str, str]) -> Share:
-    """The share with hosts replaced by others of the same kind; devices, interfaces and HCAs stay as they were."""
+    """Replaces hosts of a share by others of the same kind; devices, interfaces and HCAs stay the same."""
     return replace(share, hosts=tuple(replace(h, name=places.get(h.name, h.name)) for h in share.hosts))
 
 
 def spare_places(
     hosts: Sequence[Host], excluded: Sequence[str], spares: Sequence[str], taken: Mapping[str, str], hostname: str
 ) -> dict[str, str]:
-    """The spare for each excluded host: those `taken`, then further ones. Raises LaunchError if there are too few."""
+    """Assigns a spare to each excluded host, in addition to those `taken`. Raises LaunchError if there are too few."""
     places = dict(taken)
 
     def out(name: str) -> bool:
@@ -54,7 +54,7 @@ def spare_places(
 
 
 class Fleet:
-    """`site`: this machine, if known already. Raises LaunchError, PlacementError or OSError."""
+    """`site`: the survey of this machine, if made already. Raises LaunchError, PlacementError or OSError."""
 
     def __init__(
         self, deployment: Deployment, environ: Mapping[str, str], hostname: str | None = None, site: Site | None = None
@@ -76,7 +76,7 @@ class Fleet:
         self.deployment = self._resolved(deployment)
 
     def _resolved(self, deployment: Deployment) -> Deployment:
-        """With the interface that the fabric chose, so that ranks need not choose again."""
+        """Adds the chosen interface to the deployment, so that ranks need not choose again."""
         found = {choose_network(deployment, share).interfaces for share in self.shares}
         if len(found) != 1 or len(interfaces := found.pop()) != 1:
             return deployment
@@ -84,25 +84,25 @@ class Fleet:
 
     @property
     def local(self) -> bool:
-        """Whether every rank runs on this machine, spares included."""
+        """True if every rank and spare is on this machine."""
         names = [h.name for share in self.shares for h in share.hosts]
         return all(is_here(name, self._hostname) for name in (*names, *self._spares))
 
     def command(self, replica: int, excluded: frozenset[str] = frozenset()) -> LaunchCommand:
-        """One replica's launch without the excluded hosts, as MpiJob calls it. Raises LaunchError if too few are
+        """The launch command of one replica without the excluded hosts, for MpiJob. Raises LaunchError if too few are
         left."""
         share = self.shares[replica]
         self._places = spare_places(share.hosts, sorted(excluded), self._spares, self._places, self._hostname)
         return compose(self.deployment, self.site, substitute(share, self._places), worker_program(self.site), CONTROL)
 
     def local_devices(self, replica: int) -> tuple[int, ...]:
-        """The GPUs of this machine, as CUDA numbers them, that a replica's ranks use if they use GPUs."""
+        """CUDA indices of this machine's GPUs that a replica's ranks use, if they use GPUs."""
         here = [h for h in self.shares[replica].hosts if is_here(h.name, self._hostname)]
         return tuple(i for h in here for i in (range(h.slots) if h.devices is None else h.devices))
 
     def control_host(self) -> str:
-        """The address that ranks report to: the config's; loopback if all are local; this machine's on the chosen
-        interface; else the one from which the system reaches the first remote host. Raises LaunchError."""
+        """The address to which ranks connect: the configured one; loopback if all are local; this machine's on the
+        chosen interface; else the one that routes to the first remote host. Raises LaunchError."""
         if self.deployment.daemon.control_host is not None:
             return self.deployment.daemon.control_host
         if self.local:
@@ -162,7 +162,7 @@ def replicas_of(
 
 
 def _address_towards(host: str) -> str:
-    # connecting a datagram socket sends nothing: it only asks the routing table
+    # connecting a datagram socket sends nothing: it only looks up the route
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

@@ -1,4 +1,4 @@
-"""The requests that a job has been given and that have not ended, for those who own a job."""
+"""The requests of a job that are in flight, for the job's owner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Held:
     epoch: int
     open_choices: set[int]
     entered: int = 0
-    """When it entered a step, as a running number; 0 while it waits."""
+    """Sequence number of its entry into a step; 0 while it is queued."""
 
 
 class InFlight:
@@ -32,7 +32,7 @@ class InFlight:
         return request_id in self._held
 
     def add(self, request: Request) -> None:
-        """Raises ValueError for one that is there already; a later epoch takes the place of an earlier one."""
+        """Adds a request; a later epoch replaces an earlier one. Raises ValueError for a duplicate."""
         before = self._held.get(request.request_id)
         if before is not None and before.epoch >= request.epoch:
             raise ValueError(f"request {request.request_id!r} is in flight already")
@@ -40,7 +40,7 @@ class InFlight:
         self._idle.clear()
 
     def note(self, running: Running) -> None:
-        """Notes requests that entered a step, and those put back to wait."""
+        """Records requests that entered a step, and those that were preempted."""
         for request_id in running.parked:
             if request_id in self._held:
                 self._held[request_id].entered = 0
@@ -50,7 +50,8 @@ class InFlight:
                 self._held[request_id].entered = self._entries
 
     def take(self, events: Iterable[TokensEvent]) -> list[TokensEvent]:
-        """The events that are of these requests; those of an earlier attempt, or past a choice's end, are left out."""
+        """Returns the events of requests in flight, without those of earlier epochs or of ended choices; removes ended
+        requests."""
         known = []
         for event in events:
             held = self._held.get(event.request_id)
@@ -67,7 +68,7 @@ class InFlight:
         return known
 
     async def drained(self, timeout_s: float) -> bool:
-        """Waits until all have ended; False if they have not in time."""
+        """Waits until all requests have ended; False after the timeout."""
         if self._held:
             self._idle.clear()
             with contextlib.suppress(TimeoutError):
@@ -76,7 +77,8 @@ class InFlight:
         return not self._held
 
     def lose(self) -> tuple[dict[str, int], int]:
-        """Takes all out: their ids and epochs, what entered a step last first, and how many were in it."""
+        """Removes all requests. Returns their ids and epochs, the last to enter a step first, and how many were in the
+        step."""
         lost, self._held = sorted(self._held.items(), key=lambda one: -one[1].entered), {}
         self._idle.set()
         return {name: held.epoch for name, held in lost}, sum(held.entered > 0 for _, held in lost)

@@ -1,5 +1,5 @@
-"""One launch of a job, from mpirun's start to its last process's exit: control server, keeper, clocks. rank_board.py
-decides what messages mean, supervisor.py whether to launch again.
+"""One launch of a job, from mpirun's start to its last process's exit: control server, keeper, deadlines. rank_board.py
+interprets messages, supervisor.py decides whether to launch again.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class LaunchOwner(Protocol):
     """The job that a launch belongs to."""
 
     def launch_said(self, said: Said, node: str | None) -> None:
-        """On the event loop. The first Evidence is the launch's end: `Launch.failure` returns soon after. `node`: of
-        the rank that news name."""
+        """Called on the event loop. The first Evidence ends the launch: `Launch.failure` returns soon after. `node`: of
+        the rank that the news is about."""
 
 
 class Launch:
-    """Once started it runs until `failure` returns or `end` is called; `end` is always called."""
+    """After `begin` it runs until `failure` returns or `end` is called. The owner always calls `end`."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Launch:
         standby: bool = False,
         serving: Launch | None = None,
     ) -> None:
-        """standby: its ranks wait without weights until `load`, and learn where those of `serving` keep theirs.
-        `owner` may be another one later."""
+        """standby: its ranks wait without weights until `load`, and are sent where the ranks of `serving` retain
+        theirs. `owner` may change later."""
         self.owner, self._command, self._options = owner, command, options
         secret = new_secret()
         welcome = messages.Welcome(
@@ -77,10 +77,10 @@ class Launch:
         self._output: deque[tuple[float, str]] = deque(maxlen=60)
         self._asked_at = self._late_at = self._late_s = 0.0
         self.sign_at = 0.0
-        """When the first sign of its end came, in monotonic seconds."""
+        """Time of the first evidence of its end, in monotonic seconds."""
 
     async def begin(self) -> JobFailure | None:
-        """Starts it; why not, where the channel or the keeper cannot be had."""
+        """Starts the launch. Returns the failure if the channel or the keeper cannot be started."""
         try:
             address = await self._server.start()
             environment = {**os.environ, **self._command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
@@ -107,35 +107,35 @@ class Launch:
 
     @property
     def healthy(self) -> bool:
-        """Whether no rank is suspect, and nothing says that it ends."""
+        """True if no rank is suspected and there is no evidence of its end."""
         return self._board.healthy and not self._ending
 
     def load(self) -> None:
-        """Has the ranks load that stand by; those that are not up yet do once they are."""
+        """Sends Load to standby ranks; ranks that have not connected yet get it when they do."""
         self._board.load(time.monotonic())
         self._serving = None
         self.send(messages.Load())
 
     def weights_of(self, rank: int, boot_id: str) -> messages.HeldWeights | None:
-        """The weights of a rank that serves on this host."""
+        """The retained weights of a serving rank on the host with this boot id; None if there are none."""
         state = self._board.ranks.get(rank)
         if state is None or state.file < 0 or state.hello is None or state.hello.boot_id != boot_id:
             return None
         return messages.HeldWeights(state.hello.pid, state.hello.start_time, state.file)
 
     async def failure(self) -> JobFailure:
-        """Waits for the first sign of the end, then a moment for what explains it."""
+        """Waits for the first evidence of the end, then for a short time for its explanation."""
         await self._trouble.wait()
         hangs = self._board.evidence[0].kind in ("silent", "stalled", "load_stalled")
-        self._ask_dumps()  # after a crash the survivors wait in its collective for a moment: they know which
+        self._ask_dumps()  # after a crash the survivors wait in the collective for a moment, and can name it
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.settle_s):
-                # after a hang the stacks are wanted, after a crash mpirun's own words
+                # after a hang wait for the stacks, after a crash for mpirun's output
                 await (self._dumped if hangs else self._exited).wait()
         return self.verdict()
 
     async def failure_before(self, over: asyncio.Event) -> JobFailure | None:
-        """`failure`; None if `over` comes first."""
+        """Like `failure`; None if `over` is set first."""
         failing, leaving = asyncio.create_task(self.failure()), asyncio.create_task(over.wait())
         await asyncio.wait([failing, leaving], return_when=asyncio.FIRST_COMPLETED)
         failure = failing.result() if failing.done() else None
@@ -145,20 +145,20 @@ class Launch:
 
     @property
     def explained(self) -> bool:
-        """Whether the launch failed by itself: mpirun or its keeper was killed, or mpirun lost a node."""
+        """True if mpirun or its keeper was killed, or mpirun lost a node: then no rank is the cause."""
         killed = any(sign.kind == "launcher_killed" for sign in self._board.evidence)
         return killed or any(NODE_LOST in line for _, line in self._output)
 
     def verdict(self) -> JobFailure:
         status = self._keeper.returncode if self._keeper is not None else None
         exit_code = status if status is None or status >= 0 else 128 - status
-        # what was said around the end; before that it was about other things
+        # only lines printed shortly before the end: earlier ones are about other things
         last_words = tuple(line for at, line in self._output if at > self.sign_at - LAST_WORDS_S)
         stood_still = self._late_s if self.sign_at - self._late_at < LAST_WORDS_S else 0.0
         return self._board.judge(exit_code, last_words, dict(self._dumps), stood_still)
 
     async def dump(self, timeout_s: float) -> dict[int, dict[str, Any]]:
-        """Stacks and last collectives of every rank that answers in time."""
+        """Gets stacks and last collectives of every rank that answers in time."""
         self._ask_dumps()
         if not self._server.connected:
             return {}
@@ -168,12 +168,13 @@ class Launch:
         return dict(self._dumps)
 
     def describe(self) -> dict[str, Any]:
-        """Every rank's state, as JSON values."""
+        """The state of every rank, as JSON values."""
         return {"ranks": self._board.describe(time.monotonic()), "output": [line for _, line in self._output]}
 
     async def end(self, *, orderly: bool) -> str | None:
-        """Ends every process of the launch and returns when they are gone; else says what could not be ended.
-        `orderly` lets the ranks finish by themselves first, for at most `shutdown_s`: ranks that load do not listen."""
+        """Ends every process of the launch and waits until they have exited; returns a description of those that could
+        not be killed, or None. `orderly`: first sends Shutdown and waits for at most `shutdown_s`; ranks that are
+        loading do not read it."""
         self._ending, self._asked_at = True, time.monotonic()
         options = self._options
         if self._keeper is not None:
@@ -184,7 +185,7 @@ class Launch:
             self._keeper.stdin.close()
             self._server.finish_sending()
             if not await self._exits_within(options.kill_grace_s + options.gone_s):
-                self._keeper.kill()  # it is stopped itself, or waits for what nothing can kill
+                self._keeper.kill()  # it is suspended, or waits for a process that cannot be killed
         stuck = await self._kill_known()
         for rank in await self._server.all_gone():
             log.warning("%s: no end of its connection was seen: by now it ended itself", self._board.name(rank))
@@ -203,8 +204,7 @@ class Launch:
         return self._exited.is_set()
 
     async def _kill_known(self) -> list[str]:
-        """Kills ranks on this host that the keeper does not control (Slurm's); returns the names of those that
-        survive."""
+        """Kills ranks on this host that are no descendants of the keeper (Slurm's); returns the names of survivors."""
         here = (socket.gethostname(), processes.boot_id())
         known: dict[int, processes.ProcessId] = {}
         for rank, state in self._board.ranks.items():
@@ -225,7 +225,7 @@ class Launch:
         self._dumped.clear()
         self.send(messages.Dump(self._dump_id))
 
-    # what comes in
+    # messages of ranks
 
     def on_message(self, rank: int, message: messages.RankMessage) -> None:
         if isinstance(message, messages.Tokens | messages.Running) and rank != 0:
@@ -234,7 +234,7 @@ class Launch:
             return
         news = self._board.heard(rank, message, time.monotonic())
         if isinstance(message, messages.Tokens | messages.Running):
-            # even after a sign of failure: what all ranks agreed on need not be computed again
+            # also after evidence of a failure: these tokens need not be computed again
             self.owner.launch_said(message, None)
         elif isinstance(message, messages.Beat):
             if (hello := self._board.ranks[rank].hello) is not None:
@@ -265,7 +265,7 @@ class Launch:
                 if self._ending:
                     continue
                 who = "" if rank is None else f"{self._board.name(rank)}: "
-                # A launch's end is logged by its owner: what a rank refuses, and what follows from the first sign.
+                # NOTE: the owner logs why a launch ended, so refusals and consequences have a lower level here.
                 follows = logging.INFO if self._trouble.is_set() else logging.WARNING
                 level = logging.DEBUG if item.kind == "refused" else follows
                 log.log(level, "%s%s", who, item.text, extra={"rank": rank, "node": node, "kind": item.kind})
@@ -278,7 +278,7 @@ class Launch:
     async def _watch(self) -> None:
         last = time.monotonic()
         while True:
-            await asyncio.sleep(TICK_S)  # clocks alone are looked at: there is no event to wait for
+            await asyncio.sleep(TICK_S)  # deadlines have no event to wait for
             now = time.monotonic()
             late, last = now - last - TICK_S, now
             if late > 2 * TICK_S:
@@ -299,13 +299,13 @@ class Launch:
 
     def _take_line(self, line: bytes) -> None:
         text = line[:_LINE_LIMIT].decode(errors="replace").rstrip()
-        if text.strip("-= "):  # mpirun frames its words with rules
+        if text.strip("-= "):  # skip the rules around mpirun's messages
             self._output.append((time.monotonic(), text))
             self._options.words.take(text, self._options.replica)
 
     async def _wait_for_exit(self, keeper: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
         status = await keeper.wait()
-        await asyncio.wait([reading], timeout=1.0)  # the last words, which are often the reason
+        await asyncio.wait([reading], timeout=1.0)  # the last output often has the reason
         self._exited.set()
         name = os.path.basename(self._command.argv[0])
         ours = self._ending and (

@@ -1,9 +1,9 @@
-"""A small process between the daemon and one mpirun: no process of the launch outlives either.
+"""A small process between the daemon and one mpirun, so that no process of the launch outlives either.
 
 `python -P -m laddertron.launchers.job.keeper GRACE SCRATCH [INPUT] -- mpirun ...` runs the command in a session of its
-own, with the descriptor INPUT as its standard input, and adopts its orphans. When the keeper's own standard input has a
-line or ends, the command gets SIGTERM and after GRACE seconds SIGKILL, with every descendant. The keeper exits when no
-descendant is left, with the command's status.
+own, with the descriptor INPUT as its standard input, and adopts its orphans. When the keeper's own standard input is
+readable or closes, it sends SIGTERM to the command, and after GRACE seconds SIGKILL to every descendant. The keeper
+exits with the command's status when no descendant is left.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ..control import processes
 
 _LOOK_AGAIN_S = 0.05
 _LOCAL_SCRATCH = ("PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
-"""Open MPI 5's and 4's word for it. 4 has one for this host alone too, but refuses it in its ranks, which inherit it
-in addition to what mpirun passes. Not TMPDIR: ranks keep caches there that are worth finding again."""
+"""Variables for the session folder in Open MPI 5 and 4. Open MPI 4 also has one for only this host, but its ranks
+inherit that one and refuse it. TMPDIR is not changed, because ranks keep caches there."""
 SCRATCH = 5
 _ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def under_keeper(command: Sequence[str], grace_s: float, scratch: str, standard_input: int | None = None) -> list[str]:
-    """The command line of the command's keeper; the folder replaces SCRATCH."""
+    """The command line of a keeper for the command; `scratch` is its SCRATCH folder."""
     given = [] if standard_input is None else [str(standard_input)]
     return [sys.executable, "-P", "-m", __name__, str(grace_s), scratch, *given, "--", *command]
 
 
 def _become(command: list[str], keeper: int, standard_input: int | None, mask: set[int]) -> NoReturn:
-    """In the forked child, where the signals that ask to stop are still blocked: they take effect with `mask`."""
+    """Executes the command in the forked child. Stop signals are blocked until `mask` is restored."""
     try:
         os.setsid()
         processes.die_with_parent()
@@ -64,20 +64,20 @@ class _Keeper:
         for signum in _ASKS_TO_STOP:
             signal.signal(signum, self._ask)
         me = os.getpid()
-        # blocked around the fork: the keeper's handlers in the child would swallow a SIGTERM that came before exec
+        # blocked around the fork: else the keeper's handlers in the child would lose a SIGTERM before exec
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS_TO_STOP)
         self._child = os.fork()
         if self._child == 0:
             _become(command, me, standard_input, mask)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if standard_input is not None:
-            os.close(standard_input)  # or the command would not see its end
+            os.close(standard_input)  # else the command would not see its end
 
     def _ask(self, *_: object) -> None:
         self._stopping = True
 
     def _reap(self) -> bool:
-        """False when no descendant is left."""
+        """Reaps exited descendants; False if none is left."""
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -89,7 +89,7 @@ class _Keeper:
             return False
 
     def run(self) -> int:
-        """Returns the command's wait status once everything is gone."""
+        """Waits until all descendants have exited; returns the command's wait status."""
         while self._reap():
             sweeping = self._status is not None
             if self._stopping and self._deadline is None:
@@ -106,7 +106,7 @@ class _Keeper:
     def _wait(self, sweeping: bool) -> None:
         timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         if sweeping:
-            timeout = _LOOK_AGAIN_S  # what forks while it is killed shows up on the next look
+            timeout = _LOOK_AGAIN_S  # finds processes that were forked meanwhile
         watched = [self._wake] if self._stopping else [self._wake, 0]
         readable, _, _ = select.select(watched, [], [], timeout)
         if self._wake in readable:
@@ -117,8 +117,8 @@ class _Keeper:
 
 
 def main(argv: list[str]) -> int:
-    """argv: [GRACE, SCRATCH, maybe INPUT, "--", command, ...]. The folder SCRATCH holds mpirun's session and is
-    removed: a killed mpirun would leave it behind."""
+    """argv: [GRACE, SCRATCH, maybe INPUT, "--", command, ...]. Removes the folder SCRATCH, which has mpirun's session:
+    a killed mpirun does not."""
     own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     grace_s, scratch, standard_input = float(own[0]), own[1], int(own[2]) if len(own) > 2 else None
     processes.adopt_orphans()
@@ -130,7 +130,7 @@ def main(argv: list[str]) -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if os.WIFSIGNALED(status):
-        # by its signal rather than 128 + n: mpirun exits with 137 where a rank was killed, and that is another story
+        # die by the same signal instead of exiting with 128 + n: mpirun exits with 137 if a rank was killed
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)

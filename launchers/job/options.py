@@ -10,26 +10,27 @@ from .rank_logs import RankWords
 
 @dataclass(frozen=True, slots=True)
 class JobTimeouts:
-    """Bounds in seconds on what may take how long."""
+    """Time limits in seconds."""
 
     launch_s: float = 120.0
     """From mpirun's start until every rank has sent Hello."""
     load_stall_s: float = 600.0
-    """Without any rank's loading getting on."""
+    """Without progress of any rank's loading."""
     suspect_s: float = 3.0
     dead_s: float = 10.0
-    """Without a sign of life from a rank."""
+    """Without a message from a rank."""
     first_step_s: float = 120.0
     least_step_s: float = 10.0
     """See StepWatch."""
     silence_s: float = SILENCE_S
-    """After which a rank that hears nothing ends itself. MPI's start holds the interpreter's lock."""
+    """A rank exits after this time without a message of its owner. Long, because MPI_Init holds the interpreter's lock.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """Times in seconds. `control_host`: loopback if every rank is on this host, else the address of the interface
-    that the ranks' nodes reach. `restart=False`: the first failure is final (`laddertron run`)."""
+    """Times in seconds. `control_host`: loopback if every rank is on this host, else the address of an interface that
+    the ranks' nodes can reach. `restart=False`: the first failure is final (`laddertron run`)."""
 
     world_size: int
     replica: int = 0
@@ -38,20 +39,20 @@ class JobOptions:
     stage_ranks: int = 0
     """Ranks of each pipeline stage; 0 or world_size without stages."""
     max_failures: int = 3
-    """Failures in a row, without progress between them, after which the job is launched again; the next is final."""
+    """Failures in a row without progress after which the job is still launched again; the next one is final."""
     timeouts: JobTimeouts = field(default_factory=JobTimeouts)
     settle_s: float = 0.5
-    """From the first sign of failure until one is blamed: what explains it may come after it."""
+    """From the first evidence of a failure until its cause is decided: the explanation may arrive later."""
     shutdown_s: float = 10.0
     """For ranks to exit after Shutdown."""
     kill_grace_s: float = 2.0
     """For mpirun, from SIGTERM to SIGKILL."""
     gone_s: float = 15.0
-    """For killed processes to be gone; those that are not quarantine their node."""
+    """For killed processes to exit; if one does not, its node is quarantined."""
     healthy_s: float = 60.0
-    """Being ready for so long counts as progress."""
+    """Being ready for this long counts as progress."""
     standby: bool = False
-    """Whether a hot standby is kept."""
+    """Whether to maintain a hot standby."""
     hold: bool = False
     """Whether the first launch waits without weights until `load`."""
     longest_backoff_s: float = 30.0

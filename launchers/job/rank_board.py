@@ -1,5 +1,5 @@
-"""The state of every rank of one launch and what follows from it: failures, suspicion, readiness. Decisions as data:
-each method takes the time (monotonic seconds) and returns the news in order; job_launch.py acts on them.
+"""Tracks the state of every rank of one launch and derives failures, suspicion and readiness. Makes decisions as data:
+methods take the time (monotonic seconds) and return news in order, on which job_launch.py acts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame,
 from .options import JobTimeouts
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
-"""mpirun's words on the rank whose end made it end the others."""
+"""mpirun's message that names the rank because of whose exit it ends the others."""
 NODE_LOST = "lost communication with a remote daemon"
-"""mpirun's words on a node that it does not reach any more: it ends the ranks on all the others."""
+"""mpirun's message about an unreachable node; it then ends the ranks on all other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """No rank is suspect any more."""
+    """No rank is suspected any more."""
 
 
 News = Evidence | Loading | Standing | Ready | Suspect | Recovered
-"""Messages of ranks, said of all of them: Loading with the slowest rank's fraction; Standing once every rank waits for
-Load, with the most bytes that one of them holds, and whether all have room; Ready once all are loaded and agree."""
+"""News about a launch. Combined from all ranks: Loading with the slowest rank's fraction; Standing once every rank
+waits for Load, with the largest resident memory and whether all have room; Ready once all have loaded and agree."""
 
 
 @dataclass(slots=True)
 class RankState:
-    """One rank; None is what was not heard yet."""
+    """The state of one rank; None: not reported yet."""
 
     hello: Hello | None = None
     beat: Beat | None = None
@@ -56,7 +56,7 @@ class RankState:
 
 
 class RankBoard:
-    """`began` is when mpirun was started. stage_ranks: of each stage, where there are several; 0: one group."""
+    """`began`: when mpirun was started. stage_ranks: ranks of each pipeline stage; 0: no stages."""
 
     def __init__(self, world_size: int, timeouts: JobTimeouts, began: float, stage_ranks: int = 0) -> None:
         self._stage_ranks = stage_ranks if stage_ranks < world_size else 0
@@ -72,7 +72,7 @@ class RankBoard:
         return not self.evidence and not any(state.suspect for state in self.ranks.values())
 
     def load(self, now: float) -> None:
-        """`Load` was sent to the ranks: from now on they are waited for."""
+        """Records that `Load` was sent to the ranks; from now on, they must make progress in loading."""
         self.loads, self._moved = True, now
 
     def name(self, rank: int) -> str:
@@ -87,7 +87,7 @@ class RankBoard:
         return None if hello is None else hello.hostname
 
     def heard(self, rank: int, message: RankMessage, now: float) -> list[News]:
-        """A checked message of a rank; Tokens, Running and DumpReply count as signs of life alone."""
+        """Handles a rank's message, which is valid. Tokens, Running and DumpReply only count as signs of life."""
         state = self.ranks[rank]
         state.heard = now
         news: list[News] = []
@@ -142,7 +142,7 @@ class RankBoard:
         return [self.sign(Evidence("rank_lost", rank, text))]
 
     def sign(self, evidence: Evidence) -> Evidence:
-        """Keeps it for `judge`. Called from outside for what the ranks do not say (mpirun's end)."""
+        """Records evidence for `judge`. The launch also calls it, for events that no rank reports (mpirun's exit)."""
         self.evidence.append(evidence)
         return evidence
 
@@ -168,15 +168,15 @@ class RankBoard:
         return [Ready(limits)]
 
     def held_up(self, seconds: float) -> None:
-        """This process was suspended for so long: ranks get that time in addition."""
+        """Extends all deadlines by `seconds`, for which this process was suspended."""
         self._began, self._moved = self._began + seconds, self._moved + seconds
         for state in self.ranks.values():
             state.heard += seconds
             state.beat_at += seconds
 
     def look(self, now: float, spoke: Mapping[int, float] = MappingProxyType({})) -> list[News]:
-        """News by the clock alone; to be called a few times a second. `spoke`: when ranks said what has not been taken
-        yet, because this process was busy; that is no silence of theirs."""
+        """Checks deadlines; call it a few times a second. `spoke`: by rank, the arrival time of its newest message,
+        also if this process was too busy to handle it yet."""
         timeouts, greeted = self._timeouts, [rank for rank, state in self.ranks.items() if state.hello is not None]
         news: list[News] = []
         if len(greeted) < len(self.ranks):
@@ -200,7 +200,7 @@ class RankBoard:
         return news + self._stall(now)
 
     def _stall(self, now: float) -> list[News]:
-        # a silent rank explains why the others wait: it is judged by its silence
+        # a silent rank explains why the others wait; its own deadline decides
         if not self._ready or any(state.suspect for state in self.ranks.values()):
             return []
         beats = {rank: state.beat for rank, state in self.ranks.items() if state.beat is not None}
@@ -208,12 +208,12 @@ class RankBoard:
         if found is None:
             return []
         slow, text = found
-        if len(beats) == 1:  # no others to tell of
+        if len(beats) == 1:  # no other ranks to compare with
             return [self.sign(Evidence("stalled", slow, text))]
         late = behind(beats, self._stage_ranks)
         where = next((beat.waiting for beat in beats.values() if beat.waiting), "")
         if late is None and all(beat.busy_s <= 0 for rank, beat in beats.items() if rank != slow):
-            # the others have done their part and wait for work: it hangs between two steps
+            # the others have finished the step and wait for work: the rank hangs between two steps
             late, text = slow, f"{text}; the others wait for the next step"
         elif late is not None:
             text += f"; the others wait in {where}" if where else "; it is behind the others"
@@ -224,7 +224,8 @@ class RankBoard:
     def judge(
         self, exit_code: int | None, output: tuple[str, ...], dumps: dict[int, dict[str, Any]], stood_still: float = 0.0
     ) -> JobFailure:
-        """Names the culprit from all signs (at least one). stood_still: seconds of suspension before the first."""
+        """Determines the cause from all evidence (at least one). stood_still: seconds for which this process was
+        suspended before the first."""
         sign, words = blame(self.evidence), " ".join(output)
         if sign.kind == "rank_lost" and NODE_LOST in words:
             sign = Evidence("launcher_exit", None, "mpirun lost a node, and ended the ranks on the others")
@@ -232,7 +233,7 @@ class RankBoard:
             text = f"this process was suspended for {stood_still:.0f} s: without it ranks end themselves"
             sign = Evidence("consequence", None, text)
         elif sign.kind == "rank_lost":
-            # an end is read after what was said before it, so the first that was read need not have come first
+            # connections are read in any order, so the first end that was read need not be the first that happened
             noticed = {int(rank) for rank in _NOTICED.findall(words)}
             lost = [other for other in self.evidence if other.kind == "rank_lost" and other.rank in noticed]
             sign = lost[0] if len(lost) == 1 else sign
@@ -249,7 +250,7 @@ class RankBoard:
         node = self.node(sign.rank)
         began = any(state.hello is not None for state in self.ranks.values())
         if sign.kind == "launcher_exit" and not began and (cause := unreachable(output)) is not None:
-            # NOTE: the launcher's own advice (firewalls) is left to `output`: a better line is known
+            # NOTE: the launcher's own advice (firewalls) is only in `output`: this line names the cause
             reason, node = f"{cause[0]} ({sign.text})", cause[1]
         return JobFailure(sign.kind, reason, sign.rank, node, collective, stage, device, exit_code, output, dumps)
 

@@ -1,5 +1,5 @@
-"""Logs of ranks on their way to the launcher: the worker writes it in one form, mpirun mixes the lines of all
-ranks, job_launch.py reads them again. Knows nothing of processes.
+"""The log format of ranks: workers write it, mpirun interleaves the lines of all ranks, job_launch.py parses them.
+Knows nothing of processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _LINE = re.compile(
 
 
 class RankFormatter(logging.Formatter):
-    """Every line by itself says when, how bad, and who: also the lines of a traceback stand among other ranks'."""
+    """Prefixes every line with time, level and rank, also each line of a traceback, because mpirun interleaves the
+    lines of all ranks."""
 
     def __init__(self, rank: int, node: str) -> None:
         super().__init__()
@@ -29,7 +30,7 @@ class RankFormatter(logging.Formatter):
 
 
 def set_up_logs(rank: int, node: str) -> None:
-    """A rank's own words in full, its libraries' from warnings on: every rank would tell what each of them found."""
+    """Sets up a rank's logging: laddertron at INFO, libraries only at WARNING, because every rank would repeat them."""
     handler = logging.StreamHandler()
     handler.setFormatter(RankFormatter(rank, node))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -37,16 +38,15 @@ def set_up_logs(rank: int, node: str) -> None:
 
 
 class RankWords:
-    """Passes on what ranks say at its level, with rank and node; what is no rank's log at INFO, as it came. A warning
-    that was given already is INFO too, whichever rank, replica or launch repeats it: once is enough. Of one
-    deployment."""
+    """Logs the output of one deployment's ranks: log lines at their level with rank and node, other lines unchanged at
+    INFO. A repeated warning is logged at INFO, whichever rank, replica or launch repeats it."""
 
     def __init__(self) -> None:
         self._said: dict[str, None] = {}
 
     def take(self, line: str, replica: int) -> None:
-        """One line of a launch's output."""
-        found = _LINE.search(line)  # a launcher's tag may stand before it
+        """Logs one line of a launch's output."""
+        found = _LINE.search(line)  # a launcher may prefix a tag
         if found is None:
             log.info("%s", line)
             return
@@ -60,7 +60,7 @@ class RankWords:
     def _again(self, text: str) -> bool:
         again = text in self._said
         self._said.pop(text, None)
-        self._said[text] = None  # the last said is the last forgotten
+        self._said[text] = None  # moves it to the end: the oldest are forgotten first
         if len(self._said) > REMEMBERED:
             del self._said[next(iter(self._said))]
         return again

@@ -1,5 +1,5 @@
-"""Applies a changed deployment file to a running daemon (SIGHUP, `laddertron reload`): which keys may change, and the
-rolling exchange of the replicas' ranks.
+"""Applies a changed deployment file to a running daemon (SIGHUP, `laddertron reload`): checks which keys changed, and
+restarts the replicas' ranks one after another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .rolling_job import HeldJob, RollingJob
 log = logging.getLogger(__name__)
 
 OUTCOME = "reload.json"
-"""In daemon.data_dir: what came of the last one."""
+"""File in daemon.data_dir with the outcome of the last reload."""
 SERVING = "serving.json"
 _MAX_SERVING = 1 << 20
 _OF_RANKS = ("model", "parallel", "launch", "engine", "acceptance")
@@ -36,8 +36,8 @@ Outcome = Literal["done", "refused", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The arguments of a daemon's start, which it reads again: its file, `--set` and working directory. In
-    daemon.data_dir, for `laddertron reload` to compare with."""
+    """The arguments of a daemon's start, with which it reads its configuration again: file, `--set` and working
+    directory. Stored in daemon.data_dir, where `laddertron reload` compares them."""
 
     pid: int
     config: str
@@ -57,7 +57,7 @@ class Serving:
 
 
 def serving_in(folder: Path, pid: int) -> Serving | None:
-    """The arguments of that process's start; None where it has not written them."""
+    """The arguments of the start of process `pid`; None if it has not written them."""
     try:
         with (folder / SERVING).open("rb") as file:
             found = build(Serving, json.loads(file.read(_MAX_SERVING)))
@@ -73,7 +73,7 @@ def different_keys(old: Deployment, new: Deployment) -> Iterator[str]:
 
 
 def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
-    """Keys that differ and cannot while the daemon runs, and why."""
+    """Yields changed keys that cannot change while the daemon runs, each with the reason."""
     for path in different_keys(old, new):
         section, key = path.split(".")
         if section not in _OF_RANKS and key not in _OF_JOBS:
@@ -89,7 +89,7 @@ def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
 
 
 class Reloader:
-    """`read` reads and checks the file again (ConfigError), `make` makes a deployment's jobs, held or plain, one a
+    """`read` reads and checks the file again (ConfigError). `make` makes a deployment's jobs, held or not, one for each
     replica (ValueError, OSError). `on_outcome` is called with every outcome."""
 
     def __init__(
@@ -109,11 +109,11 @@ class Reloader:
         self._asked = asyncio.Event()
 
     def model(self) -> str:
-        """Digest of the model that every replica serves; "" while they differ, or one is exchanged."""
+        """The digest of the model that every replica serves; "" while they differ, or one is being replaced."""
         return self._models[0] if len(set(self._models)) == 1 else ""
 
     def ask(self) -> None:
-        """From a signal handler: as soon as the one under way is over, once for however many asked meanwhile."""
+        """Requests a reload, from a signal handler. It runs after the current one; requests meanwhile are merged."""
         self._asked.set()
 
     async def run(self) -> None:

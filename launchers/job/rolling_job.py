@@ -1,5 +1,5 @@
-"""One replica whose ranks may be exchanged for others while it serves: an EngineJob over the job before and the one
-after. Whether an exchange is allowed is decided before (`reload.py`).
+"""A rolling restart of one replica's ranks: an EngineJob that forwards to the old job or the new one. `reload.py`
+decides before whether the restart is allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class HeldJob(EngineJob, Protocol):
-    """An EngineJob that, made so, stands by until `load`; MpiJob is one."""
+    """An EngineJob that can be made to wait on standby until `load`; MpiJob implements it."""
 
     room: bool
     before: Any
@@ -25,7 +25,7 @@ class HeldJob(EngineJob, Protocol):
     def load(self) -> None: ...
 
     async def freed(self) -> None:
-        """Once closed: waits for its devices' memory. Raises RuntimeError."""
+        """Waits, after `close`, until its devices' memory is free. Raises RuntimeError."""
 
 
 class _Member:
@@ -34,7 +34,7 @@ class _Member:
         self._moved = asyncio.Event()
 
     async def until(self, *phases: JobPhase) -> bool:
-        """Waits for one of these, or the job's end; False: it ended."""
+        """Waits for one of the phases; False if the job ended before."""
         while self.job.state.phase not in (*phases, "failed", "stopped"):
             self._moved.clear()
             await self._moved.wait()
@@ -56,11 +56,11 @@ class _Member:
 
 
 class RollingJob:
-    """See EngineJob for the methods. `job` takes the requests; others may be coming, or finishing what they have."""
+    """See EngineJob for the methods. `job` accepts requests; others may be starting, or finishing their requests."""
 
     def __init__(self, job: HeldJob) -> None:
         self.job, self._others, self._closed = job, list[HeldJob](), False
-        self._awaited: HeldJob | None = None  # while no job takes requests: the one that will
+        self._awaited: HeldJob | None = None  # while no job accepts requests: the next job
         self.listener: JobListener
 
     @property
@@ -98,10 +98,10 @@ class RollingJob:
         return await self.job.bundle()
 
     async def replace(self, new: HeldJob, restore: Callable[[], HeldJob]) -> str | None:
-        """Replaces the job by `new`, held and not started: next to it where there is room, else after it, while
-        requests wait. Returns None once the old job's requests have ended and it is gone, else why it stayed.
-        `restore` makes another of the old kind, for the case that it had to go first. Raises its ValueError or
-        OSError, with the job unchanged."""
+        """Replaces the job by `new`, which is held and not started. Loads it next to the old job if memory suffices,
+        else after it, while requests wait. Returns None once the old job's requests have ended and it is closed, or
+        the reason why the replacement failed. `restore` makes a job of the old configuration, for a failure after the
+        old one was closed. Raises `restore`'s ValueError or OSError, with the job unchanged."""
         old, member = self.job, _Member(self, new)
         self._others.append(new)
         new.before = old
@@ -130,7 +130,7 @@ class RollingJob:
             await old.freed()
         except RuntimeError as error:
             log.warning("reload: %s; loading all the same", error)
-        if await member.until("standby"):  # it may have failed while the old one finished
+        if await member.until("standby"):  # it may have failed while the old job finished
             new.load()
             if await member.until("ready"):
                 self._serve(new)

@@ -1,4 +1,4 @@
-"""Keeps a hot standby: a second launch, connected and without weights, that takes over from one that fails."""
+"""Maintains a hot standby: a second launch, connected and without weights, that replaces a failed launch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .rank_board import Recovered, Suspect
 log = logging.getLogger(__name__)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
-"""Between two tries to have one: twice as long each time."""
+"""Seconds between two attempts to start a standby: doubled after each."""
 
 MakeLaunch = Callable[[LaunchOwner, frozenset[str]], Launch]
-"""A launch of the job's layout without the given nodes, whose ranks stand by. Raises ValueError where too few are
-left."""
+"""Makes a launch of the job's layout, without the given nodes, whose ranks wait for Load. Raises ValueError if too few
+nodes are left."""
 
 
 class Standby:
-    """`changed` is called when `phase` is another one."""
+    """`changed` is called when `phase` has changed."""
 
     def __init__(self, make: MakeLaunch, changed: Callable[[], None]) -> None:
         self._make, self._changed = make, changed
@@ -36,13 +36,13 @@ class Standby:
         self._task: asyncio.Task[None] | None = None
 
     def keep(self, excluded: frozenset[str]) -> None:
-        """From now on one is kept up, until it is taken."""
+        """Starts and restarts a standby until it is taken."""
         self._over.set()
         self._excluded, self._over = excluded, asyncio.Event()
         self._task = asyncio.create_task(self._keep(self._over, self._task))
 
     def take(self, owner: LaunchOwner, excluded: frozenset[str]) -> Launch | None:
-        """The standby, sent `Load` and now `owner`'s; None, with a log line, if there is no usable one."""
+        """Takes the standby for `owner` and sends it `Load`. Returns None, and logs why, if none is usable."""
         launch, phase = self._launch, self.phase
         self._over.set()
         if launch is None:
@@ -87,14 +87,14 @@ class Standby:
                     await over.wait()
 
     async def _run_once(self, over: asyncio.Event) -> JobFailure | None:
-        """One launch until it fails; None if it was taken, or is wanted no more."""
+        """Runs one launch until it fails; None if it was taken, or is no longer needed."""
         try:
             launch = self._make(self, self._excluded)
         except (ValueError, OSError) as error:
             return JobFailure("launch", str(error))
         if (failure := await launch.begin()) is not None:
             return failure
-        self._launch = launch  # not before it has started: who takes it does not wait for that
+        self._launch = launch  # only now: `take` must not get a launch that has not started
         self._set("starting")
         failure = await launch.failure_before(over)
         if self._launch is launch:
@@ -109,7 +109,7 @@ class Standby:
             self._changed()
 
     def launch_said(self, said: Said, node: str | None) -> None:
-        """Until it is taken. It has no requests, and its ranks' series are not in the metrics."""
+        """Handles news until the launch is taken. A standby has no requests, and its series are not in the metrics."""
         match said:
             case Standing(resident):
                 self._stood = True

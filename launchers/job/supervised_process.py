@@ -1,5 +1,5 @@
-"""A command under a keeper, for `bench` and `preflight`: none of its processes outlives this one, not even after
-SIGKILL.
+"""Runs a command under a keeper, for `bench` and `preflight`: none of its processes outlives this one, even if this one
+is killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import IO, cast
 from .keeper import SCRATCH, under_keeper
 
 GRACE_S = 5.0
-"""Between asking the command to end and killing what is left of it."""
+"""Seconds between SIGTERM to the command and SIGKILL to all its processes."""
 
 
 def start(
@@ -26,8 +26,9 @@ def start(
     stderr: IO[str] | int,
     orders: int | None = None,
 ) -> subprocess.Popen[str]:
-    """The keeper of the command, which ends as the command does. Its standard input is the life line: the command is
-    ended when that closes. orders: a file descriptor for the command's own standard input, which is otherwise empty."""
+    """Starts the command under a keeper and returns the keeper, which exits like the command. When the keeper's
+    standard input closes, it ends the command. orders: a file descriptor for the command's own standard input, which is
+    otherwise empty."""
     scratch = tempfile.mkdtemp(prefix="laddertron-")
     try:
         return subprocess.Popen(
@@ -47,7 +48,7 @@ def start(
 
 
 def end(keeper: subprocess.Popen[str], timeout_s: float = 0.0) -> None:
-    """Waits for the command to end by itself, then ends it; returns once nothing of it is left."""
+    """Waits up to `timeout_s` for the command to exit, then ends it; returns once all its processes have exited."""
     assert keeper.stdin is not None
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -55,7 +56,7 @@ def end(keeper: subprocess.Popen[str], timeout_s: float = 0.0) -> None:
         keeper.stdin.close()
         keeper.wait(GRACE_S + 10.0)
     except BaseException:
-        keeper.kill()  # its child goes with it, its folder does not
+        keeper.kill()  # its child dies with it; its folder is removed here
         keeper.wait()
         shutil.rmtree(cast(Sequence[str], keeper.args)[SCRATCH], ignore_errors=True)
         raise

@@ -1,6 +1,6 @@
-"""MpiJob: one replica as an MPI job that is launched, watched and launched again (the protocol `EngineJob`).
-Any failure ends the whole launch (job_launch.py) and starts another, until failures repeat without progress. It reports
-the requests in flight that a failed launch loses. Everything runs on one event loop; decisions are in detect.py.
+"""MpiJob: launches, monitors and relaunches one replica as an MPI job (the protocol `EngineJob`). Any failure ends the
+whole launch (job_launch.py) and starts another, until failures repeat without progress. Reports the requests in flight
+that a failed launch loses. Everything runs on one event loop; decisions are in detect.py.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob"]
 log = logging.getLogger(__name__)
 
 CommandFactory = Callable[[frozenset[str]], LaunchCommand]
-"""Composes the launch without the given nodes (those out of use). Raises ValueError if too few are left."""
+"""Composes the launch command without the given excluded nodes. Raises ValueError if too few are left."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobHooks:
-    """Optional callbacks of the owner. `failed` gets every failure (metrics, log, bundle). `devices_free` is awaited
-    before every relaunch: it returns once the devices' memory is seen to be free, or raises RuntimeError saying what is
-    not.
+    """Optional callbacks of the owner. `failed` is called with every failure (metrics, log, bundle). `devices_free` is
+    awaited before every relaunch: it returns once the devices' memory is free, or raises RuntimeError, which names the
+    memory still in use.
     """
 
     failed: Callable[[JobFailure], object] = field(default=lambda failure: None)
@@ -64,7 +64,7 @@ class MpiJob:
         self._draining = self._progress = False
         self._held = options.hold
         self.before: MpiJob | None = None
-        """The job that a held one takes the place of: whose weights may be its own."""
+        """The job that a held job replaces, and whose weights it may share."""
         self.room = False
         """Whether a held job's ranks have room for their weights next to the running launch's."""
         self._ready_since: float | None = None
@@ -96,7 +96,7 @@ class MpiJob:
             self._launch.send(StopChoice(request_id, choice, n_tokens), 0)
 
     def load(self) -> None:
-        """Has a held job go on from `standby`. Raises RuntimeError in another phase."""
+        """Lets a held job in phase `standby` load. Raises RuntimeError in another phase."""
         if self.state.phase != "standby" or self._launch is None:
             raise RuntimeError(f"the job is {self.state.phase}, it loads when its ranks are on standby")
         self._held, self.before = False, None
@@ -116,13 +116,13 @@ class MpiJob:
     async def close(self) -> None:
         self._closing.set()
         if self.state.phase in ("ready", "suspect"):
-            self._set_state("draining")  # what is lost now must not be submitted here again
+            self._set_state("draining")  # lost requests must not be submitted here again
         await self._standby.close()
         if self._task is not None:
             await self._task
 
     async def freed(self) -> None:
-        """Once closed: waits as a relaunch would for the devices' memory (JobHooks). Raises RuntimeError."""
+        """Waits, after `close`, until the devices' memory is free, like a relaunch (JobHooks). Raises RuntimeError."""
         if self._hooks.devices_free is not None:
             await self._hooks.devices_free()
 
@@ -135,7 +135,7 @@ class MpiJob:
             data |= launch.describe() | {"dumps": {str(rank): dump for rank, dump in dumps.items()}}
         return data
 
-    # the life of the job
+    # supervision
 
     async def _supervise(self) -> None:
         try:
@@ -156,7 +156,7 @@ class MpiJob:
             await self._standby.close()
 
     async def _run_once(self) -> JobFailure | None:
-        """One launch, from its start to its last process gone; None if it ended because the job was closed."""
+        """Runs one launch until its last process has exited; None if it ended because the job was closed."""
         self._progress, self._ready_since, self._taken_over = False, None, False
         try:
             if self.failures and self._hooks.devices_free is not None:
@@ -176,7 +176,7 @@ class MpiJob:
             self._set_state("restarting" if self._options.restart else "suspect", failure=failure)
         stuck = await launch.end(orderly=failure is None and self._ready_since is not None)
         self._launch = None
-        if failure is not None and launch.explained:  # its end may be known later than what followed from it
+        if failure is not None and launch.explained:  # the cause may become known after its consequences
             failure = launch.verdict()
         self._note_end(launch.sign_at, time.monotonic())
         if stuck is not None:
@@ -186,12 +186,12 @@ class MpiJob:
         return failure
 
     def _make_launch(self, owner: LaunchOwner, excluded: frozenset[str], standby: bool = True) -> Launch:
-        """Raises ValueError."""
+        """Makes a launch. Raises ValueError."""
         serving = self._launch if self.before is None else self.before._launch
         return Launch(owner, self._command(excluded), self._config_json, self._options, standby, serving)
 
     async def _goes_on(self, failure: JobFailure) -> bool:
-        """Counts the failure; waits as the policy says. False: it was the last."""
+        """Counts the failure and waits for the policy's delay. False if the job is not launched again."""
         if self._taken_over and self._ready_since is None:
             log.warning("standby: failed as it took over: %s: a cold start", failure.reason, extra={"event": "standby"})
             self._set_state("starting")
@@ -201,7 +201,7 @@ class MpiJob:
         self._leave_out(bad_node(tuple(self.failures), socket.gethostname()))
         ready_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
         delay = self._policy.after_failure(self._progress or ready_s >= self._options.healthy_s)
-        # a launch that can never come right is not tried again; what was refused now but not before may yet be mended
+        # not retried: differing files, and a refusal of the first launch; a later refusal may be temporary
         hopeless = failure.kind == "mismatch" or (failure.kind == "refused" and self.state.limits is None)
         hopeless |= self._held
         if delay is None or self._draining or hopeless:
@@ -233,7 +233,7 @@ class MpiJob:
         )
 
     def _leave_out(self, node: str | None) -> None:
-        """A node makes room for a spare, if there is one."""
+        """Excludes a node if a spare host can replace it."""
         if node is None or node in self._excluded:
             return
         with contextlib.suppress(ValueError, OSError):
@@ -287,10 +287,10 @@ class MpiJob:
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
             callback(*arguments)
-        except Exception:  # the owner's fault must not take the ranks down, nor this supervisor
+        except Exception:  # an error of the owner must end neither the ranks nor this supervisor
             log.exception("%s failed", getattr(callback, "__qualname__", callback))
 
-    # what the launch says
+    # news of the launch
 
     def launch_said(self, said: Said, node: str | None) -> None:
         phase = self.state.phase
@@ -300,7 +300,7 @@ class MpiJob:
                     self._set_state("loading", reason=(f"{fraction:.0%} {detail}" if fraction else detail).strip())
             case Standing(_, room):
                 self.room = room
-                if self._held:  # a standby that took over while it came up loads already
+                if self._held:  # else it is a standby that took over while starting, and loads already
                     self._set_state("standby")
             case Ready(limits):
                 self._ready_since = time.monotonic()
@@ -326,7 +326,7 @@ class MpiJob:
 
     def _take_tokens(self, events: tuple[TokensEvent, ...]) -> None:
         known = self.in_flight.take(events)
-        # tokens stay even if this launch fails
+        # tokens are kept even if this launch fails, so they are progress
         self._progress |= any(event.tokens or event.finish in ("stop", "length") for event in known)
         if known and self._listener is not None:
             self._tell(self._listener.on_tokens, known)

@@ -1,5 +1,5 @@
-"""From a tuning file to the strategy of each message size. Rank 0 alone reads the file and sends the table, so that
-ranks with different files cannot disagree.
+"""Derives the all-reduce strategy of each message size from a tuning file. Only rank 0 reads the file; it sends the
+table to the others, so that ranks with different files cannot disagree.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ...topology.transport import transport
 log = logging.getLogger(__name__)
 
 SIZES = tuple(round(256 * 2 ** (step / 4)) for step in range(4 * 19))
-"""256 B to 128 MiB, four to a doubling: where a chooser is asked."""
+"""Message sizes at which a chooser is evaluated: 256 B to 128 MiB, four for each doubling."""
 
 
 def backend_here(deployment: Deployment) -> Backend:
-    """The backend that `auto` comes to on this rank."""
+    """The configured backend; for `auto`, the one that this rank selects."""
     said = deployment.parallel.backend
     if said != "auto":
         return said
@@ -45,20 +45,20 @@ def backend_here(deployment: Deployment) -> Backend:
 
 
 def fabric_of_job(deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[str]) -> Fabric:
-    """The configured fabric, else what the ranks see, host by host; every rank calls it. Raises ReadError, OSError,
-    DiscoveryError, ValueError; where one rank cannot see its host, on all."""
+    """The configured fabric, else the one that the ranks discover on their hosts. Every rank calls it. Raises
+    ReadError, OSError, DiscoveryError, ValueError; if discovery fails on one rank, on all."""
     if deployment.launch.fabric is not None:
         return fabrics.load(Path(deployment.launch.fabric)).only(dict.fromkeys(nodes))
     try:
         node = discover(os.environ.get("CUDA_VISIBLE_DEVICES")).node
     except (OSError, ValueError):
-        bootstrap.all_gather(b"")  # for which the others wait
+        bootstrap.all_gather(b"")  # the other ranks wait for it
         raise
     return gather(node, bootstrap.all_gather)
 
 
 def placed(fabric: Fabric, deployment: Deployment, nodes: Sequence[str]) -> Placement:
-    """The job's ranks on the fabric as they were started: `nodes` is each rank's host. Raises PlacementError."""
+    """The placement of the job's running ranks on the fabric; `nodes`: each rank's host. Raises PlacementError."""
     parallel = deployment.parallel
     return place(
         fabric,
@@ -70,7 +70,7 @@ def placed(fabric: Fabric, deployment: Deployment, nodes: Sequence[str]) -> Plac
 
 
 def group_hosts(fabric: Fabric, nodes: Sequence[str], layout: GroupLayout) -> Fabric:
-    """This group's hosts: the fabric that a tuning file is made for and compared with."""
+    """The fabric of this group's hosts, for which a tuning file is made and with which it is compared."""
     return fabric.only(dict.fromkeys(nodes[rank] for rank in layout.ranks))
 
 
@@ -86,7 +86,8 @@ def versions() -> dict[str, str]:
 
 
 def tabulate(choose: Chooser) -> tuple[tuple[int, str], ...]:
-    """(largest bytes, strategy), rising, neighbours of one strategy joined; the last holds for all above. Pure."""
+    """A table of (largest bytes, strategy) in ascending order, with equal neighbours merged; the last row also applies
+    to all larger messages. Pure."""
     table: list[tuple[int, str]] = []
     for size in SIZES:
         strategy = choose.strategy(size)
@@ -98,7 +99,7 @@ def tabulate(choose: Chooser) -> tuple[tuple[int, str], ...]:
 
 
 def look_up(table: Sequence[tuple[int, str]]) -> Callable[[int], str]:
-    """`choose` of topology.groups.connect. Raises ValueError on a table without rows."""
+    """The `choose` argument of topology.connect.connect, from a table. Raises ValueError if it has no rows."""
     if not table:
         raise ValueError("an empty table of strategies: nothing to choose from")
     bounds = [bound for bound, _ in table]
@@ -108,14 +109,13 @@ def look_up(table: Sequence[tuple[int, str]]) -> Callable[[int], str]:
 def tuned_choice(
     deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[str], layout: GroupLayout
 ) -> Callable[[int], str] | None:
-    """The strategy by size where the native backend is to choose, and a tuning file is configured or groups span nodes;
-    for NCCL and gloo, which need no advice unless it was measured, where both is so; else None, and the backend goes by
-    size alone. No file, or one that does not fit, is warned of on rank 0, and untuned prices take its place. Every rank
-    calls it."""
+    """The strategy by message size, or None: then the backend chooses by size alone. With the native backend a table is
+    made if a tuning file is configured or groups span nodes; with NCCL and gloo, which choose well without one, only if
+    both hold. If the file is missing or does not match, rank 0 warns and uses untuned prices. Every rank calls it."""
     parallel, backend = deployment.parallel, backend_here(deployment)
     if parallel.collective != "auto" or parallel.deterministic or backend == "mpi":
         return None
-    # Of any group, not of this one: either all ranks go on to the gathering, or none.
+    # NOTE: tests all groups, not this rank's: either all ranks must reach all_gather, or none.
     size = parallel.tensor_parallel_size
     spans = any(len(set(nodes[at : at + size])) > 1 for at in range(0, len(nodes), size))
     reasons = (parallel.tuning_file is not None, spans)
@@ -123,7 +123,7 @@ def tuned_choice(
         return None
     table: tuple[tuple[int, str], ...] = ()
     try:
-        # a configured fabric is a file, which other nodes need not have
+        # a configured fabric is a file that may exist only on rank 0's node
         if deployment.launch.fabric is None or bootstrap.rank == 0:
             fabric = fabric_of_job(deployment, bootstrap, nodes)
         if bootstrap.rank == 0:

@@ -1,5 +1,6 @@
-"""`laddertron run` inside an outer mpirun, srun or torchrun. Rank 0's event loop runs in a second thread and reaches
-the first rank of every replica over the control channel. A lost rank ends the whole mpirun; a later run resumes.
+"""`laddertron run` inside an outer mpirun, srun or torchrun. Rank 0 runs the driver's event loop in a second thread,
+which controls the first rank of every replica over the control channel. A lost rank ends the whole mpirun; a later run
+resumes.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Drive = Callable[[Sequence[EngineJob]], Awaitable[int]]
 
 
 class ReplicaJob:
-    """EngineJob of one replica over its first rank's connection; see engine/job.py. `send` takes messages to that rank,
-    `dump` gives what `bundle` holds of it."""
+    """EngineJob of one replica over its first rank's connection; see engine/job.py. `send` sends messages to that rank,
+    `dump` returns its part of `bundle`."""
 
     def __init__(
         self, send: Callable[[messages.ServerMessage], None], dump: Callable[[], dict[str, Any]] = dict
@@ -97,7 +98,7 @@ class ReplicaJob:
                 pass
 
     def gone(self, reason: str) -> None:
-        if not self._closed and self.state.phase != "failed":  # what failed has said why itself
+        if not self._closed and self.state.phase != "failed":  # a failed rank has reported the reason
             self.fail(f"its first rank left{f': {reason}' if reason else ''}")
 
     def fail(self, reason: str) -> None:
@@ -125,11 +126,11 @@ class Replicas:
         self.jobs = [ReplicaJob(partial(send, rank=rank), dump if rank == 0 else dict) for rank in range(count)]
 
     async def start(self) -> str:
-        """The address of the channel. Raises OSError."""
+        """Starts the channel and returns its address. Raises OSError."""
         return await self._server.start()
 
     async def end(self) -> None:
-        """Asks every engine to end and waits for the ranks to leave."""
+        """Shuts down every engine and waits for the ranks to disconnect."""
         for job in self.jobs:
             await job.close()
         await self._server.all_gone(LEAVING_S)
@@ -143,7 +144,7 @@ class Replicas:
 
 
 class _Driver:
-    """Runs `drive` on an event loop of its own thread; `meeting` is the channel's address and secret."""
+    """Runs `drive` on an event loop in its own thread; `meeting`: the channel's address and secret."""
 
     def __init__(self, deployment: Deployment, host: str, status: Status, drive: Drive) -> None:
         self._deployment, self._host, self._status, self._drive = deployment, host, status, drive
@@ -175,8 +176,8 @@ class _Driver:
 
 
 def run_inside(deployment: Deployment, identity: Identity, drive: Drive) -> int:
-    """This rank's part of an outer mpirun; rank 0 runs `drive`. Returns the exit status; an error exits at once with
-    1."""
+    """Runs this rank in an outer mpirun; rank 0 also runs `drive`. Returns the exit status; an error exits at once
+    with 1."""
     return among_ranks(identity, lambda: _run_rank(deployment, identity, drive))
 
 
@@ -212,10 +213,10 @@ def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
         _lead(deployment, identity, status, bootstrap, replica, meeting)
     except BaseException:
         if driver is not None:
-            driver.join(LEAVING_S)  # it says what was lost
+            driver.join(LEAVING_S)  # it reports the lost lines
         raise
     code = driver.join() if driver is not None else 0
-    if several and code != 0:  # what is left of the others may never come to MPI's end
+    if several and code != 0:  # the other ranks may never reach MPI_Finalize
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""One rank's life: find the group, load, step until it is ended. The same under a daemon, `run` and an outer mpirun."""
+"""Runs one rank: connects the group, loads, steps until shutdown; for the daemon, `run` and an outer mpirun alike."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from .standing_by import Channel, require_memory, stand_by
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.5
-"""How long an idle rank 0 sleeps at most between two looks at its channel; a command wakes it at once."""
+"""The longest wait of an idle rank 0 for a command, which wakes it at once."""
 SNAPSHOT_S = 0.25
 
 
 class DeviceError(Refusal, ValueError):
-    """The configuration asks for a device that is not here."""
+    """The configured device is not available on this host."""
 
 
 def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
-    """The address that this rank binds for its group: loopback on one node, else the deployment's interface, the
-    placement's for this host as the launcher said it, or the address that this host's own name has. Raises ValueError
-    where none leads anywhere but to loopback."""
+    """The address that this rank binds for its group: loopback on one node, else that of the configured interface, of
+    the interface that the launcher passed for this host, or of this host's name. Raises ValueError if the interface has
+    none, or the name resolves to loopback."""
     if len(set(nodes)) == 1:
         return "127.0.0.1"
     if deployment.launch.interface is not None:
@@ -75,7 +75,7 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
     keys = deployment.parallel
     options: dict[str, Any] = {} if keys.collective_timeout is None else {"timeout_s": keys.collective_timeout}
     if deployment.launch.bind_to == PLACEMENT:
-        # the cores seen are this rank's own: with a second one its transport may look while it computes
+        # the cores are this rank's own: with a second one its transport may spin while the rank computes
         options["spin_us"] = 20.0 if len(os.sched_getaffinity(0)) > 1 else 0.0
     return CommOptions(
         backend=backend_here(deployment),
@@ -91,9 +91,9 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
 
 
 def insist_on_transport(deployment: Deployment, backend: str, spans: bool) -> None:
-    """`parallel.require_transport` for a group that `spans` nodes. NCCL reads it from the environment, before
-    its first communicator: named its network, it fails where it cannot have it, instead of falling back. Raises
-    ValueError for a backend that knows sockets alone. (What is lacking, preflight finds out: it does not insist.)"""
+    """Enforces `parallel.require_transport` for a group that `spans` nodes. For NCCL it sets NCCL_NET, which must be
+    done before the first communicator: NCCL then fails if the network is missing, instead of falling back. Raises
+    ValueError for a backend that has only sockets. Preflight does not call this, and reports what is missing."""
     wanted = deployment.parallel.require_transport
     if not spans or wanted == "any":
         return
@@ -128,7 +128,7 @@ def join_group(
 
 
 def seat_cores(identity: Identity) -> tuple[int, ...]:
-    """The cores that the launcher gave this rank. Raises MappingError without any."""
+    """The cores that the launcher assigned to this rank. Raises MappingError if there are none."""
     cores = cores_here(os.environ.get(ENV_CORES), identity.node, identity.local_rank)
     if cores is None:
         raise MappingError(
@@ -139,10 +139,10 @@ def seat_cores(identity: Identity) -> tuple[int, ...]:
 
 
 def set_threads(deployment: Deployment, identity: Identity) -> None:
-    """Compute threads of this rank: its seat's cores, bound to them, if `launch.bind_to` is placement, else its share
-    of the node's. The libraries that compute play the CPU tier that is forced. And devices in the order in which NVML,
-    the fabric and the placement count them: by itself CUDA puts the fastest first. Raises MappingError where the
-    rank cannot be bound, DeviceError where its processor cannot play the tier."""
+    """Sets the compute threads of this rank: if `launch.bind_to` is placement, binds it to its assigned cores and uses
+    all of them, else uses its share of the node's cores. Limits libraries to the forced CPU tier. Numbers CUDA devices
+    by PCI bus like NVML, the fabric and the placement; CUDA's default is the fastest first. Raises MappingError if the
+    rank cannot be bound, DeviceError if its processor does not support the tier."""
     try:
         limit_libraries(os.environ)
     except TierError as error:
@@ -188,7 +188,7 @@ def choose_device(deployment: Deployment, identity: Identity) -> Any:
 
 
 def gpu_uuid(device: Any) -> str | None:
-    """The name by which the driver knows a CUDA device; None for a CPU."""
+    """The driver's UUID of a CUDA device; None for a CPU."""
     if device.type != "cuda":
         return None
     import torch
@@ -197,7 +197,7 @@ def gpu_uuid(device: Any) -> str | None:
 
 
 def lead(engine: Engine, channel: Channel, status: Status) -> None:
-    """Rank 0's loop around the engine, until Shutdown."""
+    """Runs rank 0's engine loop until Shutdown."""
     ending, snapshot_due = False, 0.0
     while not ending:
         engine.progress.turn(False)
@@ -212,7 +212,7 @@ def lead(engine: Engine, channel: Channel, status: Status) -> None:
                 case messages.StopChoice(request_id, choice, n_tokens):
                     engine.scheduler.stop_choice(request_id, choice, n_tokens)
                 case messages.Drain() | messages.Load() | messages.HeldWeights():
-                    pass  # the owner sends no more, and what is here goes on to its end; what runs has loaded
+                    pass  # draining: running requests finish, the owner sends no new ones; weights are loaded already
                 case messages.Shutdown():
                     ending = True
         if engine.has_work and (events := engine.step()):
@@ -225,7 +225,7 @@ def lead(engine: Engine, channel: Channel, status: Status) -> None:
 
 
 def _loading(say: Callable[[messages.StateMessage], None]) -> Callable[[int, int], None]:
-    """Reports bytes loaded of all, at most twice a second."""
+    """Makes the callback that reports loaded and total bytes, at most twice a second."""
     begun, last_said = time.monotonic(), 0.0
 
     def loaded(done: int, total: int) -> None:
@@ -247,8 +247,9 @@ def run_rank(
     standby: bool = False,
     reports_for_all: bool = False,
 ) -> None:
-    """Until Shutdown (rank 0 of the group) or the end of plans (the others). `standby`: waits for Load (or Shutdown)
-    before it reads weights, on a channel. `reports_for_all`: only rank 0 has a channel. Raises what stops it."""
+    """Runs until Shutdown (rank 0 of the group) or the last plan (the others). `standby`: waits on the channel for Load
+    (or Shutdown) before loading weights. `reports_for_all`: only rank 0 has a channel. Raises the error that stops it.
+    """
     say: Callable[[messages.StateMessage], None]
     say = channel.send_state if channel is not None else lambda message: None
     if standby:
@@ -295,7 +296,7 @@ def run_rank(
         for warning in built.warnings if leads else ():
             log.warning("%s", warning)
         status.count_experts(built.runner.model, built.config)
-        # What is here now stays: the collector need not walk through it in the middle of a step.
+        # Exempt all existing objects from garbage collection, which would delay a step.
         gc.collect()
         gc.freeze()
         say(messages.Announce({"config": deploy.digest(deployment), "weights": built.digest}))

@@ -1,4 +1,4 @@
-"""A rank's heartbeat rows (engine/metrics/catalogue.py) and dumps, read by another thread from plain attributes."""
+"""A rank's heartbeat rows (engine/metrics/catalogue.py) and dumps, which another thread makes from plain attributes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Latencies:
-    """Seconds that ended requests of this replica queued, were prefilled and decoded."""
+    """Histograms of the seconds that this replica's ended requests spent in queue, prefill and decode."""
 
     def __init__(self) -> None:
         self._queue, self._prefill, self._decode = (Buckets(REQUEST_SECONDS) for _ in range(3))
@@ -52,14 +52,14 @@ class Latencies:
 
 
 class ExpertRows:
-    """How many rows each expert of one layer had, step by step; `own`: the experts that this rank holds, `leads`:
-    whether it reports for all experts."""
+    """Counts rows of each expert in one layer, by step. `own`: this rank's experts; `leads`: whether this rank reports
+    for all experts."""
 
     def __init__(self, own: range, leads: bool) -> None:
         self._own, self._leads, self._each, self._computed = own, leads, Buckets(EXPERT_ROWS), 0
 
     def add(self, rows: Tensor) -> None:
-        """rows [E] of one step."""
+        """Adds one step; rows [E]: rows of each expert."""
         each = rows.numpy()
         for bucket, count in enumerate(np.bincount(np.searchsorted(EXPERT_ROWS, each)).tolist()):
             self._each.counts[bucket] += count
@@ -72,7 +72,7 @@ class ExpertRows:
 
 
 def collective_rows(entries: Iterable[Entry]) -> Iterator[MetricRow]:
-    """Seconds, bytes and counts of collectives; seconds by layer of the all-reduces whose layer is known."""
+    """Yields seconds, bytes and counts of collectives, and seconds by layer of all-reduces whose layer is known."""
     found: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for entry in without_carriers(entries):
         where = (entry.op, entry.link)
@@ -87,22 +87,22 @@ def collective_rows(entries: Iterable[Entry]) -> Iterator[MetricRow]:
 
 @dataclass(slots=True)
 class Status:
-    """The heartbeat's values, in plain attributes that another thread reads at any moment."""
+    """The heartbeat's values, in plain attributes that another thread may read at any time."""
 
     progress: StepProgress = field(default_factory=StepProgress)
     communicator: Communicator | None = None
     scheduler: dict[str, float] = field(default_factory=dict)
     accepted: tuple[int, ...] = ()
-    """Drafts that were right, by position."""
+    """Accepted drafts by position."""
     latencies: Latencies = field(default_factory=Latencies)
     experts: ExpertRows | None = None
     health: HealthWatch | None = None
     computes_with: tuple[tuple[str, ...], ...] = ()
-    """Device, CPU tier and threads, once known: this rank's, or those of every rank that it reports for."""
+    """Device, CPU tier and number of threads, once known, of each rank that this rank reports for."""
 
     def count_experts(self, model: LlamaModel, config: ModelConfig) -> None:
-        """Counts rows by expert from now on, if layers of this rank's stage have experts; `config` is of all stages.
-        The first rank of the first stage with experts reports each expert's."""
+        """Starts counting rows by expert, if layers of this rank's stage have experts; `config`: of all stages. The
+        first rank of the first stage with experts reports for all experts."""
         mine, stage = model.config.experts, model.shard.stage
         if config.experts is not None and mine is not None and any(mine.layers):
             first = config.experts.layers.index(True) - (0 if stage is None else stage.first_layer)
@@ -146,7 +146,7 @@ class Status:
         )
 
     def dump(self) -> dict[str, Any]:
-        """For the bundle: the last collectives, oldest first."""
+        """The rank's part of a diagnostics bundle, with its last collectives, oldest first."""
         communicator, p = self.communicator, self.progress
         out: dict[str, Any] = {"step": p.step, "step_tokens": p.step_tokens, "collectives": []}
         if communicator is None:
@@ -158,7 +158,7 @@ class Status:
 
 
 def loading_words(done: int, total: int, seconds: float) -> str:
-    """`weights 12.3 of 50.6 GB, 2.10 GB/s, 0:18 left`; sizes in bytes. The first second tells nothing of the rest."""
+    """`weights 12.3 of 50.6 GB, 2.10 GB/s, 0:18 left`; sizes in bytes. No estimate during the first second."""
     words = f"weights {done / 1e9:.1f} of {total / 1e9:.1f} GB"
     if total < 1e9:
         words = f"weights {done / 1e6:.1f} of {total / 1e6:.1f} MB"
@@ -172,13 +172,14 @@ PERIOD_S = 5.0
 
 
 def run_delay_s(fs: Sysfs) -> float | None:
-    """Seconds that this process's main thread waited for a CPU; None without such an account."""
+    """Seconds that this process's main thread waited for a CPU; None if the kernel does not count them."""
     words = fs.text("proc/self/schedstat").split()
     return int(words[1]) * 1e-9 if len(words) == 3 and words[1].isdecimal() else None
 
 
 class HealthWatch:
-    """`figures` holds what the last look saw. `look` is called on the watch's thread; what it raises ends that look."""
+    """Updates `figures` periodically by calling `look` on its own thread; an exception clears them until the next
+    call."""
 
     def __init__(self, look: Callable[[], Figures], period_s: float = PERIOD_S) -> None:
         self._look, self._period_s = look, period_s
@@ -190,7 +191,7 @@ class HealthWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Does not wait for a look that hangs."""
+        """Stops the thread, without waiting for a call that hangs."""
         self._end.set()
         self._thread.join(0.2)
 
@@ -198,7 +199,7 @@ class HealthWatch:
         while True:
             try:
                 self.figures = self._look()
-            except Exception:  # figures are a help, never a reason to stop
+            except Exception:  # missing figures must not stop a rank
                 self.figures = {}
             if self._end.wait(self._period_s):
                 return

@@ -1,4 +1,4 @@
-"""A hot standby's rank: all of a start but weights and KV, then the wait for Load."""
+"""A rank of a hot standby: starts without weights and KV cache, and waits for Load."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class StandbyRefused(Refusal, RuntimeError):
-    """This host has no memory for ranks that stand by."""
+    """This host has too little memory for standby ranks."""
 
 
 class Channel(Protocol):
-    """The owner of the job, as a rank sees it: launchers/control/control_client.py."""
+    """A rank's connection to the owner of the job: launchers/control/control_client.py."""
 
     def poll(self, timeout: float | None = 0.0) -> list[Command]: ...
 
@@ -35,7 +35,7 @@ class Channel(Protocol):
 
 
 def require_memory(available: int, ranks: int) -> None:
-    """available: free bytes of this host (0: unknown) for `ranks` of the launch. Raises StandbyRefused."""
+    """Checks that `ranks` standby ranks fit in `available` bytes of this host (0: unknown). Raises StandbyRefused."""
     if 0 < available < ranks * STANDBY_RANK:
         raise StandbyRefused(
             f"no memory for a standby: {ranks} ranks here need {STANDBY_RANK >> 20} MiB each, {available >> 20} MiB "
@@ -44,8 +44,9 @@ def require_memory(available: int, ranks: int) -> None:
 
 
 def stand_by(channel: Channel, communicator: Communicator, has_room: Callable[[int], bool]) -> int | None:
-    """Until Load: the descriptor of held weights (HeldWeights), -1 without; None: Shutdown came in its place. The group
-    meets once, so that what its first collective sets up is there. `has_room`, with such a descriptor: see Standing."""
+    """Waits for Load. Returns the descriptor of the retained weights (HeldWeights), -1 if there are none, or None after
+    Shutdown. Runs one collective first, so that the group's connections exist. `has_room`: called with the descriptor;
+    see Standing."""
     communicator.gather(np.zeros(1, np.uint8))
     file, commands = -1, channel.poll(0.0)
     if commands and isinstance(held := commands[0], HeldWeights):
@@ -60,13 +61,13 @@ def stand_by(channel: Channel, communicator: Communicator, has_room: Callable[[i
 
 
 def open_held(held: HeldWeights) -> int:
-    """Opens the retained weights' file, which then outlives its process; -1, with a log line, if it cannot."""
+    """Opens the retained weights' file, which then outlives its process; on failure logs it and returns -1."""
     try:
         file = os.open(f"/proc/{held.pid}/fd/{held.file}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         log.warning("weights are not shared with the serving launch, a failure costs their load: %s", error)
         return -1
-    if start_time(held.pid) != held.start_time:  # its pid is another's by now
+    if start_time(held.pid) != held.start_time:  # another process has this pid now
         os.close(file)
         return -1
     return file

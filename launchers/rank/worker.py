@@ -1,6 +1,6 @@
-"""`python -m laddertron.launchers.rank.worker`: one process per rank, started by mpirun, srun or torchrun.
-Address and secret of its owner are in the environment. A rank that raises reports its traceback and exits at once:
-its peers wait for it in a collective.
+"""`python -m laddertron.launchers.rank.worker`: one process per rank, started by mpirun, srun or torchrun. The address
+and secret of its owner are in the environment. A rank that raises reports its traceback and exits at once, because its
+peers wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Exit status: 0 after an orderly shutdown, 1 after an error (reported over the channel), 2 if this is no rank."""
-    die_with_parent()  # a rank ends with mpirun, even if it is stopped
-    # ^C goes to the whole foreground group: the launcher ends its ranks in order, they do not race it.
+    """Runs a rank. Returns the exit status: 0 after an orderly shutdown, 1 after an error (reported over the channel),
+    2 if this process is no rank."""
+    die_with_parent()  # a rank exits with mpirun, even if it is suspended
+    # ^C is sent to the whole foreground group: ignore it, since the launcher ends its ranks in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         identity = identify()
@@ -43,11 +44,11 @@ def main() -> int:
     try:
         _run(client, identity, status, secret)
     except CommunicationError as error:
-        # Another rank's end breaks this one's collectives: that one is to blame, and its words are the ones to read.
+        # The exit of another rank breaks this one's collectives: that rank's error is the cause.
         client.fail(f"{type(error).__name__}: {error}", consequence=True)
         os._exit(1)
     except Refusal as refusal:
-        client.fail(str(refusal), refused=True)  # a fault of the model or the configuration: a traceback would bury it
+        client.fail(str(refusal), refused=True)  # an error of the model or configuration, clear without a traceback
         os._exit(1)
     except BaseException:
         client.fail(traceback.format_exc())
@@ -59,7 +60,7 @@ def main() -> int:
 
 
 def _run(client: ControlClient, identity: Identity, status: Status, secret: bytes) -> None:
-    from .rank import run_rank  # torch comes with it: the channel is there before, and says that this process lives
+    from .rank import run_rank  # imports torch: only once the channel sends heartbeats
 
     deployment = deploy.from_json(json.loads(client.config))
     parallel = deployment.parallel
