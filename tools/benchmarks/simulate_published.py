@@ -32,7 +32,6 @@ from laddertron.tools.plan.roofline import (
 from laddertron.tools.plan.step_simulator import Wire
 from laddertron.topology.cost.cost import Costs, Regime
 from laddertron.topology.cost.prices import reference
-from laddertron.topology.hardware.fabric import LinkClass
 from laddertron.topology.hardware.presets import GPU_MODELS
 from laddertron.topology.link_cost import LinkCost
 
@@ -86,6 +85,10 @@ class Constants:
         step = group.step(Load(decodes=batch, context=POSITIONS), make_wiring(wiring, group.config.num_layers))
         return batch / step.total_s
 
+    def gain(self, key: Key, wiring: str) -> float:
+        """Over standard."""
+        return self.tokens_per_s(key, wiring) / self.tokens_per_s(key, "standard")
+
 
 def fit(rows: Sequence[Key] = FITTED) -> Constants:
     """All constants, in three stages: computing from rows without communication, links from what standard takes
@@ -101,9 +104,7 @@ def fit(rows: Sequence[Key] = FITTED) -> Constants:
 
 
 def _fit_rates(rows: Sequence[Key]) -> tuple[ComputeRates, float]:
-    """Least squares of relative errors: seconds = weight bytes, calls with one row, calls with more and KV bytes, each
-    at its price."""
-    peak = GPU_MODELS["H100"]
+    """Seconds = weight bytes, calls with one row, calls with more and KV bytes, each at its price."""
     lines, seconds = [], []
     for name, interconnect, batch in rows:
         size = SHAPES[interconnect].size
@@ -118,11 +119,18 @@ def _fit_rates(rows: Sequence[Key]) -> tuple[ComputeRates, float]:
         calls = 2 * layers
         lines.append([weights, calls * (batch == 1), calls * (batch > 1), both - weights])
         seconds.append(batch / TOKENS[name, interconnect, batch]["none"])
-    matrix, target = np.asarray(lines, dtype=float), np.asarray(seconds)
+    a, b, c, d = _least_squares(lines, seconds)
+    return ComputeRates(GPU_MODELS["H100"].bf16_flops * 0.55, 1 / a, 1 / a, b, c, "fitted"), d / a
+
+
+def _least_squares(lines: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
+    """The prices whose sums over each line have the least relative errors."""
+    matrix, wanted = np.asarray(lines, dtype=float), np.asarray(target)
     scale = np.abs(matrix).max(axis=0)
-    a, b, c, d = np.linalg.lstsq(matrix / scale / target[:, None], np.ones(len(target)), rcond=None)[0] / scale
-    rates = ComputeRates(peak.bf16_flops * 0.55, 1 / float(a), 1 / float(a), float(b), float(c), "fitted")
-    return rates, float(d / a)
+    found: list[float] = (
+        np.linalg.lstsq(matrix / scale / wanted[:, None], np.ones(len(wanted)), rcond=None)[0] / scale
+    ).tolist()
+    return found
 
 
 def _fit_link(found: Constants, interconnect: str, rows: Sequence[Key]) -> LinkCost:
@@ -134,16 +142,14 @@ def _fit_link(found: Constants, interconnect: str, rows: Sequence[Key]) -> LinkC
         group = found.group(name, interconnect)
         layers = group.config.num_layers
         alone = group.step(Load(decodes=batch, context=POSITIONS), make_wiring("none", layers)).total_s
-        key = (name, interconnect, batch)
-        slower = batch / TOKENS[key]["standard"] - alone
+        slower = batch / TOKENS[name, interconnect, batch]["standard"] - alone
         known_s = OVERHEAD_S + (14 * found.links["nvlink"].latency_s if shape.nodes > 1 else 0.0)
         lines.append([hops, volume * group.message_bytes(Load(decodes=batch))])
         rest.append(slower / (2 * layers) - known_s)
-    matrix, target = np.asarray(lines), np.asarray(rest)
-    latency, each = np.linalg.lstsq(matrix / target[:, None], np.ones(len(target)), rcond=None)[0]
+    latency, each = _least_squares(lines, rest)
     if latency < 0 or each <= 0:
         raise ValueError(f"{interconnect}: fitted {latency} s and {each} s a byte: the rows contradict the model")
-    return LinkCost(float(latency), 1 / float(each))
+    return LinkCost(latency, 1 / each)
 
 
 def _fit_contention(found: Constants, rows: Sequence[Key]) -> Contention:
@@ -196,15 +202,12 @@ class Row:
 def speedups(constants: Constants) -> Iterator[Row]:
     """Ladder (and parallel) over standard, for every row of 70B and 405B, and 405B without peer access."""
     for key, published in TOKENS.items():
-        standard = constants.tokens_per_s(key, "standard")
         for wiring in ("ladder", "parallel"):
             if wiring in published:
                 said = published[wiring] / published["standard"]
-                fitted = key in FITTED and wiring == "ladder"
-                yield Row(wiring, key, fitted, said, constants.tokens_per_s(key, wiring) / standard)
+                yield Row(wiring, key, key in FITTED and wiring == "ladder", said, constants.gain(key, wiring))
     key = ("405B", "2 nodes, no p2p", 4)
-    ratio = constants.tokens_per_s(key, "ladder") / constants.tokens_per_s(key, "standard")
-    yield Row("ladder", key, False, SPEEDUPS["no p2p"]["405B"], ratio)
+    yield Row("ladder", key, False, SPEEDUPS["no p2p"]["405B"], constants.gain(key, "ladder"))
 
 
 def rates(constants: Constants) -> Iterator[Row]:
@@ -218,25 +221,22 @@ def other_sizes(constants: Constants) -> Iterator[Row]:
     for interconnect in ("p2p", "no p2p"):
         for name in ("34B", "8B", "3B", "1B"):
             key = (name, interconnect, 4)
-            ratio = constants.tokens_per_s(key, "ladder") / constants.tokens_per_s(key, "standard")
-            yield Row("ladder", key, False, SPEEDUPS[interconnect][name], ratio)
+            yield Row("ladder", key, False, SPEEDUPS[interconnect][name], constants.gain(key, "ladder"))
 
 
 def shipped(constants: Constants) -> Constants:
     """The rates, prices and contention that `plan` uses; of the fitted ones only what its engine does not do, the
     repeated reading of keys and values."""
     found = {}
-    for link, shape in (("nvlink", SHAPES["p2p"]), ("pcie", SHAPES["no p2p"]), ("ib", SHAPES["2 nodes"])):
-        regime = reference("nccl", shape).regimes[0]
-        price = regime.inter if link == "ib" else regime.intra
-        if price is not None:
+    for link, interconnect in (("nvlink", "p2p"), ("pcie", "no p2p"), ("ib", "2 nodes")):
+        regime = reference("nccl", SHAPES[interconnect]).regimes[0]
+        if (price := regime.inter if link == "ib" else regime.intra) is not None:
             found[link] = price
-    names: dict[str, LinkClass] = {"p2p": "nvlink", "no p2p": "pcie", "2 nodes": "ib"}
+    contention = {"p2p": NCCL_CONTENTION["nvlink"], "no p2p": NCCL_CONTENTION["pcie"], "2 nodes": NCCL_CONTENTION["ib"]}
     device = GPU_MODELS["H100"].device(0, "", 0)
-    rates = replace(
-        gpu_rates(device), kv_bytes_per_s=device.memory_bandwidth * WEIGHT_SHARE if device.memory_bandwidth else 0.0
-    )
-    return Constants(rates, constants.kv_reads, found, {k: NCCL_CONTENTION[v] for k, v in names.items()})
+    kv_bytes_per_s = device.memory_bandwidth * WEIGHT_SHARE if device.memory_bandwidth else 0.0
+    rates = replace(gpu_rates(device), kv_bytes_per_s=kv_bytes_per_s)
+    return Constants(rates, constants.kv_reads, found, contention)
 
 
 def report(constants: Constants) -> list[str]:
