@@ -75,10 +75,7 @@ def _vllm(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
 
 def _loadgen(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
     sut = [f"{at}/python", str(HERE.with_name("loadgen_sut.py")), url, str(LINES)]
-    return [
-        [*sut, "offline", str(out), "--seconds", "20", "--qps", "100"],
-        [*sut, "server", str(out), "--seconds", "60", "--qps", "10"],
-    ]
+    return [[*sut, "Offline", str(out), "20", "100"], [*sut, "Server", str(out), "60", "10"]]
 
 
 def _lm_eval(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:

@@ -1,12 +1,11 @@
 """MLPerf LoadGen (mlcommons-loadgen) against an OpenAI-compatible daemon: Offline or Server, with token latencies.
 
-    python loadgen_sut.py URL LINES.jsonl offline|server FOLDER [--seconds 60] [--qps 10] [--ttft 6] [--tpot 0.175]
+    python loadgen_sut.py URL LINES.jsonl Offline|Server FOLDER SECONDS QPS      started by judges.py
 
 LINES: batch lines of completions. It shows that LoadGen's rules are kept; a submission to MLPerf takes its data set and
 ten minutes. The last line is LoadGen's verdict; exit status 0 if it is VALID.
 """
 
-import argparse
 import array
 import json
 import sys
@@ -18,13 +17,16 @@ from urllib.request import Request, urlopen
 
 import mlperf_loadgen as lg
 
+TTFT_NS, TPOT_NS = 6_000_000_000, 175_000_000
+"""Limits on the first token and on each later one."""
+
 
 class Daemon:
     """Streams a completion per sample, and tells LoadGen the first token and the whole answer."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._url = options.url
-        lines = map(json.loads, Path(options.lines).read_text().splitlines())
+    def __init__(self, url: str, file: Path) -> None:
+        self._url = url
+        lines = map(json.loads, file.read_text().splitlines())
         more = {"stream": True, "stream_options": {"include_usage": True}}
         self.bodies = [json.dumps(line["body"] | more).encode() for line in lines if line["url"] == "/v1/completions"]
         self._pool = ThreadPoolExecutor(64)
@@ -60,36 +62,23 @@ class Daemon:
         call([lg.QuerySampleResponse(number, at, size, tokens)])
 
 
-def settings(options: argparse.Namespace, count: int) -> Any:
-    found, scenarios = lg.TestSettings(), lg.TestScenario
-    found.scenario = scenarios.Server if options.scenario == "server" else scenarios.Offline
-    found.mode, found.use_token_latencies = lg.TestMode.PerformanceOnly, True
-    found.min_duration_ms, found.min_query_count = int(options.seconds * 1000), max(count, 500)
-    found.offline_expected_qps = found.server_target_qps = options.qps
-    found.ttft_latency, found.tpot_latency = int(options.ttft * 1e9), int(options.tpot * 1e9)
+def settings(scenario: str, seconds: float, qps: float, count: int) -> Any:
+    found = lg.TestSettings()
+    found.scenario, found.mode = getattr(lg.TestScenario, scenario), lg.TestMode.PerformanceOnly
+    found.min_duration_ms, found.min_query_count = int(seconds * 1000), max(count, 500)
+    found.offline_expected_qps = found.server_target_qps = qps
+    found.use_token_latencies, found.ttft_latency, found.tpot_latency = True, TTFT_NS, TPOT_NS
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    for name in ("url", "lines", "scenario", "outdir"):
-        parser.add_argument(name, choices=["offline", "server"] if name == "scenario" else None)
-    for name, default in (("seconds", 60.0), ("qps", 10.0), ("ttft", 6.0), ("tpot", 0.175)):
-        parser.add_argument(f"--{name}", type=float, default=default)
-    options = parser.parse_args()
-    try:
-        urlopen(f"{options.url}/ready", timeout=10).close()
-    except OSError as error:
-        sys.exit(f"{options.url}/ready: {error}: wait until the daemon is ready")
-    daemon = Daemon(options)
-    count, logs = len(daemon.bodies), lg.LogSettings()
-    sut, qsl = (
-        lg.ConstructSUT(daemon.issue, lambda: None),
-        lg.ConstructQSL(count, count, lambda _: None, lambda _: None),
-    )
-    logs.log_output.outdir = options.outdir
-    lg.StartTestWithLogSettings(sut, qsl, settings(options, count), logs)
-    summary = (Path(options.outdir) / "mlperf_log_summary.txt").read_text().splitlines()
+    url, lines, scenario, folder, seconds, qps = sys.argv[1:]
+    daemon, logs = Daemon(url, Path(lines)), lg.LogSettings()
+    logs.log_output.outdir, count = folder, len(daemon.bodies)
+    sut = lg.ConstructSUT(daemon.issue, lambda: None)
+    qsl = lg.ConstructQSL(count, count, lambda _: None, lambda _: None)
+    lg.StartTestWithLogSettings(sut, qsl, settings(scenario, float(seconds), float(qps), count), logs)
+    summary = Path(folder, "mlperf_log_summary.txt").read_text().splitlines()
     verdict = next(line for line in summary if line.startswith("Result is"))
     print(f"{verdict}; {len(daemon.failed)} failed {daemon.failed[:1]}")
     return 0 if verdict.endswith(": VALID") and not daemon.failed else 1
