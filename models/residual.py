@@ -29,7 +29,7 @@ from typing import Generic, Literal, Protocol, Self, TypeVar
 from .config.lanes import Lanes
 from .config.model_config import Wiring
 
-LAG = {"standard": 0, "parallel": 0, "ladder": 1}
+LAG: Mapping[str, int] = {"standard": 0, "parallel": 0, "ladder": 1}
 SHORTCUT = 3
 """Lag of experts parallel to an MLP: their output is read after that MLP and the next layer's two sub-blocks."""
 Scope = Literal["group", "node"]
@@ -176,6 +176,11 @@ def flow(
     return residual, tuple(output for index in sorted(due) for output in due[index])
 
 
+def lag_of(wiring: Wiring, kind: str) -> int:
+    """How many of the latest outputs the sub-blocks of a layer of this kind do not read."""
+    return {**LAG, "delay": wiring.delay}.get(kind, 0)
+
+
 _NAMES = {"parallel": ("attention_and_mlp",), "shortcut": ("attention", "shortcut", "mlp")}
 
 
@@ -193,7 +198,7 @@ def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...
         mixture = "shortcut" if kind == "shortcut" else "mlp" if mixed and mixed[layer] else ""
         words = [f"{word} {'experts' if name == mixture else name}" for name in names]
         found += [(name, layer, word if kind == "parallel" else said) for name, said in zip(names, words, strict=True)]
-        lags += [{**LAG, "delay": wiring.delay}.get(kind, 0)] * len(names)
+        lags += [lag_of(wiring, kind)] * len(names)
     end, every = len(found), wiring.desync_every
 
     def due(index: int) -> int:

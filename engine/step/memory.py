@@ -13,6 +13,7 @@ from ...models.config.model_config import ModelConfig
 from ...models.config.quantisation import BYTES
 from ...models.config.shapes import WHOLE, Sharing
 from ...models.cuda.workspace import expert_bytes, latent_workspace_bytes, workspace_bytes
+from ...models.residual import lag_of
 from ...models.stages import RankShard
 from ...models.weights.quantised import kept_bytes, may_stay
 from ...models.weights.slices import EXPERTS, PRODUCTS, expert_columns
@@ -172,8 +173,8 @@ def working_memory(
     outputs = shard.attention_outputs
     widest = max(outputs, 3 * shard.ffn_size)  # gate, up and their product
     # On a GPU an output is kept until the following norm has added it.
-    lag = config.wiring.delay or int("ladder" in config.wiring.kinds)
-    copies, in_flight = shard.num_lanes, lag + 2 if keys.gpu else max(2, config.wiring.delay + 1)
+    lag = max(lag_of(config.wiring, kind) for kind in config.wiring.kinds)
+    copies, in_flight = shard.num_lanes, lag + 2 if keys.gpu else max(2, lag + 1)
     if (lanes := config.lanes) is not None:
         # Every sum in flight is kept in addition to the lanes' own outputs, which are subtracted when it completes.
         in_flight = (1 + copies) * (2 * lanes.delay + 1) + keys.gpu
