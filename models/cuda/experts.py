@@ -1,12 +1,12 @@
-"""A mixture of experts on a GPU by Triton kernels, in the meanings of models/experts.py: the choice of experts, and the
-products over those that this rank holds.
+"""A mixture of experts on a GPU by Triton kernels, equivalent to models/experts.py: routing, and the products of this
+rank's experts.
 
-Rows are grouped by expert on the device: no size is read on the host, so that a step with experts may be captured.
-N rows, D hidden, E experts of this rank, k slots a row, F feed-forward of an expert (this rank's share); a pair is a
-row and one of its slots. Importing this needs Triton.
+Rows are grouped by expert on the device. No size is read on the host, so a step with experts can be captured.
+N: rows, D: hidden size, E: experts of this rank, k: slots a row, F: feed-forward size of an expert (this rank's share);
+a pair is a row and one of its slots. Importing this needs Triton.
 """
 
-# Triton takes annotations of kernels for types of its own: there are none for others.
+# NOTE: kernels have no annotations, because Triton interprets them as its own types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .workspace import expert_rows
 jit: Any = triton.jit
 
 TILES = (16, 64)
-"""Rows that a program multiplies at once: for few rows an expert, and for many."""
+"""Rows that a program multiplies at once: for few rows per expert, and for many."""
 _COLUMNS, _DEPTH, _SCANNED = 64, EXPERT_DEPTH, 1024
 
 
@@ -38,8 +38,8 @@ def choose(
     GROUPS: tl.constexpr, KEPT: tl.constexpr, SOFTMAX: tl.constexpr, BIASED: tl.constexpr,
     NORMALISES: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr, SLOT_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program n: experts.choose of row n of logits [N, EXPERTS] -> chosen, numbers (chosen through local [EXPERTS]) and
-    weights [N, SLOTS]. GROUPS > 1 wants EXPERTS == BLOCK."""
+    """Program n: experts.choose for row n of logits [N, EXPERTS] -> chosen, numbers (chosen mapped by local [EXPERTS])
+    and weights [N, SLOTS]. GROUPS > 1 requires EXPERTS == BLOCK."""
     row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = expert < EXPERTS
     given = tl.load(logits + row * EXPERTS + expert, inside, other=float("-inf"))
@@ -67,7 +67,7 @@ def choose(
     slot = tl.arange(0, SLOT_BLOCK)
     picked, weight = tl.zeros((SLOT_BLOCK,), tl.int32), tl.zeros((SLOT_BLOCK,), tl.float32)
     for number in tl.static_range(SLOTS):
-        at = tl.minimum(tl.argmax(ranked, 0), EXPERTS - 1)  # NaN has no largest
+        at = tl.minimum(tl.argmax(ranked, 0), EXPERTS - 1)  # argmax of NaN may be out of range
         picked = tl.where(slot == number, at, picked)
         weight = tl.where(slot == number, tl.sum(tl.where(expert == at, scores, 0.0), 0), weight)
         ranked = tl.where(expert == at, float("-inf"), ranked)
@@ -86,8 +86,9 @@ def choose(
 def group(
     starts, owners, order, numbers, pairs, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Program e: the pairs of numbers [pairs] that chose expert e, in rising order, in order from starts[e] on; starts
-    [EXPERTS + 1] ends with all of them. owners [tiles]: the expert of each tile of at most ROWS such pairs, or -1."""
+    """Program e writes the pairs of numbers [pairs] that chose expert e, in ascending order, into order from starts[e]
+    on; the last entry of starts [EXPERTS + 1] is the number of all such pairs. owners [tiles]: the expert of each tile
+    of at most ROWS pairs, or -1."""
     expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
     before, own = 0, 0
     for first in range(0, pairs, BLOCK):
@@ -113,7 +114,7 @@ def group(
 
 @jit
 def _tiles_before(pairs, expert, ROWS: tl.constexpr):
-    """The first tile of an expert behind so many pairs: as many as the experts before it can fill, or more."""
+    """The first tile of an expert after `pairs` pairs: at least the number of tiles that the experts before it fill."""
     return pairs // ROWS + tl.minimum(expert, pairs)
 
 
@@ -129,8 +130,8 @@ def _places(starts, expert, tile, ROWS: tl.constexpr):
 def _widened(
     codes, scale, row, there, start, kind: tl.constexpr, COLUMNS: tl.constexpr, SCALES: tl.constexpr
 ):  # fmt: skip
-    """Columns of a weight [.., COLUMNS] from `start` on, of each row: in fp8 times one of its SCALES, with the bits of
-    widening while loading."""
+    """Columns of a weight [.., COLUMNS] from `start` on. Codes in fp8 are multiplied by one of the row's SCALES; the
+    bits equal those of widening while loading."""
     if SCALES > 0:
         factor = tl.load(scale + row * SCALES + start // (COLUMNS // SCALES), there, other=0.0)
         codes = (codes.to(tl.float32) * factor[None, :]).to(kind)
@@ -142,8 +143,8 @@ def up(
     inner, x, weight, scale, starts, owners, order, WIDTH: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr,
     SCALES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, f): silu(gate) * up of tile t's rows of x [N, WIDTH], columns f, to their places in inner [pairs,
-    INNER]; weight [E, 2 * INNER, WIDTH], scale [E, 2 * INNER, SCALES] of one in fp8."""
+    """Program (t, f) writes silu(gate) * up of tile t's rows of x [N, WIDTH], column block f, into inner [pairs, INNER]
+    in sorted order. weight [E, 2 * INNER, WIDTH]; scale [E, 2 * INNER, SCALES] if it is fp8."""
     expert = tl.load(owners + tl.program_id(0))
     if expert >= 0:
         place, here = _places(starts, expert, tl.program_id(0), ROWS)
@@ -174,8 +175,8 @@ def down(
     out, inner, weight, scale, starts, owners, order, WIDTH: tl.constexpr, INNER: tl.constexpr, SCALES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, d): tile t's rows of inner [pairs, INNER] times weight [E, WIDTH, INNER], columns d, to their pairs
-    in out [pairs, WIDTH]; scale [E, WIDTH, SCALES] of one in fp8."""
+    """Program (t, d) multiplies tile t's rows of inner [pairs, INNER] by weight [E, WIDTH, INNER], column block d, and
+    writes them to their pairs in out [pairs, WIDTH]. scale [E, WIDTH, SCALES] if the weight is fp8."""
     expert = tl.load(owners + tl.program_id(0))
     if expert >= 0:
         place, here = _places(starts, expert, tl.program_id(0), ROWS)
@@ -199,8 +200,8 @@ def down(
 
 @jit
 def add_up(out, given, numbers, weights, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (n, d): columns d of row n of out [N, WIDTH], the sum of its slots in given [N, SLOTS, WIDTH] by weights,
-    of those that this rank computed; in fp32, slot by slot."""
+    """Program (n, d) writes column block d of row n of out [N, WIDTH]: the sum of given [N, SLOTS, WIDTH] times weights
+    over the slots that this rank computed, in fp32, in the order of slots."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     total = tl.zeros((BLOCK,), tl.float32)
@@ -236,8 +237,8 @@ class TritonChoice:
 
 
 class GroupedExperts:
-    """experts.ExpertProduct. tiles: of which a step takes one by how many rows an expert has; of one alone, a row's
-    bits do not depend on the others."""
+    """experts.ExpertProduct. tiles: a step uses one of them, depending on the number of rows per expert. With a single
+    tile, a row's bits do not depend on the other rows."""
 
     def __init__(
         self,
@@ -247,14 +248,14 @@ class GroupedExperts:
         tiles: Sequence[int] = TILES,
         scales: Sequence[Tensor | None] = (None, None),
     ) -> None:
-        """gate_up [E, 2F, D], down [E, D, F]; routed: how many experts rows are spread over, those of all ranks.
-        scales: of each that is in fp8, a row's [E, rows, n], each of as many columns."""
+        """gate_up [E, 2F, D], down [E, D, F]; routed: number of experts of all ranks. scales: for each weight in fp8
+        [E, rows, n], n scales a row for equal numbers of columns."""
         self._gate_up, self._down, self._routed, self._tiles = gate_up, down, routed, tiles
         self._scales, self._compiled = scales, False
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         _, width, inner = self._down.shape
-        if not self._compiled:  # every tile's kernels at the first call: none may be compiled after warm-up
+        if not self._compiled:  # compiles the kernels of every tile at the first call, during warm-up
             self._compiled = True
             for tile in self._tiles[1:]:
                 self._compute(x[:1], chosen[:1], weight[:1], tile)

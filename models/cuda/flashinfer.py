@@ -1,8 +1,8 @@
-"""Paged attention by FlashInfer, on CUDA (the extra `cuda`). Blocks of the cache are its pages, in its HND layout.
+"""Paged attention by FlashInfer on CUDA (the extra `cuda`). Blocks of the cache are its pages, in its HND layout.
 
-QK norm, rotation and the write into the cache are laddertron's; only the reading of the cache is the library's. Plans
-are made on the host, once a step and window, outside of any graph; `captured` gives backends for decode steps of one
-padded size whose buffers stay where they are. Called as models/attention.py says.
+laddertron computes QK norm and rotation and writes into the cache; the library only reads the cache. Plans are made on
+the host, once a step and window, outside of any graph; `captured` makes backends for decode steps of one padded size
+with persistent buffers. Implements the interface of models/attention.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ QUERY_DTYPES = (torch.float16, torch.bfloat16)
 
 Pages = tuple[Tensor, Tensor, Tensor]
 Contexts = tuple[np.ndarray[Any, np.dtype[Any]], np.ndarray[Any, np.dtype[Any]]]
-"""The block table's row, and the positions, of each of n."""
+"""The block table's row and the number of positions of each of n contexts."""
 Norms = tuple[Norm | None, Norm | None]
 Store = Callable[[KVCache, int, Tensor, Norms, tuple[Tensor, Tensor], Tensor, Tensor], Tensor]
-"""What models/attention.py's rotate_and_store does; the queries are all it returns."""
+"""A replacement of models/attention.py's rotate_and_store that returns only the queries."""
 
 
 def store_by_torch(*arguments: Any) -> Tensor:
@@ -36,7 +36,7 @@ def store_by_torch(*arguments: Any) -> Tensor:
 
 
 def unfit_device(device: torch.device, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Why FlashInfer cannot serve on this device, or None. capability: of the CUDA device."""
+    """The reason why FlashInfer cannot run on this device, or None. capability: of the CUDA device."""
     if device.type != "cuda":
         return f"it needs a CUDA device, not {device.type}"
     if capability < (8, 0):
@@ -47,7 +47,7 @@ def unfit_device(device: torch.device, capability: tuple[int, int], dtype: torch
 
 
 def unfit(device: torch.device, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why FlashInfer cannot serve this model here, or None."""
+    """The reason why FlashInfer cannot run this model on this device, or None."""
     if reason := unfit_device(device, capability, dtype):
         return reason
     if head_dim not in HEAD_DIMS:
@@ -68,13 +68,13 @@ def contexts_of_tokens(layout: StepLayout) -> Contexts:
 
 
 def pages(table: Tensor, contexts: Contexts, size: int, device: torch.device) -> Pages:
-    """FlashInfer's page table of n contexts in blocks of `size` positions, int32: indptr [n + 1] and the positions in
-    each one's last page [n] on the host, pinned for `device`; the page indices [indptr[n]] where the block table
-    lies."""
+    """FlashInfer's page table of n contexts in blocks of `size` positions, int32: indptr [n + 1] and the number of
+    positions in each last page [n] on the host, pinned for `device`; the page indices [indptr[n]] on the block table's
+    device."""
     rows, lengths = contexts
     held = -(-lengths // size)
     indptr = np.concatenate(([0], np.cumsum(held)))
-    # Page j of sequence i is entry (i, j) of the block table; picked by flat index, since a mask would ask the device.
+    # Page j of sequence i is entry (i, j) of the block table; a flat index, since a mask would synchronize the device.
     flat = np.arange(indptr[-1]) + np.repeat(rows * table.shape[1] - indptr[:-1], held)
     indices = table.flatten()[upload(flat, table.device)].int()
     last_page = lengths - (held - 1) * size
@@ -82,11 +82,11 @@ def pages(table: Tensor, contexts: Contexts, size: int, device: torch.device) ->
 
 
 class FlashInferAttention(TorchAttention):
-    """Decodes through the decode wrapper, everything longer through the prefill wrapper; one of each a window."""
+    """Uses the decode wrapper for decodes and the prefill wrapper for longer chunks; one of each for every window."""
 
     name = "flashinfer"
     by_row = False
-    """Whether every token attends by itself."""
+    """Whether every token is computed as a decode of its own."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class FlashInferAttention(TorchAttention):
         self._make_wrappers()
 
     def _room(self, sequences: int) -> Tensor:
-        """For partial results, as partial_bytes counts them."""
+        """Allocates the workspace for partial results, of partial_bytes."""
         device = self.cache.keys[0].device
         size = partial_bytes(*self._shape[:3], sequences) if device.type == "cuda" else 1024
         return torch.zeros(size, dtype=torch.uint8, device=device)
@@ -124,7 +124,7 @@ class FlashInferAttention(TorchAttention):
         }
 
     def twin(self) -> FlashInferAttention:
-        """With wrappers of its own; the workspace is one, as both compute on one stream."""
+        """A copy with its own wrappers. Both share the workspace, because they compute on one stream."""
         other = copy.copy(self)
         other._make_wrappers()
         return other
@@ -135,7 +135,7 @@ class FlashInferAttention(TorchAttention):
         )
 
     def _options(self, window: int | None) -> dict[str, Any]:
-        """FlashInfer's window counts the positions to the left of a token, ours the token too."""
+        """Plan options. FlashInfer's window counts positions to the left of a token; ours includes the token."""
         return {"sm_scale": self.scale, "window_left": -1 if window is None else window - 1, **self._dtypes}
 
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
@@ -150,14 +150,14 @@ class FlashInferAttention(TorchAttention):
             table = pages(layout.block_table, after, self.cache.block_size, device)
             starts = np.asarray(layout.query_start[decode:], np.int32) - layout.query_start[decode]
             given = pinned(starts, device), *table, *self._shape
-            known = pinned(lengths[decode:].astype(np.int32), device)  # what it counts itself it copies from elsewhere
+            known = pinned(lengths[decode:].astype(np.int32), device)  # else the wrapper computes and copies its own
             for window, wrapper in self._prefillers.items():
                 wrapper.plan(*given, causal=True, seq_lens=known, **self._options(window))
         self._note_plan()
 
     def _wait_for_last_plan(self) -> None:
-        """A plan travels from the wrappers' pinned memory, which the next one writes into: the host must not run two
-        steps ahead."""
+        """Waits until the last plan was copied from the wrappers' pinned memory, which the next plan overwrites: the
+        host must not run two steps ahead."""
         if self._planned is not None:
             self._planned.synchronize()
 
@@ -168,7 +168,7 @@ class FlashInferAttention(TorchAttention):
     def _plan_decodes(self, contexts: Contexts) -> None:
         device = self.cache.keys[0].device
         indptr, indices, last_page = pages(self._layout().block_table, contexts, self.cache.block_size, device)
-        # From the host a captured wrapper would copy them after all that the device has still to do.
+        # A captured wrapper would copy indices from the host only after all queued work of the device.
         table = indptr, carry(indices, device), last_page
         for window, wrapper in self._decoders.items():
             wrapper.plan(*table, *self._shape, **self._options(window))
@@ -186,9 +186,9 @@ class FlashInferAttention(TorchAttention):
         return out.flatten(1)
 
     def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
-        """Backends for steps of exactly so many decodes, of at most most_blocks blocks a sequence. They share their
-        buffers: plan, then replay, one step at a time. What `plan` writes into them is all that changes between
-        replays."""
+        """Makes a backend for each size: steps of exactly that many decodes, of at most most_blocks blocks a sequence.
+        They share their buffers, so plan and replay one step at a time. Between replays only `plan` changes the
+        buffers."""
         most, device = max(sizes), self.cache.keys[0].device
         indptr = torch.zeros(most + 1, dtype=torch.int32, device=device)
         indices = torch.zeros(most * most_blocks, dtype=torch.int32, device=device)
@@ -214,8 +214,8 @@ class FlashInferAttention(TorchAttention):
 
 
 class FlashInferRows(FlashInferAttention):
-    """`parallel.deterministic`: every token by itself through the decode wrapper, by the tensor cores' kernel, its
-    context never split among multiprocessors: what FlashInfer keeps independent of the batch."""
+    """`parallel.deterministic`: computes every token as a decode by the tensor-core kernel and never splits its context
+    among multiprocessors, which makes FlashInfer's results independent of the batch."""
 
     name = "flashinfer, a row by itself"
     by_row = True

@@ -1,7 +1,7 @@
-"""Attention over latents by FlashInfer's MLA wrapper, on CUDA: decodes and prompts in one call, in absorbed form.
+"""Attention over latents by FlashInfer's MLA wrapper on CUDA: decodes and prompts in one call, in absorbed form.
 
-Rotation, norm and the write into the cache are laddertron's. Plans as models/cuda/flashinfer.py's: on the host, once a
-step, outside of any graph. Means what models/latent.py means.
+laddertron rotates, norms and writes into the cache. Plans are made like those of models/cuda/flashinfer.py: on the
+host, once a step, outside of any graph. Equivalent to models/latent.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .flashinfer import contexts, pages, unfit_device
 from .workspace import latent_partial_bytes, latent_unfit
 
 Store = Callable[[LatentCache, int, Tensor, Norm, tuple[Tensor, Tensor], Tensor, Tensor], Tensor]
-"""What LatentAttention._rotate_and_store does; it may write the rotated queries over the given ones."""
+"""A replacement of LatentAttention._rotate_and_store; it may overwrite the given queries with the rotated ones."""
 
 
 def unfit(
     device: torch.device, capability: tuple[int, int], dtype: torch.dtype, latent: Latent, heads: int
 ) -> str | None:
-    """Why FlashInfer cannot serve this model here, or None. heads: of this rank."""
+    """The reason why FlashInfer cannot run this model on this device, or None. heads: of this rank."""
     return unfit_device(device, capability, dtype) or latent_unfit(latent.rank, latent.rotated, heads)
 
 
@@ -47,7 +47,7 @@ class FlashInferLatent(LatentAttention):
         store: Store | None = None,
     ) -> None:
         """heads: this rank's; dtype: of queries, latents and outputs; library: the module `flashinfer`; store: None
-        for torch's."""
+        uses torch."""
         super().__init__(cache, scale)
         self._mla, self._store, self._rank = library.mla, store, latent.rank
         device = cache.latents[0].device
@@ -73,7 +73,7 @@ class FlashInferLatent(LatentAttention):
         self._wrapper = self._mla.BatchMLAPagedAttentionWrapper(self._workspace, backend=self._backend)
 
     def twin(self) -> FlashInferLatent:
-        """With a wrapper of its own; the workspace is one, as both compute on one stream."""
+        """A copy with its own wrapper. Both share the workspace, because they compute on one stream."""
         other = copy.copy(self)
         other._make_wrapper()
         return other
@@ -82,7 +82,7 @@ class FlashInferLatent(LatentAttention):
         self.layout, self._cos, self._sin = layout, cos, sin
         device, known = self._workspace.device, contexts(layout)
         if self._planned is not None:
-            self._planned.synchronize()  # the last plan has left its pinned memory
+            self._planned.synchronize()  # until the last plan was copied from its pinned memory
         indptr, indices, _ = pages(layout.block_table, known, self.cache.block_size, device)
         starts = pinned(np.asarray(layout.query_start, np.int32), device)
         lengths = pinned(known[1].astype(np.int32), device)
@@ -104,7 +104,7 @@ class FlashInferLatent(LatentAttention):
         return out.flatten(1)
 
     def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
-        """As FlashInferAttention.captured."""
+        """Like FlashInferAttention.captured."""
         most, device = max(sizes), self._workspace.device
         starts, indptr, lengths = (torch.zeros(most + 1, dtype=torch.int32, device=device) for _ in range(3))
         indices = torch.zeros(most * most_blocks, dtype=torch.int32, device=device)

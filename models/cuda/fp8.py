@@ -1,7 +1,7 @@
-"""Products on fp8 weights, as the checkpoint has them: for GPUs, where memory is what limits.
+"""Products with a checkpoint's fp8 weights, for GPUs, where memory is the limit.
 
-y = x @ (q * scale).T. Where the device multiplies fp8 natively, each token is scaled to fp8 as well (two row
-scales, bf16 out); elsewhere the weight is widened at each use. Knows tensors, not checkpoints.
+y = x @ (q * scale).T. If the device multiplies fp8 natively, each token is also scaled to fp8 (two row scales, bf16
+output); else the weight is widened at each use. Knows tensors, not checkpoints.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ LARGEST = torch.finfo(FP8).max
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """Which products ("layers.3.gate_up") keep fp8 weights, and how they are computed."""
+    """The products ("layers.3.gate_up") that keep fp8 weights, and how to compute them."""
 
     products: frozenset[str]
     native: bool
-    """Activations are scaled to fp8, each token by its own largest value."""
+    """Whether activations are scaled to fp8, each token by its largest value."""
     activation_bound: float = math.inf
-    """A token's largest value counts as at most this; what is beyond is clipped."""
+    """Upper bound of the largest value that scales a token; greater values are clipped."""
     fused: Any = None
-    """models/cuda/ops.py, where there is Triton: norm or gate and quantisation in one kernel."""
+    """models/cuda/ops.py if Triton is available: norm or gate and quantisation in one kernel."""
     by_row: bool = False
     """`parallel.deterministic`: products by `fused.row_product`."""
     block: tuple[int, int] | None = None
-    """The checkpoint's, of experts alone."""
+    """The checkpoint's block of scales; only experts stay quantised by block."""
     wide: str = ""
-    """What fp8 experts were widened for while loading."""
+    """The reason why fp8 experts were widened while loading; "" if they were not."""
 
     @property
     def widens(self) -> bool:
-        """Whether a product takes room for a copy of its weight."""
+        """Whether a product needs memory for a widened copy of its weight."""
         return not self.native and not all(map(is_expert, self.products))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """That fp8 weights save no memory here, or no reading."""
+        """Warnings if fp8 weights save no memory here, or no memory traffic."""
         wide = (f"fp8 experts are widened while loading, to twice their bytes: {self.wide}",) if self.wide else ()
         if not self.widens:
             return wide
@@ -58,7 +58,7 @@ class Fp8:
         )
 
     def replace_parameters(self, layer: nn.Module, product: str = "") -> None:
-        """`weight` in fp8, of the shape it had, and `weight_scale` in fp32."""
+        """Replaces `weight` by one in fp8 of the same shape, and adds `weight_scale` in fp32."""
         wide = layer.get_parameter("weight")
         scales = scale_shape(product, tuple(wide.shape), self.block)
         layer.weight = nn.Parameter(torch.empty_like(wide, dtype=FP8), requires_grad=False)
@@ -67,8 +67,8 @@ class Fp8:
     def product_of(
         self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool, hands_on: bool = False
     ) -> Product | None:
-        """As TorchOps.product and gated_product; None of a layer that is not stored so. hands_on: what it yields goes
-        into another such product alone, and may be in that one's form."""
+        """Like TorchOps.product and gated_product; None if the layer's weight is not fp8. hands_on: only another
+        product of this kind uses the output, which may therefore be Rows."""
         weight = layer.get_parameter("weight").detach()
         if weight.dtype != FP8:
             return None
@@ -85,7 +85,7 @@ class Fp8:
         gated: bool,
         hands_on: bool = False,
     ) -> Product:
-        """weight [out, in] in fp8, scale [out]; norm and gate as models/ops.py means them."""
+        """The product of weight [out, in] in fp8 with scale [out]; norm and gate as in models/ops.py."""
         if self.native:
             return self._native(weight, scale, bias, norm, gated, hands_on)
         matmul = _widened(weight, scale, bias, self.fused.row_linear if self.by_row else functional.linear)
@@ -128,7 +128,7 @@ class Fp8:
 
 
 class Rows(NamedTuple):
-    """Rows in fp8 with their scales [T, 1], and the type that their product shall have."""
+    """Rows in fp8 with their scales [T, 1], and the type of their product."""
 
     values: Tensor
     scale: Tensor
@@ -136,25 +136,25 @@ class Rows(NamedTuple):
 
 
 def quantise_rows(x: Tensor, bound: float = math.inf) -> tuple[Tensor, Tensor]:
-    """x [T, in] -> fp8 [T, in] and its scales [T, 1] in fp32: each row's largest value becomes the largest fp8."""
+    """Quantises x [T, in] to fp8 [T, in] with scales [T, 1] in fp32: a row's largest value becomes the largest fp8."""
     largest = x.abs().amax(-1, keepdim=True).float()
     scale = largest.clamp(min=1e-12, max=bound) / LARGEST
-    # Row after row of zeros would divide by zero; NaN stays NaN, so that the sampler sees it.
+    # the lower bound avoids a division by zero for rows of zeros; NaN stays NaN, so that the sampler detects it
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8), scale
 
 
 def _widened(weight: Tensor, scale: Tensor, bias: Tensor | None, linear: Callable[..., Tensor]) -> Product:
-    """Beside the weight there is one copy of it in x's type (engine/step/memory.py counts it): scaled in place it
-    is rounded as a product in fp32 would be, and a GPU keeps no such product in memory."""
+    """Multiplies by a widened copy of the weight in x's type, which engine/step/memory.py counts. Scaling the copy in
+    place rounds like a product in fp32, without an fp32 tensor in memory."""
     columns = scale.view(-1, 1)
     return lambda x: linear(x, weight.to(x.dtype).mul_(columns), bias)
 
 
 def converts_fp8(device: torch.device) -> bool:
-    """Whether Triton's kernels read fp8 here: NVIDIA from compute capability 8.9 on."""
+    """Whether Triton's kernels can read fp8 on this device: NVIDIA from compute capability 8.9 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether torch._scaled_mm takes row scales here: NVIDIA from compute capability 9.0 on."""
+    """Whether torch._scaled_mm supports row scales on this device: NVIDIA from compute capability 9.0 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,10 +1,10 @@
-"""Triton kernels of a layer: what torch needs several operators and passes over memory for. Meanings as in
-models/ops.py and models/attention.py, roundings included; sums in another order.
+"""Triton kernels of a layer, each in place of several torch operators and passes over memory. Equivalent to
+models/ops.py and models/attention.py including roundings, except for the order of sums.
 
-Importing this needs Triton, which comes with CUDA builds of torch: models/cuda/ops.py does so when the device is a GPU.
+Importing this needs Triton, which CUDA builds of torch contain; models/cuda/ops.py imports it if the device is a GPU.
 """
 
-# Triton takes annotations of kernels for types of its own: there are none for others.
+# NOTE: kernels have no annotations, because Triton interprets them as its own types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from functools import partial
@@ -20,7 +20,7 @@ LARGEST_FP8: Any = tl.constexpr(448.0)
 
 @jit
 def _normed(x, weight, inside, width, eps):
-    """A row in fp32 -> normed, scaled, in fp32 with the roundings of ops.rms_norm to weight's dtype."""
+    """Norms and scales a row in fp32, with the roundings of ops.rms_norm to weight's dtype."""
     x = tl.where(inside, x, 0.0)
     factor = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     kind: tl.constexpr = weight.dtype
@@ -29,7 +29,7 @@ def _normed(x, weight, inside, width, eps):
 
 @jit
 def _store_fp8(out, scales, values, row, column, inside, width, bound):
-    """fp8.quantise_rows, of one row; what is not inside is 0. NaN stays NaN."""
+    """fp8.quantise_rows of one row; values outside `inside` must be 0. NaN stays NaN."""
     largest = tl.max(tl.abs(values), 0)
     scale = tl.minimum(tl.maximum(largest, 1e-12), bound) / LARGEST_FP8
     q = values / scale
@@ -43,8 +43,8 @@ def rms_norm(
     out, x, added, total, weight, scales, width, x_row, added_row, eps, bound,
     ADD: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program t: row t of x [T, width], whose rows lie x_row apart; one block holds a row. ADD: of x + added, which
-    goes to total. FP8: out is quantised, scales [T]."""
+    """Program t: row t of x [T, width], whose row stride is x_row; one block has a whole row. ADD: norms x + added, and
+    stores the sum in total. FP8: quantises out, with scales [T]."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside, at = column < width, row * width + column
     values = tl.load(x + row * x_row + column, inside, other=0.0).to(tl.float32)
@@ -62,8 +62,8 @@ def rms_norm(
 
 
 TILE = 64
-"""Tokens, outputs and inputs that a program of row_product multiplies at once: of every product alike, since another
-tile is another instruction, and another order of summation."""
+"""Tokens, outputs and inputs that a program of row_product multiplies at once. Equal for every product, because another
+tile uses another instruction with another order of summation."""
 
 
 @partial(jit, do_not_specialize=["tokens"])
@@ -72,7 +72,7 @@ def row_product(
     SCALED_X: tl.constexpr, SCALED_WEIGHT: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Program (t, o): tile (t, o) of x [T, in] @ weight [out, in].T in fp32, times x_scale [T] and weight_scale
-    [out]. Rows lie x_row and weight_row apart. Along the inputs there is one loop for each token, whatever T."""
+    [out]. Row strides are x_row and weight_row. The loop over inputs is the same for each token, regardless of T."""
     row = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     column = tl.program_id(1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     here, there = row < tokens, column < outputs
@@ -94,8 +94,8 @@ def row_product(
 
 @jit
 def quantise(out, scales, x, width, bound, GATED: tl.constexpr, BLOCK: tl.constexpr):
-    """Program t: row t of x [T, width] to fp8, out [T, width] and scales [T]; GATED: of silu(gate) * up, x
-    [T, 2 * width]."""
+    """Program t quantises row t of x [T, width] to fp8: out [T, width] and scales [T]. GATED: quantises silu(gate) * up
+    of x [T, 2 * width]."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < width
     if GATED:
@@ -127,8 +127,8 @@ def silu_and_mul(out, gate_up, width, BLOCK: tl.constexpr):
 
 @partial(jit, do_not_specialize=["size"])
 def join_lanes(out, x, own, total, taken, size, lane, OWN: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (k, b): a block of lane k of out [k, size] = x + own + (total [size] - taken), each sum rounded; lanes of
-    x are `lane` apart. Without OWN: x + (total - taken)."""
+    """Program (k, b): block b of lane k of out [k, size] = x + own + (total [size] - taken), each sum rounded; x has
+    lane stride `lane`. Without OWN: x + (total - taken)."""
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, to = at < size, tl.program_id(0).to(tl.int64) * size + at
     kind: tl.constexpr = x.dtype.element_ty
@@ -141,7 +141,7 @@ def join_lanes(out, x, own, total, taken, size, lane, OWN: tl.constexpr, BLOCK: 
 
 @partial(jit, do_not_specialize=["size"])
 def sum_lanes(out, x, size, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """Program b: a block of out [size], the sum of x [LANES, size] in fp32 and one order, rounded once."""
+    """Program b: block b of out [size], the sum of x [LANES, size] in fp32 in the order of lanes, rounded once."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for lane in tl.static_range(LANES):
@@ -154,9 +154,9 @@ def store_latents(
     latents, rows, cos, sin, weight, blocks, offsets, eps, size,
     HEADS: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, h): head h of token t of rows [T, HEADS + 1, RANK + 2 * HALF]. A query's last 2 * HALF values are
-    rotated where they are; the last head, a latent and its key, goes normed and rotated to (blocks[t], offsets[t]) of
-    latents [blocks, size, RANK + 2 * HALF]."""
+    """Program (t, h): head h of token t of rows [T, HEADS + 1, RANK + 2 * HALF]. Rotates a query's last 2 * HALF values
+    in place; norms and rotates the last head, a latent and its key, into (blocks[t], offsets[t]) of latents [blocks,
+    size, RANK + 2 * HALF]."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     source = rows + (token * (HEADS + 1) + head) * (RANK + 2 * HALF)
     half, column = tl.arange(0, HALF_BLOCK), tl.arange(0, BLOCK)
@@ -185,9 +185,9 @@ def rotate_and_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     FP8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, h): head h of token t of qkv [T, HEADS + 2 * KV_HEADS, DIM]. Queries go to queries [T, HEADS, DIM],
-    keys and values to (blocks[t], offsets[t]) of the cache [blocks, KV_HEADS, size, DIM]; the first 2 * HALF dimensions
-    of queries and keys are rotated by cos and sin [T, HALF], the two halves against one another."""
+    """Program (t, h): head h of token t of qkv [T, HEADS + 2 * KV_HEADS, DIM]. Writes queries to queries [T, HEADS,
+    DIM], keys and values to (blocks[t], offsets[t]) of the cache [blocks, KV_HEADS, size, DIM]. Rotates the first
+    2 * HALF dimensions of queries and keys by cos and sin [T, HALF], in pairs (j, j + HALF)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < DIM
@@ -203,7 +203,7 @@ def rotate_and_store(
             if head >= HEADS:
                 weight = k_weight
             scale = tl.load(weight + column, inside, other=0.0)
-            # The partner's row is the same one, in another order: the same factor.
+            # the partner's row is the same row in another order, so its norm has the same factor
             other = _normed(other, tl.load(weight + partner, inside, other=0.0), inside, DIM, eps)
             x = _normed(x, scale, inside, DIM, eps)
         angle = token * HALF + column % HALF

@@ -1,8 +1,8 @@
-"""Megatron-core's parallel layers, for GPUs: they hold a rank's weights. models/layers.py multiplies by torch's linear,
-which has the bits of their forward and a quarter of its Python.
+"""Megatron-core's parallel layers, which hold a rank's weights on GPUs. models/layers.py multiplies by torch's linear:
+the same bits as their forward in a quarter of the Python time.
 
-Un-reduced: the all-reduce is the wiring's. Groups are arguments, parallel_state stays uninitialised. Importing this
-imports the whole of Megatron-core: models/layers.py does so where the device is a GPU.
+They do not reduce: the wiring starts the all-reduces. Groups are arguments, parallel_state stays uninitialised.
+Importing this imports all of Megatron-core; models/layers.py does so only if the device is a GPU.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class MegatronLayers:
         return self._make(ColumnParallelLinear, inputs, outputs, bias=bias, disable_grad_reduce=True)
 
     def row(self, inputs: int, outputs: int, bias: bool) -> nn.Module:
-        # As an expert's, whose sum Megatron-core too leaves to the caller. Otherwise forward would reduce: blocking,
-        # and silently not at all where its product is not contiguous.
+        # NOTE: is_expert, because Megatron-core leaves an expert's reduction to the caller. Otherwise forward would
+        # reduce: blocking, and silently not at all if its product is not contiguous.
         own = bias and self._group.rank() == 0
         more = {"input_is_parallel": True, "skip_bias_add": True, "is_expert": True}
         return self._make(RowParallelLinear, inputs, outputs, bias=own, **more)

@@ -1,7 +1,7 @@
-"""A layer's operators on a GPU: torch's products, Triton's kernels (models/cuda/kernels.py) between them.
+"""A layer's operators on a GPU: torch's matrix products, with Triton kernels (models/cuda/kernels.py) between them.
 
-Everything here means what models/ops.py and models/attention.py mean. Importing it needs Triton: models/ops_choice.py
-and models/attention_choice.py do so where the device is a GPU.
+Equivalent to models/ops.py and models/attention.py. Importing this needs Triton; models/ops_choice.py and
+models/attention_choice.py import it if the device is a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LANE_BLOCK = 1024
 
 
 class TritonOps(TorchOps):
-    """Norms, with the sum before them, and gates by one kernel each."""
+    """Computes norms (with the sum before them) and gates by one kernel each."""
 
     name = "triton"
     sums_late = True
@@ -36,7 +36,7 @@ class TritonOps(TorchOps):
         return (lambda x: silu_and_mul(normed(x))) if gated else normed
 
     def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
-        """All lanes by one product, behind one norm where they have the same."""
+        """One product for all lanes, after one norm if they share it."""
         first = norms[0]
         if first is not None and any(n is None or n.weight.data_ptr() != first.weight.data_ptr() for n in norms):
             first = None
@@ -78,7 +78,8 @@ class TritonOps(TorchOps):
 
 
 class RowOps(TritonOps):
-    """`parallel.deterministic`: one order of summation for every token, whatever its company (kernels.row_product)."""
+    """`parallel.deterministic`: a fixed order of summation for every token, independent of the batch
+    (kernels.row_product)."""
 
     name = "triton, a row by itself"
     lane_products = TorchOps.lane_products
@@ -100,7 +101,7 @@ class RowOps(TritonOps):
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """functional.linear of x [T, in] and weight [out, in] by row_product, rounded once."""
+    """functional.linear of x [T, in] and weight [out, in], by row_product, rounded once."""
     return row_product(x, weight, x.dtype) if bias is None else (row_product(x, weight) + bias).to(x.dtype)
 
 
@@ -111,12 +112,12 @@ def row_product(
     x_scale: Tensor | None = None,
     weight_scale: Tensor | None = None,
 ) -> Tensor:
-    """x [T, in] @ weight [out, in].T, summed in fp32, times x_scale [T] and weight_scale [out] -> [T, out]. A row
-    has the same bits whatever the other rows are and how many. Both may be in fp8, and columns of something wider."""
+    """x [T, in] @ weight [out, in].T, summed in fp32, times x_scale [T] and weight_scale [out] -> [T, out]. A row's
+    bits do not depend on the other rows or their number. x and weight may be fp8, and columns of wider tensors."""
     (tokens, inputs), outputs = x.shape, len(weight)
     out = x.new_empty((tokens, outputs), dtype=dtype)
     tile = gpu_kernels.TILE
-    # Tiles of tokens first: those that run together read the same weights.
+    # Tiles of tokens first: programs that run at the same time read the same weights.
     gpu_kernels.row_product[(-(-tokens // tile), -(-outputs // tile))](
         out, x, weight, x if x_scale is None else x_scale, weight if weight_scale is None else weight_scale,
         tokens, outputs, x.stride(0), weight.stride(0), INPUTS=inputs,
@@ -134,7 +135,7 @@ def _warps(block: int) -> int:
 
 
 def rms_norm(x: Tensor | RunningSum, norm: Norm) -> Tensor:
-    """models/ops.py's, of x [T, D], columns of something wider among them; a sum is added up on the way."""
+    """rms_norm of models/ops.py for x [T, D], which may be columns of a wider tensor; adds a RunningSum first."""
     return _normed(x, norm, None)[0]
 
 
@@ -163,7 +164,7 @@ def _normed(x: Tensor | RunningSum, norm: Norm, bound: float | None) -> tuple[Te
 
 
 def quantise(x: Tensor, bound: float, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """fp8.quantise_rows of x [T, F]; gated: of silu(gate) * up, x [T, 2F]."""
+    """fp8.quantise_rows of x [T, F]; gated: of silu(gate) * up with x [T, 2F]."""
     x = x.contiguous()
     rows, width = len(x), x.shape[1] // (1 + gated)
     out, scales = x.new_empty((rows, width), dtype=FP8), x.new_empty((rows, 1), dtype=torch.float32)
@@ -173,7 +174,7 @@ def quantise(x: Tensor, bound: float, gated: bool = False) -> tuple[Tensor, Tens
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """models/ops.py's, of gate_up [T, 2F]."""
+    """silu_and_mul of models/ops.py for gate_up [T, 2F]."""
     gate_up = gate_up.contiguous()
     tokens, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty((tokens, width))
@@ -183,7 +184,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def stores(cache: KVCache, capability: tuple[int, int]) -> bool:
-    """Whether rotate_and_store serves this cache: fp8 conversions need compute capability 8.9."""
+    """Whether rotate_and_store supports this cache: fp8 conversions need compute capability 8.9."""
     return cache.keys[0].dtype != FP8 or capability >= (8, 9)
 
 
@@ -196,7 +197,7 @@ def rotate_and_store(
     blocks: Tensor,
     offsets: Tensor,
 ) -> Tensor:
-    """models/attention.py's in one kernel; returns the queries [T, H, C]. Both norms or neither."""
+    """rotate_and_store of models/attention.py in one kernel; returns the queries [T, H, C]. Both norms or neither."""
     keys, values = cache.keys[layer], cache.values[layer]
     kv_heads, size, dim = keys.shape[1:]
     tokens, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
@@ -224,7 +225,7 @@ def store_latents(
     blocks: Tensor,
     offsets: Tensor,
 ) -> Tensor:
-    """LatentAttention's in one kernel, of rows [T, (H + 1) * (R + r)]; the queries stay where they are."""
+    """LatentAttention._rotate_and_store in one kernel, for rows [T, (H + 1) * (R + r)]; rotates queries in place."""
     latents, rank, (cos, sin) = cache.latents[layer], norm.weight.numel(), angles
     x = rows.view(len(rows), -1, latents.shape[2])
     half = cos.shape[-1]

@@ -1,6 +1,6 @@
-"""Which heads FlashInfer serves, what its wrappers will hold on a GPU, and whether its kernels can be had.
+"""The head sizes that FlashInfer supports, the memory of its wrappers on a GPU, and whether its kernels are available.
 
-Without torch, for plans and `check` too.
+Does not import torch, for plans and `check`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 MULTIPROCESSORS = 192
-"""No GPU has more."""
+"""Upper bound of a GPU's multiprocessors."""
 TENSOR_CORES_FROM = 4
-"""Query heads a KV head from which a decode is worth FlashInfer's tensor-core kernel."""
+"""Query heads per KV head from which FlashInfer's tensor-core kernel is faster for decodes."""
 HEAD_DIMS = (64, 128, 256)
-"""Head dimensions that it has kernels for."""
+"""Head dimensions for which FlashInfer has kernels."""
 LATENT_RANKS = (128, 256, 512)
-"""Widths of latents, the same."""
+"""Widths of latents for which FlashInfer has kernels."""
 LATENT_ITEMS = 16_384
-"""Work items that a plan of attention over latents has room for, fixed in the library."""
+"""The most work items in a plan of attention over latents, a constant of the library."""
 _MIB = 1 << 20
 EXPERT_SPACE = 256 * _MIB
-"""Of what experts yield for the rows of a step: of more, the rows are computed in pieces."""
+"""Limit of the buffers of experts' outputs: steps that need more compute their rows in pieces."""
 WRAPPER_BYTES = 8 * _MIB
-"""Bytes that each wrapper allocates for its plan, fixed in the library."""
+"""Bytes that each wrapper allocates for its plan, a constant of the library."""
 
 
 def kernels_missing(
@@ -35,8 +35,8 @@ def kernels_missing(
     home: Path | None = None,
     toolkit: Path | None = None,
 ) -> str | None:
-    """Why FlashInfer could run no kernel on this host: it has compiled none before, brings none, and cannot compile.
-    None where it can, or is not installed. home: where its cache lies; toolkit: CUDA's folder."""
+    """The reason why FlashInfer cannot run kernels on this host: none are cached or installed, and it cannot compile.
+    None if it can, or is not installed. home: the folder of its cache; toolkit: CUDA's folder."""
     if find("flashinfer") is None or find("flashinfer_jit_cache") is not None:
         return None
     toolkit = toolkit or Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
@@ -76,23 +76,25 @@ def partial_bytes(heads: int, kv_heads: int, head_dim: int, sequences: int = 0) 
     tile = 16 if group <= 16 else 64 if group <= 64 else 128
     tiles = -(-sequences * group // tile) + sequences if group >= TENSOR_CORES_FROM else 0
     rows = max(2 * MULTIPROCESSORS * 128, tiles * tile * kv_heads)
-    return -(-rows * (head_dim + 1) * 4 // _MIB) * _MIB  # a row has its sum of weights too
+    return -(-rows * (head_dim + 1) * 4 // _MIB) * _MIB  # + 1: each row's sum of weights
 
 
 def latent_partial_bytes(rank: int) -> int:
-    """The same of attention over latents: two tiles of 64 rows a multiprocessor, in 16 bits, and their sums."""
+    """Bytes of partial results of attention over latents: two tiles of 64 rows a multiprocessor, in 16 bits, and their
+    sums."""
     return 2 * MULTIPROCESSORS * 64 * (2 * rank + 4)
 
 
 def latent_items(tokens: int, sequences: int, heads: int) -> int:
-    """The most work items of a step of at most so many tokens and sequences, each at least one token; heads: of a
-    rank, a divisor of 128. A tile has 128 rows, a row being a query head of a token, or 64 where a sequence has 64 or
-    fewer on average; splitting long contexts adds at most one item a multiprocessor."""
+    """Upper bound of the work items of a step with at most `tokens` tokens in at most `sequences` sequences; heads: a
+    rank's, a divisor of 128. A tile has 128 rows (query heads of tokens), or 64 if sequences have at most 64 on
+    average; splitting long contexts adds at most one item a multiprocessor."""
     return max(2 * sequences, tokens * heads // 128 + 1 + sequences) + MULTIPROCESSORS
 
 
 def latent_unfit(rank: int, rotated: int, heads: int) -> str | None:
-    """Why FlashInfer has no kernel for latents of `rank`, keys of `rotated` and so many heads of a rank, or None."""
+    """The reason why FlashInfer has no kernel for latents of `rank`, keys of `rotated` and `heads` heads a rank, or
+    None."""
     if rank not in LATENT_RANKS or rotated != 64:
         ranks = ", ".join(map(str, LATENT_RANKS))
         return f"it has kernels for latents of {ranks} and keys of 64, not {rank} and {rotated}"
@@ -102,7 +104,7 @@ def latent_unfit(rank: int, rotated: int, heads: int) -> str | None:
 
 
 def too_many_latent_items(tokens: int, sequences: int, heads: int) -> str | None:
-    """Why steps of these limits cannot be planned, and what can; None where they can."""
+    """The reason why FlashInfer cannot plan steps of these limits, with limits that it can; None if it can."""
     if (items := latent_items(tokens, sequences, heads)) <= LATENT_ITEMS:
         return None
     most = (LATENT_ITEMS - MULTIPROCESSORS - sequences) * 128 // heads - 1
@@ -114,8 +116,8 @@ def too_many_latent_items(tokens: int, sequences: int, heads: int) -> str | None
 
 
 def latent_workspace_bytes(rank: int, sizes: Sequence[int], most_blocks: int) -> int:
-    """As workspace_bytes: a wrapper for all eager steps, twice, whose plan takes memory before the last one's is free,
-    and one for each recorded size."""
+    """Like workspace_bytes: a wrapper for all eager steps, twice for split steps, each with two plans in memory (a new
+    plan is allocated before the last is freed), and one for each recorded size."""
     tables = 2 * 4 * max(sizes) * (most_blocks + 3) if sizes else 0
     return latent_partial_bytes(rank) + (4 + len(sizes)) * WRAPPER_BYTES + tables
 
