@@ -1,5 +1,5 @@
-"""Reads and checks the headers of a folder of safetensors before any tensor is used. Every error is a CheckpointError
-with file and tensor.
+"""Reads and checks the headers of a folder of safetensors files before any tensor is used. Every error is a
+CheckpointError, which names file and tensor.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from ...topology.json_codec import FILE_CONTAINERS, parse
 from ..config.json_fields import Refusal
 
 ITEMSIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1}
-"""Bytes of an element of each type that is read."""
+"""Bytes per element of each supported type."""
 _ALL_ONES = {
     "F32": ("I", 0x7FFFFFFF, 0x7F800000),
     "BF16": ("H", 0x7FFF, 0x7F80),
     "F16": ("H", 0x7FFF, 0x7C00),
     "F8_E4M3": ("B", 0x7F, 0x7F),
 }
-"""An element as an integer (array's code), all but its sign, and the least of those that are NaN or infinite."""
+"""For each type: the integer type (array's code) of an element, the mask of all bits but the sign, and the least masked
+value that is NaN or infinite."""
 SAMPLE = 256
 COMPARED = 1 << 20
-"""Bytes that are compared at once."""
+"""Bytes compared at once."""
 MAX_HEADER_BYTES = 16 << 20
-"""A tenth of a million tensors in one file; the format itself would allow 100 MB, which takes a gigabyte to parse."""
+"""Enough for 100,000 tensors in one file. The format allows 100 MB, which takes a gigabyte of memory to parse."""
 MAX_INDEX_BYTES = 64 << 20
 MAX_DIMENSIONS = 8
 HARMLESS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)")
-"""Buffers of older checkpoints that are not used."""
+"""Unused buffers of older checkpoints."""
 _BARE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
@@ -45,7 +46,7 @@ class CheckpointError(Refusal):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Bytes [begin, end) of a file. block: of scales, the rows and columns that share one, unless rows do."""
+    """A tensor in bytes [begin, end) of a file. block: for scales by block, the rows and columns that share one."""
 
     name: str
     file: Path
@@ -57,18 +58,18 @@ class StoredTensor:
 
 
 def shown(name: object) -> str:
-    """A name from a file, fit for one line of a terminal."""
+    """A name from a file, shortened and escaped for one line of an error."""
     text = str(name)
     return text if text.isprintable() and len(text) <= 200 else repr(text[:200])
 
 
 def read_header(file: Path) -> list[StoredTensor]:
-    """The tensors of one safetensors file, as its header lists them. Raises CheckpointError."""
+    """Reads the tensors of one safetensors file from its header. Raises CheckpointError."""
     return read_annotated(file)[1]
 
 
 def read_annotated(file: Path) -> tuple[dict[str, Any], list[StoredTensor]]:
-    """The `__metadata__` of one safetensors file, unchecked, and its tensors. Raises CheckpointError."""
+    """Reads the `__metadata__` of one safetensors file, unchecked, and its tensors. Raises CheckpointError."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -101,7 +102,7 @@ def _said(fault: Exception) -> str:
 
 
 def _check_offsets(file: Path, size: int, at: int, tensors: list[StoredTensor]) -> None:
-    """Tensors are contiguous from byte `at` to the file's end: no gap, no overlap, nothing behind."""
+    """Checks that tensors are contiguous from byte `at` to the end of the file, without gaps or overlaps."""
     for tensor in sorted(tensors, key=lambda t: (t.begin, t.end)):
         if tensor.begin != at:
             fault = "an overlap" if tensor.begin < at else "a gap"
@@ -135,8 +136,8 @@ def _stored(file: Path, name: str, entry: dict[str, Any], base: int) -> StoredTe
 
 
 def check_finite(tensors: Iterable[StoredTensor]) -> None:
-    """Looks at SAMPLE elements at the begin, the middle and the end of each tensor. Raises CheckpointError for one that
-    is NaN or infinite: a damaged file, or weights that no answer comes from."""
+    """Checks SAMPLE elements at the begin, the middle and the end of each tensor. Raises CheckpointError for a
+    non-finite one: the file is damaged, or the weights are unusable."""
     by_file: defaultdict[Path, list[StoredTensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.dtype in _ALL_ONES:
@@ -158,7 +159,7 @@ def check_finite(tensors: Iterable[StoredTensor]) -> None:
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors are the same, byte by byte."""
+    """Whether two tensors are equal, byte by byte."""
     left = one.end - one.begin
     if (one.dtype, left) != (other.dtype, other.end - other.begin):
         return False
@@ -195,14 +196,14 @@ def _index_files(folder: Path, index: Path) -> dict[str, str]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file of the folder, links followed as far as the folder or its hub cache. Raises CheckpointError."""
+    """A file of the folder; links may lead into the folder or its hub cache. Raises CheckpointError."""
     file = folder / name
     if len(os.fsencode(name)) > 255:
         raise CheckpointError(f"{folder}: the name {shown(name)} is longer than a file's may be: fetch the index again")
     if not file.is_file():
         raise CheckpointError(f"{file}: missing, or a link that leads nowhere, though the folder names it")
     real, home = file.resolve(), folder.resolve()
-    # A hub cache keeps blobs next to the snapshot: links may point into the same cache, nowhere else.
+    # In a hub cache, links of a snapshot lead to blobs of the same cache.
     cache = home.parent.parent if home.parent.name == "snapshots" else home
     if not real.is_relative_to(cache):
         raise CheckpointError(f"{file}: links to {real}, outside the model folder: copy the file into {folder}")
@@ -228,14 +229,14 @@ def _refuse_other_formats(folder: Path) -> None:
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint folder by name, with or without an index. Raises CheckpointError."""
+    """Reads every tensor of a checkpoint folder, by name, with or without an index. Raises CheckpointError."""
     index = folder / "model.safetensors.index.json"
     weight_map: dict[str, str] | None = None
     if index.exists() or index.is_symlink():
         weight_map = _index_files(folder, inside(folder, index.name))
         files = sorted(set(weight_map.values()))
     elif (folder / "model.safetensors").exists():
-        files = ["model.safetensors"]  # there may be a consolidated copy, too
+        files = ["model.safetensors"]  # the folder may also have a consolidated copy
     else:
         files = sorted(p.name for p in folder.glob("*.safetensors"))
     if not files:

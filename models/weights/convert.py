@@ -1,5 +1,5 @@
-"""Writes a checkpoint folder in another format, tensor by tensor and bit by bit, with config.json and, for
-transformers, the code of the declared wiring. Holds one tensor at a time.
+"""Writes a checkpoint folder in another format, with bit-identical tensors, config.json and, for transformers, the code
+of the declared wiring. Only one tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Progress = Callable[[int, int], None]
 
 
 def convert(folder: Path, target: Path, dialect: str, progress: Progress = lambda done, total: None) -> ModelConfig:
-    """Writes `target`, whole or not at all; returns how the model reads there. progress(done, total) in bytes. Raises
-    DialectError (the format cannot say this model), CheckpointError, ValueError or OSError."""
+    """Writes `target` atomically; returns its config. progress(done, total) in bytes. Raises DialectError (the format
+    cannot express this model), CheckpointError, ValueError or OSError."""
     if target.exists():
         raise CheckpointError(f"{target}: is there already: remove it, or give another folder")
     config, data = from_folder(folder), read_json(folder / "config.json").data
@@ -64,7 +64,7 @@ def convert(folder: Path, target: Path, dialect: str, progress: Progress = lambd
         layout=config.layout,
         declares_wiring=config.declares_wiring,
         attention_scale=config.attention_scale,
-        eos_token_ids=config.eos_token_ids,  # generation_config.json, which follows, says some of them
+        eos_token_ids=config.eos_token_ids,  # some are in generation_config.json, which is copied later
     )
     if as_it_was != config:
         raise DialectError(f"{dialect} reads back as another model than {folder}: nothing was written to {target}")
@@ -81,7 +81,7 @@ def copy_beside(source: Path, folder: Path) -> None:
 
 
 def copy_rows(reader: Reader, stored: Mapping[str, StoredTensor], parts: tuple[Rows, ...], target: Tensor) -> None:
-    """target = those rows, one behind the other, in its type."""
+    """Copies the concatenated rows into `target`, in its type."""
     at = 0
     for rows in parts:
         reader.read(stored[rows.tensor], rows.row, 0, target[at : at + rows.count], None)
@@ -95,7 +95,7 @@ def write_model(
     fill: Callable[[str, Tensor], None],
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """config.json, the modeling file where config.json names one, and the tensors in files of at most FILE_BYTES."""
+    """Writes config.json, the modeling file if it names one, and the tensors in files of at most FILE_BYTES."""
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
     sizes = {name: prod(shape) * dtype.itemsize for name, (shape, dtype) in entries.items()}

@@ -1,5 +1,5 @@
-"""Writes a safetensors file tensor by tensor: the header first, then what `fill` puts into each, so that no more than
-one tensor is held. Knows names, types and shapes, nothing of models.
+"""Writes a safetensors file: the header first, then one tensor at a time, which `fill` fills, so that only one tensor
+is in memory. Knows names, types and shapes, not models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def write_tensors(
     metadata: Mapping[str, str],
     progress: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """`fill` is handed each tensor, zeroed; `progress` the bytes of each that is written. On disk when it returns."""
+    """Writes and syncs the file. `fill` gets each name and zeroed tensor, `progress` the bytes of each written one."""
     with path.open("wb") as stream:
         stream.write(_header(entries, metadata))
         for name, (shape, dtype) in entries.items():
@@ -48,5 +48,5 @@ def _header(entries: Entries, metadata: Mapping[str, str]) -> bytes:
         described[name] = {"dtype": WORDS[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(described).encode()
-    text += b" " * (-(len(text) + 8) % 4096)  # tensors begin on a page: they can be mapped in any type
+    text += b" " * (-(len(text) + 8) % 4096)  # tensors begin on a page, so that they can be mapped in any type
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""One slice of a stored tensor into its rows of a parameter: slices.py says which, tensor_reader.py reads."""
+"""Reads one slice of a stored tensor into rows of a parameter: slices.py plans it, tensor_reader.py reads the bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tensor_reader import DTYPES, Reader
 
 
 def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill, target: Tensor) -> None:
-    """target: the fill's rows of its parameter. Raises CheckpointError."""
+    """Reads a fill. target: its rows of the parameter. Raises CheckpointError."""
     if fill.tensor is None:
         target.zero_()
         return
@@ -42,7 +42,7 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
 
 
 def _fill_scale(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill, target: Tensor) -> None:
-    """target [n] or, of experts, [n, as many as a row has]."""
+    """Reads scales into target: [n], or for experts [n, scales a row]."""
     assert fill.tensor is not None
     columns = fill.columns or tensors[scaled_by(fill.tensor)].shape[1]
     step = columns // target.shape[1] if target.ndim == 2 else columns
@@ -51,7 +51,7 @@ def _fill_scale(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
 
 
 def _scale(reader: Reader, stored: StoredTensor, fill: Fill, columns: range) -> Tensor:
-    """One number, one a row of the fill, or one for each of the row's `columns`."""
+    """The scale of a fill: one number, one a row, or one for each row and each of `columns`."""
     row, block = fill.source_row, stored.block
     if block is None or prod(stored.shape) == 1:
         return scale_rows(reader.whole(stored), row, fill.count)

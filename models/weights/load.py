@@ -1,4 +1,4 @@
-"""Reads this rank's slices of a Source straight into its parameters, a layer at a time."""
+"""Reads this rank's slices of a Source directly into its parameters, a layer at a time."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def load(
     verify: tuple[int, int] | None = None,
     held: Set[str] = frozenset(),
 ) -> int:
-    """Fills every parameter (in its own dtype, on its own device) on a few threads and returns the bytes that were
-    read. progress(done, total): bytes of this rank's parameters. on_module("layers.3"): all parameters below that
-    name are filled, and may be repacked and freed. verify (part, parts): with a manifest, the part-th of `parts`
-    shares of all files is verified; a node's ranks verify one each. held: parameters not to fill, as this node has
-    them repacked. Raises CheckpointError."""
+    """Fills every parameter (in its own dtype, on its own device) on a few threads; returns the bytes read.
+    progress(done, total): bytes of this rank's parameters. on_module("layers.3"): called when all parameters of that
+    module are filled; it may repack and free them. verify (part, parts): if there is a manifest, verifies the part-th
+    of `parts` shares of all files; each rank of a node verifies one. held: parameters not to fill, because this node
+    has retained them repacked. Raises CheckpointError."""
     if source.sharded_over:
         fills, verify = _own_fills(source, shard, replicate_embedding, parameters), (0, 1)
     else:
@@ -78,7 +78,7 @@ def load(
 
 
 def _announced(ahead: Reader, tensors: Mapping[str, StoredTensor], pieces: list[Fill]) -> Iterator[Fill]:
-    """The pieces; as each is taken, the kernel is asked to read its rows ahead."""
+    """Yields the pieces, and asks the kernel to read the rows of each ahead."""
     for piece in pieces:
         if piece.tensor is not None and not is_scale(piece.parameter):
             ahead.prefetch(tensors[piece.tensor], piece.source_row, piece.count)
@@ -105,14 +105,14 @@ def check_cover(fills: list[Fill], parameters: Mapping[str, Tensor]) -> None:
 
 
 def module_of(parameter: str) -> str:
-    """ "layers.3.qkv.weight" -> "layers.3", "norm.weight" -> "norm": what is ready at once."""
+    """The module of a parameter, the unit of loading: "layers.3.qkv.weight" -> "layers.3", "norm.weight" -> "norm"."""
     return ".".join(parameter.split(".")[: 2 if parameter.startswith("layers.") else 1])
 
 
 def _own_fills(
     source: Source, shard: RankShard, replicate_embedding: bool, parameters: Mapping[str, Tensor]
 ) -> list[Fill]:
-    """Each parameter whole from this rank's own file."""
+    """Fills that read each parameter whole from this rank's own file."""
     again = f"write them again with `laddertron shard {source.folder} {sizes_of(shard)}"
     if shard.embeds and source.replicate_embedding != replicate_embedding:
         wanted = "replicate" if replicate_embedding else "shard"
@@ -130,7 +130,7 @@ def _own_fills(
 
 
 def _in_order(fills: list[Fill], tensors: Mapping[str, StoredTensor]) -> list[Fill]:
-    """Module by module in the order of the files: long sequential reads, one layer at a time."""
+    """Sorts fills by module, in the order of the files: long sequential reads, one layer at a time."""
 
     def place(fill: Fill) -> tuple[str, int]:
         return ("", 0) if fill.tensor is None else (tensors[fill.tensor].file.name, tensors[fill.tensor].begin)

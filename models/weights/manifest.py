@@ -1,5 +1,5 @@
-"""Checksums of a model folder: a CRC-32 for every 8 MiB of every file, against damage, not forgery. Each rank of a node
-verifies an equal share of all bytes while weights are read.
+"""Checksums of a model folder: a CRC-32 for every 8 MiB of every file, which detects damage, not forgery. Each rank of
+a node verifies an equal share of all bytes while it loads.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .checkpoint import CheckpointError, StoredTensor, inside, read_folder, read
 NAME = "laddertron.manifest.json"
 BLOCK = 8 << 20
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""Samples of each file that `sampled_digest` reads, and their bytes."""
+"""Number of samples that `sampled_digest` reads from each file, and bytes of each."""
 PART = 1 << 20
-"""Bytes read and summed at once: small enough to be still in the processor's cache."""
+"""Bytes read and summed at once; small enough for the processor's cache."""
 MAX_BYTES = 64 << 20
 BESIDE = (
     "config.json",
@@ -36,12 +36,12 @@ BESIDE = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-"""Files that are read besides the weights."""
+"""Files that are read in addition to the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileSums:
-    """One file: its size, and the CRC-32 of each block of it."""
+    """The size of a file and the CRC-32 of each of its blocks."""
 
     size: int
     sums: tuple[int, ...]
@@ -49,7 +49,7 @@ class FileSums:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """By file name."""
+    """Checksums of files by name."""
 
     block: int
     files: Mapping[str, FileSums]
@@ -64,13 +64,13 @@ class Manifest:
 
 
 def stored_in(folder: Path) -> list[StoredTensor]:
-    """Every tensor of a checkpoint, or of a folder of per-rank files. Raises CheckpointError."""
+    """Reads every tensor of a checkpoint, or of a folder of per-rank files. Raises CheckpointError."""
     own = sorted(folder.glob("rank-*.safetensors"))
     return [t for file in own for t in read_header(file)] if own else list(read_folder(folder).values())
 
 
 def make_manifest(folder: Path, progress: Callable[[int, int], None] | None = None, block: int = BLOCK) -> Manifest:
-    """Reads every byte of the weights and of what is read besides them. Raises CheckpointError."""
+    """Makes a manifest by reading every byte of the weights and of the files in BESIDE. Raises CheckpointError."""
     names = sorted({stored.file.name for stored in stored_in(folder)})
     names += [name for name in BESIDE if (folder / name).is_file()]
     total, done = sum((folder / name).stat().st_size for name in names), 0
@@ -88,14 +88,14 @@ def make_manifest(folder: Path, progress: Callable[[int, int], None] | None = No
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
-    """Beside the weights, whole or not at all."""
+    """Writes the manifest next to the weights, atomically."""
     path = folder / NAME
     write_file(path, json.dumps(manifest.to_json(), indent=1))
     return path
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """None where there is none. Raises CheckpointError."""
+    """Reads a folder's manifest; None if there is none. Raises CheckpointError."""
     path = folder / NAME
     if not path.exists():
         return None
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def weights_digest(folder: Path, stored: Mapping[str, StoredTensor]) -> str:
-    """Hex BLAKE2b of what the headers say, and of the manifest if there is one."""
+    """Hex BLAKE2b digest of the headers, and of the manifest if there is one."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(stored):
         tensor = stored[name]
@@ -125,8 +125,8 @@ def weights_digest(folder: Path, stored: Mapping[str, StoredTensor]) -> str:
 
 
 def sampled_digest(folder: Path, size: int) -> str:
-    """Hex BLAKE2b, of so many bytes, of config.json, the manifest, and 64 pieces of each file of weights. It tells one
-    training run's weights from another's in seconds; only a manifest has every byte. Raises OSError."""
+    """A hex BLAKE2b digest (of `size` bytes) of config.json, the manifest, and 64 samples of each file of weights. It
+    distinguishes the weights of two training runs in seconds; only a manifest covers every byte. Raises OSError."""
     digest = hashlib.blake2b(digest_size=size)
     for file in (folder / "config.json", folder / NAME):
         digest.update(file.read_bytes() if file.is_file() else b"")
@@ -154,7 +154,7 @@ def _file_sums(entry: Mapping[str, Any], block: int) -> FileSums:
 
 
 def _block(file: int, buffer: bytearray, at: int, size: int) -> tuple[int, int]:
-    """Reads up to `size` bytes from `at`: how many there are (fewer only at the file's end), and their CRC-32."""
+    """Reads up to `size` bytes from `at`; returns their number (less only at the end of the file) and CRC-32."""
     view, done, total = memoryview(buffer), 0, 0
     sums = crc32()
     while done < size:
@@ -166,11 +166,11 @@ def _block(file: int, buffer: bytearray, at: int, size: int) -> tuple[int, int]:
 
 
 class Verifier:
-    """A context manager: a thread verifies one share of a folder's blocks against its manifest."""
+    """Verifies one share of a folder's blocks against its manifest, on a thread. A context manager."""
 
     def __init__(self, folder: Path, tensors: Collection[StoredTensor], share: tuple[int, int]) -> None:
-        """Verifies block i of the files that hold the tensors, and of what is read besides them, where
-        i % parts == part. Raises CheckpointError at once if a file is unlisted or of another size."""
+        """share (part, parts): verifies block i of the tensors' files and of the files in BESIDE if i % parts == part.
+        Raises CheckpointError at once if a file is not listed or has another size."""
         self._folder = next(iter(tensors)).file.parent if tensors else folder
         self._tensors, self._stop, self._pool = tensors, threading.Event(), ThreadPoolExecutor(1, "verify")
         self._verified: Future[None] | None = None
@@ -192,7 +192,7 @@ class Verifier:
             self._verified.result()
 
     def finish(self) -> None:
-        """Waits for the rest of the share. Raises CheckpointError naming file and tensor."""
+        """Waits for the rest of the share. Raises CheckpointError, which names file and tensor."""
         if self._verified is not None:
             self._verified.result()
 
@@ -230,7 +230,7 @@ class Verifier:
 
 
 Crc32 = Callable[[bytearray, int, int], int]
-"""(buffer, how many of its bytes, the CRC-32 of what came before) -> CRC-32."""
+"""(buffer, number of its bytes, CRC-32 of the preceding bytes) -> CRC-32."""
 
 
 @functools.cache

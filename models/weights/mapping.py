@@ -1,5 +1,5 @@
-"""The contents of a model folder, checked against the model before anything is allocated: a Source, which
-models/weights/load.py reads a rank's parameters from.
+"""Checks the contents of a model folder against the config before anything is allocated, and makes the Source from
+which models/weights/load.py reads a rank's parameters.
 """
 
 from __future__ import annotations
@@ -46,33 +46,34 @@ _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checked folder: every tensor that this rank may read, by name."""
+    """A checked model folder: every tensor that this rank may read, by name."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
     digest: str
-    """Digest of names, types, shapes and places (and of the bytes, with a manifest): ranks must agree on it."""
+    """Digest of names, types, shapes and offsets (with a manifest also of the bytes), which must be equal on all ranks.
+    """
     quantisation: Quantisation | None = None
     sharded_over: int = 0
-    """Ranks that per-rank files were written for; 0: the checkpoint itself."""
+    """Number of ranks of the per-rank files; 0: the checkpoint itself."""
     replicate_embedding: bool = False
-    """What per-rank files hold."""
+    """Whether per-rank files have the whole embedding."""
     seed: int | None = None
-    """The seed of weights that are drawn (DummyReader), None where they are read."""
+    """The seed of random weights (DummyReader); None: weights are read from files."""
 
     @property
     def block(self) -> tuple[int, int] | None:
         return None if self.quantisation is None else self.quantisation.block
 
     def quantised_products(self, shard: RankShard) -> frozenset[str]:
-        """Products whose weights are stored quantised in full, and may stay so: "layers.3.gate_up", …,
-        "layers.3.experts.down". Scales by block are multiplied into experts alone."""
+        """Products ("layers.3.gate_up", …, "layers.3.experts.down") whose weights are all stored quantised and may stay
+        quantised. With scales by block, only experts may."""
         columns = dict(zip(EXPERTS, expert_columns(shard), strict=True))
         stay = [product for product in EXPERTS if may_stay(columns[product], self.block)]
         return self._quantised(shard, (*stay, *(PRODUCTS if self.block is None else ())))
 
     def quantised_experts(self, shard: RankShard) -> frozenset[str]:
-        """The experts' products among them, and those that must be widened."""
+        """All experts' products that are stored quantised, including those that must be widened."""
         return self._quantised(shard, EXPERTS)
 
     def _quantised(self, shard: RankShard, products: tuple[str, ...]) -> frozenset[str]:
@@ -94,7 +95,8 @@ class Source:
     def rank_bytes(
         self, shard: RankShard, itemsize: int, kept: Set[str] = frozenset(), products: int | None = None
     ) -> int:
-        """A rank's approximate bytes, at `itemsize` per element; kept: products that stay quantised."""
+        """Approximate bytes of a rank's weights, at `itemsize` per element; kept: products that stay quantised;
+        products: bytes per element of other matrices in layers, if different."""
         fills = [Fill(n, 0, (s.shape or (1,))[0], n) for n, s in self.tensors.items() if not is_scale(n)]
         total = 0
         for fill in fills if self.sharded_over else plan_fills(shard):
@@ -122,14 +124,15 @@ def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = Non
     tensors = {}
     for name, stored in own.tensors.items():
         block = None
-        if is_scale(name) and len(stored.shape) == 2:  # of experts, as they were kept
+        if is_scale(name) and len(stored.shape) == 2:  # scales of experts that stay quantised
             block = 1, own.tensors[scaled_by(name)].shape[1] // stored.shape[1]
         tensors[name] = replace(stored, block=block)
     return Source(folder, tensors, own.digest, _quantisation(folder), shard.size, own.replicate_embedding)
 
 
 def open_checkpoint(folder: Path, config: ModelConfig) -> Source:
-    """The checkpoint, complete and of the model's shapes. Raises CheckpointError naming file and tensor."""
+    """Opens a checkpoint after checking that it is complete and has the model's shapes. Raises CheckpointError, which
+    names file and tensor."""
     quantisation = _quantisation(folder)
     tensors = _check(folder, config, quantisation)
     return Source(folder, tensors, weights_digest(folder, tensors), quantisation)
@@ -172,7 +175,7 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
             scales.add(check_scale(stored, tensors.get(scale_of(name)), quantisation.block))
         elif stored.dtype not in PLAIN:
             raise CheckpointError(f"{stored.file}: tensor {name} is stored as {stored.dtype}; readable are {READABLE}")
-        if len(shape) > 2:  # of lanes: rows are counted over all of them
+        if len(shape) > 2:  # lanes: rows are numbered over all lanes
             tensors[name] = replace(stored, shape=(prod(shape[:-1]), shape[-1]))
     if config.tied_embeddings:
         _check_tied(tensors, head_of(config), embedding_of(config))
@@ -190,7 +193,8 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
 
 
 def _check_tied(tensors: dict[str, StoredTensor], head: str, embedding: str) -> None:
-    """A head beside the embedding that it is said to be must be a copy: transformers computes with another one."""
+    """Checks that a stored head equals the embedding to which config.json ties it: transformers would use a different
+    one."""
     if head in tensors and not same_values(tensors[head], tensors[embedding]):
         raise CheckpointError(
             f"{tensors[head].file}: tensor {head} is not {embedding}, which tie_word_embeddings in config.json says it "
@@ -199,7 +203,7 @@ def _check_tied(tensors: dict[str, StoredTensor], head: str, embedding: str) -> 
 
 
 def _idle(config: ModelConfig) -> tuple[str, ...]:
-    """Prefixes of tensors that transformers writes for experts that return their input."""
+    """Prefixes of unused tensors that transformers writes for identity experts."""
     e = config.experts
     if e is None or not e.identities:
         return ()
@@ -208,7 +212,7 @@ def _idle(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _name_scale(tensors: dict[str, StoredTensor], name: str, block: tuple[int, int] | None) -> None:
-    """Calls a matrix's scale as `scale_of` does: some checkpoints add _inv, though it multiplies as well."""
+    """Renames a matrix's scale to `scale_of`: some checkpoints append _inv, although it is a factor, too."""
     usual, other = scale_of(name), f"{scale_of(name)}_inv"
     if usual not in tensors and other in tensors:
         tensors[usual] = replace(tensors.pop(other), name=usual)
@@ -217,7 +221,7 @@ def _name_scale(tensors: dict[str, StoredTensor], name: str, block: tuple[int, i
 
 
 def _divide_fused(tensors: dict[str, StoredTensor], config: ModelConfig) -> None:
-    """Replaces tensors [E, rows, columns] of all experts by each expert's. Raises CheckpointError."""
+    """Replaces each tensor [E, rows, columns] of all experts by one for each expert. Raises CheckpointError."""
     for fused, names, shape in fused_experts(config):
         stored = tensors.pop(fused, None)
         if stored is None:

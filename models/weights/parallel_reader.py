@@ -1,5 +1,5 @@
-"""Reads pieces of tensors on several threads, in order and a bounded distance ahead, and repacks a complete layer
-meanwhile.
+"""Reads pieces of tensors on several threads, in order and with bounded read-ahead, while the caller repacks complete
+layers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MOST_THREADS = 4
 
 
 def reading_threads() -> int:
-    """As many as this rank has cores, up to MOST_THREADS."""
+    """The number of reading threads: this rank's cores, at most MOST_THREADS."""
     return min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 def cut(fill: Fill, row_bytes: int) -> Iterator[Fill]:
-    """The fill in runs of rows of about PIECE_BYTES, `row_bytes` each in the parameter."""
+    """Divides a fill into pieces of about PIECE_BYTES; a row of the parameter has `row_bytes`."""
     unit = fill.pairs or 1
     rows = max(unit, PIECE_BYTES // max(1, row_bytes) // unit * unit)
     for first in range(0, fill.count, rows):
@@ -37,7 +37,7 @@ def cut(fill: Fill, row_bytes: int) -> Iterator[Fill]:
 
 
 class Readers:
-    """Threads with a Reader each. A context manager: leaving it drops what has not begun and closes the files."""
+    """Threads with a Reader each. A context manager, which cancels reads that have not begun and closes the files."""
 
     def __init__(self, threads: int, make: Callable[[], Reader] = Reader) -> None:
         self._ahead, self._make = threads + 2, make
@@ -55,11 +55,11 @@ class Readers:
 
     @property
     def taken(self) -> int:
-        """Bytes that all of them have read."""
+        """Bytes read by all threads."""
         return sum(reader.taken for reader in self._readers)
 
     def each(self, pieces: Iterable[_Piece], read: Callable[[Reader, _Piece], None]) -> Iterator[_Piece]:
-        """Every piece in its order, once it has been read. Raises what `read` did, at that piece's turn."""
+        """Yields every piece, in order, once it has been read. Raises an error of `read` in place of its piece."""
         waiting: deque[tuple[_Piece, Future[None]]] = deque()
         for piece in pieces:
             waiting.append((piece, self._pool.submit(self._read, read, piece)))

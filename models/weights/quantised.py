@@ -1,5 +1,5 @@
-"""Weights that a checkpoint stores quantised: fp8 with a scale a tensor, a row or a block. What their scales are called
-and look like, which parameters a kept product has. No torch: tensor_reader.py widens rows.
+"""Quantised weights of a checkpoint: fp8 with a scale for each tensor, row or block. Names and shapes of scales, and
+the parameters of products that stay quantised. Without torch: tensor_reader.py widens rows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 PLAIN = ("F32", "BF16", "F16")
 READABLE = f"{', '.join(PLAIN)}, and F8_E4M3 matrices where config.json has a quantization_config"
 EXPERT_DEPTH = 64
-"""Columns that a GPU's kernels of experts multiply at once."""
+"""Columns that the expert kernels on GPUs multiply at once."""
 CALIBRATION = re.compile(r".*(\.input_scale|\.input_scale_ub|\.output_scale|\.[qkv]_scale|_proj\.weight_scale_ub)")
-"""Ignored tensors of fp8 checkpoints: activations are scaled per token here, and keys and values by the cache."""
+"""Ignored tensors of fp8 checkpoints: activations are scaled per token, and KV by the cache."""
 
 
 def is_quantised(stored: StoredTensor) -> bool:
@@ -30,12 +30,12 @@ def is_quantised(stored: StoredTensor) -> bool:
 
 
 def scale_of(tensor: str) -> str:
-    """The name of a quantised tensor's scale, stored or a parameter."""
+    """The name of the scale of a quantised tensor or parameter."""
     return f"{tensor}_scale"
 
 
 def scaled_by(scale: str) -> str:
-    """The name of the tensor whose scale this is."""
+    """The name of the tensor to which a scale belongs."""
     return scale.removesuffix(scale_of(""))
 
 
@@ -44,7 +44,8 @@ def is_scale(parameter: str) -> bool:
 
 
 def check_scale(stored: StoredTensor, scale: StoredTensor | None, block: tuple[int, int] | None = None) -> str:
-    """The scale's name, once it fits its tensor: one number, one a row, or one a block. Raises CheckpointError."""
+    """Checks the shape of a tensor's scale: one number, one a row, or one a block. Returns its name. Raises
+    CheckpointError."""
     if scale is None:
         raise CheckpointError(
             f"{stored.file}: tensor {stored.name} is fp8 without {scale_of(stored.name)}: its scale is missing"
@@ -61,18 +62,18 @@ def check_scale(stored: StoredTensor, scale: StoredTensor | None, block: tuple[i
 
 
 def is_expert(product: str) -> bool:
-    """Whether a product ("layers.3.experts.down") is of a mixture's experts."""
+    """Whether a product ("layers.3.experts.down") belongs to experts."""
     return "experts." in product
 
 
 def scale_width(columns: int, block: tuple[int, int] | None) -> int:
-    """How many columns of a rank's share of an expert's matrix have one scale: no block of the checkpoint crosses their
-    border on any rank."""
+    """The number of columns of an expert's matrix that share a scale on a rank, chosen so that none of these groups
+    crosses a block of the checkpoint."""
     return columns if block is None else gcd(columns, block[1])
 
 
 def may_stay(columns: int, block: tuple[int, int] | None) -> bool:
-    """Whether experts' products over so many columns may stay quantised: a kernel's step must have one scale a row."""
+    """Whether experts' products of `columns` columns may stay quantised: a kernel's step needs one scale a row."""
     return block is None or scale_width(columns, block) % EXPERT_DEPTH == 0
 
 
@@ -98,6 +99,6 @@ def scale_fills(fills: Iterable[Fill], kept: Set[str]) -> list[Fill]:
 
 
 def scale_rows(scale: Tensor, row: int, count: int) -> Tensor:
-    """fp32, of rows [row, row + count): one number for all of them, or one each."""
+    """The scale of rows [row, row + count) in fp32: one number for all, or one a row."""
     values = scale.view(-1).float()
     return values if values.numel() == 1 else values[row : row + count]

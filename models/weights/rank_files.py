@@ -1,7 +1,7 @@
-"""Per-rank files of `laddertron shard`: found in the checkpoint's folder, refused when they are stale.
-`MODEL/laddertron-tp16/rank-0003.safetensors` holds rank 3's parameters in the order of loading, and in its metadata
-what it was made from; `laddertron-tp8-pp2`: with stages, whose ranks count on; `laddertron-tp16-spread-node8`: whole
-experts, and the dense path cut over 8 ranks of a node. With config.json it is a model folder.
+"""Finds the per-rank files of `laddertron shard` in a checkpoint's folder, and refuses stale ones.
+`MODEL/laddertron-tp16/rank-0003.safetensors` has rank 3's parameters in the order of loading, and its origin in the
+metadata. `laddertron-tp8-pp2`: with stages, over which ranks are numbered; `laddertron-tp16-spread-node8`: with whole
+experts, and the dense path divided among the 8 ranks of a node. With a config.json, MODEL is a model folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METADATA = "laddertron"
 
 @dataclass(frozen=True, slots=True)
 class ShardOrigin:
-    """The origin of per-rank files. `files`: size in bytes and time of change (ns) of each file of weights."""
+    """The origin of per-rank files. `files`: size in bytes and modification time (ns) of each file of weights."""
 
     source: str
     config: str
@@ -40,7 +40,7 @@ class OwnFile:
 
 
 def shards_folder(folder: Path, size: int, stages: int = 1, sharing: Sharing = WHOLE) -> Path:
-    """The folder of the files for `size` ranks in each of so many stages."""
+    """The folder of the files for `stages` stages of `size` ranks each."""
     names = [f"laddertron-tp{size}", *[f"pp{stages}"] * (stages > 1), *["spread"] * sharing.spread]
     return folder / "-".join((*names, *[f"node{sharing.per_node}"] * (sharing.per_node > 0)))
 
@@ -56,7 +56,7 @@ def file_name(shard: RankShard) -> str:
 
 
 def layers_of(shard: RankShard) -> dict[str, str]:
-    """A stage's layers in the metadata, numbered as the checkpoint does."""
+    """The metadata about a stage's layers, with the checkpoint's numbers."""
     if shard.stage is None:
         return {}
     first = shard.stage.first_layer
@@ -72,18 +72,19 @@ def sizes_of(shard: RankShard) -> str:
 
 
 def config_digest(folder: Path) -> str:
-    """Digest of config.json, which decides on wiring, family and type."""
+    """Digest of config.json, which determines wiring, family and type."""
     return hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16).hexdigest()
 
 
 def stamps(folder: Path, names: list[str]) -> dict[str, tuple[int, int]]:
-    """Size and time of change of the files that are there."""
+    """Size and modification time of the files that exist."""
     files = ((name, folder / name) for name in sorted(names))
     return {name: ((s := file.stat()).st_size, s.st_mtime_ns) for name, file in files if file.is_file()}
 
 
 def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
-    """This rank's file; None without per-rank files. Raises CheckpointError if they are stale or incomplete."""
+    """Opens this rank's file; None if there are no per-rank files. Raises CheckpointError if they are stale or
+    incomplete."""
     home = folder_of(folder, shard)
     if not home.is_dir():
         return None
@@ -100,7 +101,7 @@ def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
         raise CheckpointError(f"{file}: stale: {folder / 'config.json'} has changed since: {again}")
     found = stamps(folder, list(origin.files))
     changed = sorted(name for name, stamp in origin.files.items() if found.get(name) != stamp)
-    if found and changed:  # without any of the checkpoint's files the folder was moved on its own, as is meant
+    if found and changed:  # if none of the checkpoint's files exists, the folder was moved without them: valid
         raise CheckpointError(f"{file}: stale: {folder / changed[0]} has changed since: {again}")
     return OwnFile({t.name: t for t in tensors}, origin.source, origin.replicate_embedding)
 

@@ -1,5 +1,5 @@
-"""Which rows of one checkpoint layout's tensors are which rows of another's: both fill the same parameters.
-Pure; models/weights/convert.py copies by it, tools/train/state.py loads by it."""
+"""Maps rows of one checkpoint layout's tensors to rows of another's; both fill the same parameters. Pure. Used by
+models/weights/convert.py to copy and by tools/train/state.py to load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rows:
 
 
 def sources(config: ModelConfig, layout: Layout) -> dict[str, tuple[Rows, ...]]:
-    """Where the stored model (`config.layout`) has the rows of each tensor in `layout`. Raises KeyError."""
+    """For each tensor in `layout`, its rows in the stored model (`config.layout`). Raises KeyError."""
     wanted, stored = (_in_parameters(replace(config, layout=each)) for each in (layout, config.layout))
     where: dict[str, list[tuple[Rows, str, int]]] = {}
     for tensor, parts in stored.items():
@@ -34,7 +34,7 @@ def sources(config: ModelConfig, layout: Layout) -> dict[str, tuple[Rows, ...]]:
 
 
 def between(parts: tuple[Rows, ...], first: int, count: int) -> tuple[Rows, ...]:
-    """Those of `first` to `first + count` of the rows that `parts` are, one behind the other."""
+    """Rows [first, first + count) of the concatenation of `parts`."""
     found, at = [], 0
     for part in parts:
         low, high = max(first, at), min(first + count, at + part.count)
@@ -54,7 +54,7 @@ def _found(part: Rows, where: Mapping[str, list[tuple[Rows, str, int]]]) -> list
 
 
 def _in_parameters(config: ModelConfig) -> dict[str, tuple[Rows, ...]]:
-    """Each tensor of the layout as rows of the parameters that it fills."""
+    """For each tensor of the layout, the rows of parameters that it fills."""
     parts: dict[str, list[tuple[int, Rows]]] = {}
     for fill in plan_fills(RankShard(config, 1, 0)):
         if fill.tensor is not None:

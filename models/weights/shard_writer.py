@@ -45,10 +45,10 @@ def write_shards(
     replicate_embedding: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """One file a rank under `home`, whole or not at all; returns their folder. `shards`: of all ranks, stage by stage.
-    progress(done, total) in bytes.
+    """Writes a file for each rank into a folder under `home`, atomically; returns the folder. `shards`: of all ranks,
+    stage by stage. progress(done, total) in bytes.
 
-    Raises CheckpointError where files for as many ranks are there already.
+    Raises CheckpointError if the folder exists.
     """
     size, target = shards[0].size, folder_of(home, shards[0])
     if target.exists():
@@ -92,7 +92,7 @@ _Plan = dict[str, tuple[list[Fill], tuple[int, ...], torch.dtype]]
 
 
 def _parameters(source: Source, shard: RankShard, replicate_embedding: bool) -> _Plan:
-    """Each parameter's fills, shape and type, layer by layer."""
+    """The fills, shape and type of each parameter, in the order of layers."""
     kept = source.quantised_products(shard)
     plan: dict[str, list[Fill]] = {}
     fills = plan_fills(shard, replicate_embedding)
@@ -125,7 +125,7 @@ def _shape(source: Source, fills: list[Fill]) -> tuple[int, ...]:
 
 
 def _dtype(source: Source, default: torch.dtype, name: str, fills: list[Fill], kept: Set[str]) -> torch.dtype:
-    """As it is stored; `default` for a fused product of several types, and for one that must be widened."""
+    """The stored type; `default` if a fused product has several, or must be widened."""
     if is_scale(name):
         return torch.float32
     stored = [source.tensors[fill.tensor] for fill in fills if fill.tensor is not None]

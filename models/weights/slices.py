@@ -1,5 +1,6 @@
-"""Maps each parameter of models/llama.py to slices of stored tensors. A layout is a table of rows, one a stored tensor;
-`plan_fills` makes the Fills that tile every parameter exactly once, `expected_shapes` the checkpoint's shapes. Pure.
+"""Maps each parameter of models/llama.py to slices of stored tensors. A layout is a table with a row for each stored
+tensor. `plan_fills` makes the Fills that tile every parameter exactly once; `expected_shapes` the checkpoint's shapes.
+Pure.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from ..stages import RankShard
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Rows [row, row + count) of a parameter come from rows [source_row, ...) and columns [source_col, source_col +
-    columns) of a checkpoint tensor (columns None: all). `tensor` None: the rows are vocabulary padding, zeros. pairs:
-    the rows of a head, where the checkpoint rotates neighbours (2j, 2j + 1), and the parameter (j, j + pairs / 2)."""
+    """The source of rows [row, row + count) of a parameter: rows [source_row, ...) and columns [source_col,
+    source_col + columns) of a checkpoint tensor (columns None: all). `tensor` None: the rows are vocabulary padding,
+    zeros. pairs: rows of a head, if the checkpoint rotates pairs (2j, 2j + 1) and the parameter (j, j + pairs / 2);
+    else 0."""
 
     parameter: str
     row: int
@@ -32,13 +34,13 @@ class Fill:
 @dataclass(frozen=True, slots=True)
 class Row:
     """A stored matrix or vector, the parameter whose next rows it fills, and the axes of its rows and columns (None: a
-    vector), which say what of it this rank holds. A tensor with a second `{}` is an expert's: each expert that the rank
-    holds comes in turn.
+    vector), which determine this rank's share. A tensor with a second `{}` belongs to an expert, and is repeated for
+    each expert of the rank.
 
-    when: whether `layer` has it. bias: the field of ModelConfig that says whether a vector ".bias" belongs to it. at:
-    where a row of the axis is stored, in whole heads for axes of heads: for tensors that hold several parts. fused: a
-    tensor of all experts that may stand for those of each, which may hold the parts of several rows, one after the
-    other. rotated: whether a latent model's checkpoint may rotate neighbouring rows.
+    when: whether `layer` has it. bias: the field of ModelConfig that tells whether a vector ".bias" belongs to it. at:
+    for tensors with several parts, where a row of the axis is stored, in whole heads for axes of heads. fused: a tensor
+    of all experts that may replace those of each expert; it may have the parts of several rows, in order. rotated:
+    whether a latent model's checkpoint may rotate neighbouring rows.
     """
 
     parameter: str
@@ -73,7 +75,7 @@ _AXES: dict[str, Callable[[RankShard], range]] = {
     "rotated_heads": lambda s: _span(s.first_head, s.num_heads, _latent(s.config).rotated),
     "value_heads": lambda s: _span(s.first_head, s.num_heads, _latent(s.config).value),
 }
-"""The rows or columns of an axis on a rank, as a stored tensor of its own numbers them."""
+"""A rank's rows or columns of an axis, numbered as in a stored tensor that has only this axis."""
 
 
 _UNITS: dict[str, Callable[[ModelConfig], int]] = {
@@ -83,7 +85,7 @@ _UNITS: dict[str, Callable[[ModelConfig], int]] = {
     "rotated_heads": lambda c: _latent(c).rotated,
     "value_heads": lambda c: _latent(c).value,
 }
-"""A head's rows."""
+"""Rows per head."""
 
 
 def _latent(config: ModelConfig) -> Latent:
@@ -112,7 +114,7 @@ def _has_shared(config: ModelConfig, layer: int) -> bool:
 
 
 def _in_head(part: str, other: str, first: bool) -> Callable[[ModelConfig, int], int]:
-    """Where a tensor whose heads have two parts, fields of Latent, holds a row of one of them: the first, or not."""
+    """Where a tensor whose heads have two parts (fields of Latent) stores a row of `part`; first: it is the first."""
 
     def at(config: ModelConfig, row: int) -> int:
         own, beside = (int(getattr(_latent(config), each)) for each in (part, other))
@@ -123,8 +125,8 @@ def _in_head(part: str, other: str, first: bool) -> Callable[[ModelConfig, int],
 
 
 def _in_group(place: int | None) -> Callable[[ModelConfig, int], int]:
-    """Where dolomite's c_attn holds a row: group by group, a group's query heads, its key, its value. place: of the key
-    and the value behind the query heads; None: the query heads."""
+    """Where dolomite's c_attn stores a row: for each group its query heads, its key, its value. place: 0 for the key
+    and 1 for the value, which follow the query heads; None: a query head."""
 
     def at(config: ModelConfig, row: int) -> int:
         queries, (head, inside) = config.num_heads // config.num_kv_heads, divmod(row, config.head_dim)
@@ -139,7 +141,8 @@ _FUSED = "transformer.h.{}."
 
 
 def _experts(block: str, gate: str, up: str, down: str, router: str = "gate.", weight: str = "") -> tuple[Row, ...]:
-    """A layer's experts under a family's names; router: what they are below `block`, and that of its matrix."""
+    """Rows of a layer's experts with a family's names. router, weight: the router's names below `block`, and its
+    matrix's below that."""
     mixed, every = ModelConfig.has_experts, f"{_LAYER}{block}.experts."
     expert, shared = f"{every}{{}}.", f"{_LAYER}{block}.shared_experts."
     return (
@@ -170,7 +173,7 @@ _PLAIN, _TURNED = _in_head("plain", "rotated", True), _in_head("rotated", "plain
 
 
 def _latent_attention(block: str) -> tuple[Row, ...]:
-    """A layer's latent attention. Of each product all heads' first parts come before their second parts."""
+    """Rows of a layer's latent attention. In each product the first parts of all heads precede the second parts."""
     bias = "qkv_bias"
 
     def with_queries(config: ModelConfig, layer: int) -> bool:
@@ -237,12 +240,12 @@ _ENDS["dolomite"] = ("transformer.wte.weight", "transformer.ln_f.weight", "lm_he
 """The embedding, the final norm and the head."""
 _LANE_EMBEDDING = "model.tok_embeddings.weight"
 PRODUCTS, EXPERTS = ("qkv", "o", "gate_up", "down"), ("experts.gate_up", "experts.down")
-"""What may stay quantised of a layer."""
+"""The products of a layer that may stay quantised."""
 
 
 def _tensors(config: ModelConfig, layer: int, experts: Iterable[int]) -> Iterator[tuple[Row, str, str]]:
-    """The rows of the table that a layer has, the suffix of the parameter, and the tensor's name but for the layer's
-    number: those of each expert last, expert by expert."""
+    """Yields the table's rows for a layer, the suffix of the parameter, and the tensor's name without the layer's
+    number; rows of experts last, expert by expert."""
     rows = [row for row in _ROWS[config.layout] if row.when(config, layer)]
     for row in rows:
         if not row.per_expert:
@@ -270,7 +273,7 @@ def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
         columns = None if row.columns is None else _AXES[row.columns](shard)
         part = columns is not None and row.columns != "hidden"
         if suffix == "bias" and part and shard.dense_rank:
-            continue  # the all-reduce would add it once a rank
+            continue  # only one rank adds it, else the all-reduce would multiply it
         parameter, rows = f"layers.{layer}.{row.parameter}.{suffix}", _AXES[row.rows](shard)
         step = _UNITS[row.rows](config) if row.at and row.rows in _UNITS else len(rows)
         pairs = _latent(config).rotated if row.rotated and _latent(config).interleaved else 0
@@ -284,19 +287,20 @@ def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
 
 
 def _named(config: ModelConfig, tensor: str, layer: int, *expert: int) -> str:
-    """A layer's tensor. Where two layers are stored as one, `%` is the number of the layer."""
+    """The name of a layer's tensor. If two layers are stored as one, `%` is the layer's number in the pair."""
     if config.layout != "shortcut":
         return tensor.format(layer, *expert)
     return tensor.format(layer // 2, *expert).replace("%", str(layer % 2))
 
 
 def _stored_layer(shard: RankShard, layer: int) -> int:
-    """The checkpoint's number of a stage's layer."""
+    """The number in the checkpoint of a stage's layer."""
     return layer if shard.stage is None else shard.stage.first_layer + layer
 
 
 def plan_fills(shard: RankShard, replicate_embedding: bool = False) -> list[Fill]:
-    """Every parameter row of this rank, exactly once. A bias behind a row-parallel product belongs to rank 0 alone."""
+    """Plans fills of every parameter row of this rank, exactly once. Only rank 0 has the bias of a row-parallel
+    product."""
     config, embedding, fills = shard.config, embedding_of(shard.config), list[Fill]()
     if shard.embeds and replicate_embedding:
         fills.append(Fill("embedding.weight", 0, config.vocab_size, embedding))
@@ -316,7 +320,7 @@ def plan_fills(shard: RankShard, replicate_embedding: bool = False) -> list[Fill
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the checkpoint must hold, with its shape."""
+    """Every tensor that the checkpoint must have, with its shape."""
     if config.lanes is not None:
         return _lane_shapes(config, config.lanes)
     (embedding, norm, head), whole = _ENDS[config.layout], RankShard(config, 1, 0)
@@ -334,8 +338,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], tuple[int, int]]]:
-    """Tensors [E, parts * rows, columns] that may stand for those of each expert: for every expert the names of its
-    parts, and the shape of a part."""
+    """Yields tensors [E, parts * rows, columns] that may replace those of each expert: the name, for every expert the
+    names of its parts, and the shape of a part."""
     whole = RankShard(config, 1, 0)
     for layer in range(config.num_layers):
         parts: dict[str, list[Row]] = {}
@@ -350,7 +354,7 @@ def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], t
 
 
 def sources_of(shard: RankShard, layer: int, product: str) -> tuple[str, ...]:
-    """The checkpoint tensors whose rows make up one product's weight."""
+    """The checkpoint tensors that form one product's weight."""
     config, stored = shard.config, _stored_layer(shard, layer)
     experts = range(config.experts.count) if config.experts is not None and product in EXPERTS else ()
     found = ((row.parameter, suffix, name) for row, suffix, name in _tensors(config, layer, experts))
@@ -358,19 +362,19 @@ def sources_of(shard: RankShard, layer: int, product: str) -> tuple[str, ...]:
 
 
 def expert_columns(shard: RankShard) -> tuple[int, int]:
-    """The columns that the products of EXPERTS have on a rank."""
+    """The numbers of columns of the products of EXPERTS on a rank."""
     return shard.config.hidden_size, len(shard.expert_ffn)
 
 
 def head_of(config: ModelConfig) -> str:
-    """The head's tensor: a tied checkpoint may carry a copy of it."""
+    """The name of the head's tensor; a tied checkpoint may have a copy."""
     if config.lanes is not None:
         return "lm_head.linear.weight" if config.lanes.head == "lane" else "lm_head.weight"
     return _ENDS[config.layout][2]
 
 
 def embedding_of(config: ModelConfig) -> str:
-    """The embedding's tensor."""
+    """The name of the embedding's tensor."""
     return _LANE_EMBEDDING if config.lanes is not None else _ENDS[config.layout][0]
 
 

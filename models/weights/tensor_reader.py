@@ -1,5 +1,5 @@
-"""Reads slices of stored tensors into place: whole rows by large positioned reads, columns from the mapped file, so
-that the ranks of a node share one page cache.
+"""Reads slices of stored tensors into parameters: whole rows by large positioned reads, columns from the mapped file,
+so that the ranks of a node share the page cache.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ DTYPES = {
     "I8": torch.int8,
 }
 CHUNK_BYTES = 16 << 20
-"""Bytes converted at once, and those of a file that stay mapped behind a gather."""
+"""Bytes converted, or gathered from a mapped file, at once."""
 LENGTH = 1 << 20
-"""Normal numbers that a row begins at one of; as many again follow, for its length."""
+"""Random numbers at which a row of dummy weights may begin; the table has as many again after them."""
 STRIDE = 48271
-"""Numbers between the beginnings of two neighbouring rows."""
+"""Distance in the table between the beginnings of two neighbouring rows."""
 PREFETCH_BYTES = 256 << 20
 FP8 = torch.float8_e4m3fn
 
 
 class PinnedBuffers:
-    """Two buffers in turns on the way to a GPU: while one is copied there, the next is read into. Of one thread."""
+    """Two alternating pinned buffers for copies to a GPU: one is filled while the other is copied. For one thread."""
 
     def __init__(self) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
@@ -45,7 +45,7 @@ class PinnedBuffers:
         self._turn = 0
 
     def take(self, size: int) -> Tensor:
-        """uint8 [size], once the copy that was set off from it has ended."""
+        """Returns a buffer, uint8 [size], after waiting for its last copy."""
         self._turn ^= 1
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()
@@ -54,8 +54,8 @@ class PinnedBuffers:
         return self._buffers[self._turn][:size]
 
     def send(self, source: Tensor, target: Tensor) -> None:
-        """Sets off the copy of what was taken last to a GPU, converted there."""
-        with torch.cuda.device(target.device):  # a thread's own is the first one
+        """Starts the copy of the buffer taken last to a GPU, which converts it."""
+        with torch.cuda.device(target.device):  # a new thread's current device is the first one
             target.copy_(source.to(target.device, non_blocking=True) if source.dtype != target.dtype else source, True)
             self._sent[self._turn] = self.mark()
 
@@ -72,11 +72,11 @@ class PinnedBuffers:
 
 
 class Reader:
-    """Open files and buffers. A context manager: leaving it closes them."""
+    """Reads tensors with its own open files and buffers. A context manager, which closes the files."""
 
     def __init__(self) -> None:
         self.taken = 0
-        """Bytes of tensors that were copied out of files."""
+        """Bytes of tensors copied from files."""
         self._files: dict[Path, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._pinned = PinnedBuffers()
@@ -90,7 +90,7 @@ class Reader:
         self._files.clear()
 
     def prefetch(self, stored: StoredTensor, row: int, count: int) -> None:
-        """Asks the kernel to read these rows ahead; returns before the bytes are there."""
+        """Asks the kernel to read these rows ahead, without waiting."""
         width = prod(stored.shape[1:]) * ITEMSIZES[stored.dtype]
         length = min(count * width, PREFETCH_BYTES)
         if length:
@@ -102,9 +102,9 @@ class Reader:
         return out
 
     def read(self, stored: StoredTensor, row: int, column: int, target: Tensor, scale: Tensor | None = None) -> None:
-        """target [n] or [n, c] = rows [row, row + n) and columns [column, column + c), converted to its type.
+        """Reads rows [row, row + n) and columns [column, column + c) into target [n] or [n, c], in its type.
 
-        scale, a single number, [n] or [n, c], multiplies rows of a quantised tensor. Raises CheckpointError if the file
+        scale: a factor for rows of a quantised tensor, one number, [n] or [n, c]. Raises CheckpointError if the file
         shrank.
         """
         if target.numel() == 0:
@@ -128,7 +128,7 @@ class Reader:
             self._put(rows[:, column : column + columns], part, one)
 
     def _stage(self, stored: StoredTensor, row: int, column: int, columns: int, target: Tensor) -> None:
-        """To a GPU's target [n] or [n, c]."""
+        """Reads into target [n] or [n, c] on a GPU, by the pinned buffers."""
         dtype, width, count = DTYPES[stored.dtype], prod(stored.shape[1:]), target.shape[0]
         raw = self._pinned.take(count * columns * dtype.itemsize)
         source = raw.view(dtype).view(count, columns)
@@ -139,7 +139,7 @@ class Reader:
         self._pinned.send(source.view(target.shape), target)
 
     def _put(self, source: Tensor, target: Tensor, scale: Tensor | None) -> None:
-        """target [n] or [n, c] = source [n, c] as it is stored, converted to the target's type; scale as in `read`."""
+        """Copies stored values source [n, c] to target [n] or [n, c], in its type; scale as in `read`."""
         if target.device.type == "cpu" and target.dtype == source.dtype and scale is None:
             _copy_bits(target, source)
             return
@@ -147,7 +147,7 @@ class Reader:
         target.copy_(source if scale is None else widened(source, scale))
 
     def _rows(self, stored: StoredTensor, row: int, count: int) -> Tensor:
-        """Whole rows [count, width] in the buffer; valid until the next call."""
+        """Reads whole rows [count, width] into the buffer; valid until the next call."""
         dtype, width = DTYPES[stored.dtype], prod(stored.shape[1:])
         size = count * width * dtype.itemsize
         if self._buffer.numel() < size:
@@ -156,7 +156,7 @@ class Reader:
         return self._buffer[:size].view(dtype).view(count, width)
 
     def _mapped(self, stored: StoredTensor, row: int, count: int, columns: int) -> Tensor:
-        """Whole rows of the mapped file, `columns` of which are wanted: other pages are not touched."""
+        """Maps whole rows of the file, of which `columns` columns are read; pages of other columns are not loaded."""
         dtype, width = DTYPES[stored.dtype], prod(stored.shape[1:])
         begin = stored.begin + row * width * dtype.itemsize
         base = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
@@ -195,40 +195,41 @@ class Reader:
 
 
 def _copy_bits(target: Tensor, source: Tensor) -> None:
-    """target [n] or [n, c] = source [n, c] of its type; without torch, whose pool each thread would wake."""
+    """Copies source [n, c] to target [n] or [n, c] of the same type. By numpy: torch would wake its thread pool."""
     codes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[target.element_size()]
     into: Any = target.view(codes).numpy()
     np.copyto(into, source.view(codes).numpy().reshape(into.shape))
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous uint8 tensor, writable."""
+    """A writable view of the bytes of a contiguous uint8 tensor."""
     array: Any = tensor.numpy()
     return memoryview(array)
 
 
 def widened(source: Tensor, scale: Tensor) -> Tensor:
-    """fp8 [n, c] -> fp32, times scale (one, [n] or [n, c]), by table: ten times faster than torch on CPUs."""
+    """Widens fp8 [n, c] to fp32, times scale (one, [n] or [n, c]), by a table: ten times faster than torch on CPUs."""
     values = np.take(_fp8_table(), source.contiguous().view(torch.uint8).numpy())
     return torch.from_numpy(values).mul_(scale if scale.ndim == 2 else scale.view(-1, *[1] * (source.ndim - 1)))
 
 
 @cache
 def _fp8_table() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """The value of each of the 256 codes."""
+    """The values of the 256 fp8 codes."""
     return torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 
 
 class DummyReader(Reader):
-    """Weights of `model.load_format: dummy`: norms are one, matrices keep the size of what they multiply. A weight
-    depends on the seed, its tensor's name and its place in it: every layout of ranks has the same model."""
+    """Random weights for `model.load_format: dummy`: norms are one, matrices preserve the scale of activations. A
+    weight depends only on the seed, its tensor's name and its place in the tensor, so every layout of ranks has the
+    same model."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._seed = seed
 
     def prefetch(self, stored: StoredTensor, row: int, count: int) -> None:
-        """There is no file."""
+        """Does nothing: there is no file."""
 
     def read(self, stored: StoredTensor, row: int, column: int, target: Tensor, scale: Tensor | None = None) -> None:
         self.taken += target.nbytes
@@ -243,5 +244,5 @@ class DummyReader(Reader):
 
 @cache
 def _normal(seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Standard normal numbers, the same on every device."""
+    """A table of standard normal numbers, the same on every device."""
     return torch.randn(2 * LENGTH, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
