@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,13 @@ def report(error: BaseException) -> int | None:
             show_error(f"{where} cannot be written or read: {error.strerror}")
             return FAILED
     return None
+
+
+def show_any_text() -> None:
+    """Characters that the terminal's encoding lacks, and names on disk that are no text, are shown escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def drop_unwritten() -> None:

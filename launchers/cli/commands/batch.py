@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Column, Table
 
 from ..batch_client import ENDED, ApiError, BatchClient
-from ..errors import FAILED, OK, UsageError, ended_by
+from ..errors import FAILED, OK, UsageError, ended_by, show_warning
 from ..run_view import clock, default_errors, progress_console, say, say_error
 
 _URL = "http://127.0.0.1:8000/v1"
@@ -33,11 +33,11 @@ def client_of(url: str | None) -> BatchClient:
     environ = os.environ
     key = environ.get("LADDERTRON_API_KEY") or environ.get("OPENAI_API_KEY")
     with ended_by(ApiError):
-        return BatchClient(url or environ.get("OPENAI_BASE_URL") or _URL, key, away=_say_away)
+        return BatchClient(url or environ.get("OPENAI_BASE_URL") or _URL, key, away=_warn)
 
 
-def _say_away(error: ApiError) -> None:
-    say(progress_console(), f"no answer, asking again: {error}")
+def _warn(error: ApiError) -> None:
+    show_warning(f"no answer, asking again: {error}")
 
 
 def print_table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:

@@ -40,7 +40,7 @@ def command(as_markdown: bool, dashboards: Path | None, as_objects: bool) -> Non
 
 
 def _print() -> None:
-    width = Console().width
+    width = max(40, Console().width)
     for title, group in GROUPS.items():
         click.echo(f"{title}\n")
         for series in group:

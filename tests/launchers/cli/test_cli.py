@@ -500,6 +500,15 @@ def test_a_full_disk_under_the_output_is_one_line(words: tuple[str, ...]) -> Non
     assert (done.returncode, done.stderr) == (FAILED, said)
 
 
+def test_any_terminal_shows_something() -> None:
+    """One of no width, and one whose encoding lacks a character."""
+    for words in (("topo",), ("metrics",), ("plan", "--model", "llama-3.1-8b", "--nodes", "1xH100")):
+        command = [sys.executable, "-m", "laddertron.launchers.cli", *words]
+        environ = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "0", "TERM": "dumb"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_progress_that_cannot_be_shown_ends_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of hours, whose log's disk is full or whose reader has exited, goes on."""
     read, write = os.pipe()
