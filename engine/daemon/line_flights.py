@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
-from ..openai.batch_input import BatchLine, answer_line, error_line, large_answer_line
+from ..openai.batch_input import BatchLine, error_line, large_answer_line, output_line
 from ..openai.choice import Delta
 from ..openai.errors import ApiError, unmade
 from ..openai.prefetch import Prompts, answer_id
@@ -82,7 +82,7 @@ class LineFlights:
             try:
                 if answer.values > LARGE_VALUES:
                     return large_answer_line(line.custom_id, name, answer.pieces())
-                return answer_line(line.custom_id, name, answer.response())
+                return output_line(line.custom_id, name, 200, answer.response())
             except Exception as error:
                 log.exception("an answer could not be made")
                 answer.error = unmade(error)

@@ -18,6 +18,11 @@ from .ranks import Histograms, Labels, RankFigures, Values
 from .vllm_names import made, summed, vllm_series
 
 RANK_UP_S = 3.0
+_KINDS: dict[str, type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 
 class Collector:
@@ -120,7 +125,7 @@ def _fitting(name: str, labels: Labels) -> Labels:
 def _families(catalogue: Mapping[str, Series], values: Values, histograms: Histograms) -> Iterator[Metric]:
     """Those that have a value, in the catalogue's order; values and histograms by its keys."""
     for name, series in catalogue.items():
-        family = _family(series)
+        family = _KINDS[series.kind](series.full_name, series.help, labels=series.labels)
         if isinstance(family, HistogramMetricFamily):
             for labels, (counts, total) in histograms[name].items():
                 family.add_metric(labels, _cumulative(series, counts), total)
@@ -129,13 +134,6 @@ def _families(catalogue: Mapping[str, Series], values: Values, histograms: Histo
                 family.add_metric(labels, value)
         if family.samples:
             yield family
-
-
-def _family(series: Series) -> CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily:
-    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
-    made: CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-    made = kinds[series.kind](series.full_name, series.help, labels=series.labels)
-    return made
 
 
 def _cumulative(series: Series, counts: Sequence[int]) -> list[tuple[str, float]]:

@@ -249,24 +249,20 @@ async def check_file(
     return check
 
 
-def answer_line(custom_id: str, answer_id: str, body: dict[str, Any]) -> bytes:
-    return _line(custom_id, answer_id, 200, body)
-
-
 def large_answer_line(custom_id: str, answer_id: str, pieces: Iterable[bytes]) -> bytes:
-    """Like `answer_line`, for a body whose JSON is in pieces."""
-    before, _, after = _line(custom_id, answer_id, 200, {}).rpartition(b"{}")
+    """An answer's `output_line`, for a body whose JSON is in pieces."""
+    before, _, after = output_line(custom_id, answer_id, 200, {}).rpartition(b"{}")
     return b"".join((before, *pieces, after))
 
 
 def error_line(custom_id: str | None, answer_id: str, error: ApiError, number: int | None = None) -> bytes:
     """A line of the error file. `number`: the input line's, for a request that was refused."""
     if error.status is None:
-        return _line(custom_id, answer_id, None, {"code": error.code, "message": error.message})
-    return _line(custom_id, answer_id, error.status, error.to_json(number))
+        return output_line(custom_id, answer_id, None, {"code": error.code, "message": error.message})
+    return output_line(custom_id, answer_id, error.status, error.to_json(number))
 
 
-def _line(custom_id: str | None, answer_id: str, status: int | None, body: dict[str, Any]) -> bytes:
+def output_line(custom_id: str | None, answer_id: str, status: int | None, body: dict[str, Any]) -> bytes:
     """An output line with its line break; `status=None`: `body` is the line's `error`."""
     response = {"status_code": status, "request_id": f"req_{answer_id}", "body": body}
     ends = {"response": None, "error": body} if status is None else {"response": response, "error": None}

@@ -133,11 +133,11 @@ class Answer:
     def response(self) -> dict[str, Any]:
         """The response body. Requires `done` and no error."""
         choices = [self._whole(i, choice) for i, choice in enumerate(self._choices)]
-        return {**self._start(), "choices": choices, **self._rest()}
+        return {**self._head(), "choices": choices, **self._rest()}
 
     def pieces(self) -> Iterator[bytes]:
         """The response body's JSON in pieces, so that no single call encodes all of a large body."""
-        yield _JSON.encode(self._start()).encode()[:-1] + b',"choices":['
+        yield _JSON.encode(self._head()).encode()[:-1] + b',"choices":['
         for index, choice in enumerate(self._choices):
             yield b"," if index else b""
             if self.values > len(self._choices) * LARGE_VALUES:
@@ -145,9 +145,6 @@ class Answer:
             else:
                 yield _JSON.encode(self._whole(index, choice)).encode()
         yield b"]," + _JSON.encode(self._rest()).encode()[1:]
-
-    def _start(self) -> dict[str, Any]:
-        return self._head("chat.completion" if self.body.endpoint == CHAT else "text_completion")
 
     def _rest(self) -> dict[str, Any]:
         rest: dict[str, Any] = {"usage": self.usage()}
@@ -225,13 +222,11 @@ class Answer:
 
     def usage_chunk(self) -> dict[str, Any]:
         """The last chunk if `stream_options.include_usage` is set."""
-        return {**self._stream_head(), "choices": [], "usage": self.usage()}
+        return {**self._head(".chunk"), "choices": [], "usage": self.usage()}
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _head(self, chunk: str = "") -> dict[str, Any]:
+        kind = f"chat.completion{chunk}" if self.body.endpoint == CHAT else "text_completion"
         return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.body.model}
-
-    def _stream_head(self) -> dict[str, Any]:
-        return self._head("chat.completion.chunk" if self.body.endpoint == CHAT else "text_completion")
 
     def _chunk(
         self,
@@ -247,7 +242,7 @@ class Answer:
         usage: dict[str, Any] = {"usage": None} if self.body.include_usage else {}
         if self.body.continuous_usage_stats:
             usage["usage"] = self.usage()
-        return {**self._stream_head(), "choices": [choice], **usage}
+        return {**self._head(".chunk"), "choices": [choice], **usage}
 
     def _whole(self, index: int, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -156,11 +156,6 @@ class WaitingQueues:
 
     def __len__(self) -> int:
         return sum(map(len, self._classes))
-
-    def __iter__(self) -> Iterator[Sequence]:
-        for waiting in self._classes:
-            yield from waiting.resumed
-            yield from waiting.arrivals.values()
 
     def join(self, group: RequestGroup) -> None:
         """Assigns a new request its flow, which exists as long as one of its requests is open."""

@@ -69,14 +69,6 @@ def model_config(
     return config, sharing, warnings
 
 
-def stage_here(parallel: ParallelConfig, config: ModelConfig, communicator: Communicator) -> Stage:
-    """The stage that this rank's group is; of a group alone, all there is. Raises StageError."""
-    if communicator.pipeline is None:
-        return Stage(config)
-    layers = choose_layers(config, parallel.pipeline_parallel_size, parallel.pipeline_layers)
-    return make_stages(config, layers)[communicator.pipeline.stage]
-
-
 def model_length(config: ModelConfig, wanted: int | None) -> int:
     """The longest sequence that is served. Raises CapacityError."""
     most = config.max_position_embeddings
@@ -97,7 +89,10 @@ def make_share(
     dtype = DTYPES[config.dtype if keys.dtype == "auto" else keys.dtype]
     kv_dtype = dtype if engine.kv_cache_dtype == "auto" else KV_DTYPES[engine.kv_cache_dtype]
     length = model_length(config, keys.max_model_len)
-    stage = stage_here(parallel, config, communicator)
+    stage = Stage(config)
+    if communicator.pipeline is not None:
+        layers = choose_layers(config, parallel.pipeline_parallel_size, parallel.pipeline_layers)
+        stage = make_stages(config, layers)[communicator.pipeline.stage]
     shard = RankShard.of(stage, communicator.size, communicator.rank, sharing)
     source = open_source(Path(keys.path), shard, config, deployment.dummy_seed)
     stored = make_stored_products(source, shard, device, parallel.deterministic)

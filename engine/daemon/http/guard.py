@@ -125,7 +125,7 @@ class Guard:
         if holder is None and path not in OPEN:
             raise ApiError("a working API key is needed: Authorization: Bearer KEY", "invalid_api_key", status=401)
         state["key"], state["known"] = holder, holder is not None
-        if holder is not None and path not in OPEN and not _opens(holder, path):
+        if holder is not None and path not in (*OPEN, _USAGE) and (holder.kind == "metrics") != (path in _METRICS):
             takes = "a key of the kind metrics" if path in _METRICS else "a client's key"
             message = f"{path[:80]} takes {takes}, this one is of the kind {holder.kind}: laddertron keys add --kind"
             raise ApiError(message, "wrong_kind_of_key", status=403)
@@ -158,10 +158,6 @@ class Guard:
         log.log(level, "%s", shown, extra=said | ({"reason": reason} if reason else {}))
         if scope["method"] in _AUDITED or exchange.status == 401:
             audit_log.info("%s", text, extra=said)
-
-
-def _opens(key: Key, path: str) -> bool:
-    return path == _USAGE or (key.kind == "metrics") == (path in _METRICS)
 
 
 def too_large(most: int) -> ApiError:

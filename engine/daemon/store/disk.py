@@ -70,18 +70,13 @@ class NewFile:
         os.rename(self._temporary, self.path)
         sync_folder(self.path.parent, self._files)
 
-    def discard(self) -> None:
-        """Nothing happens after `commit`."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-            self._temporary.unlink(missing_ok=True)
-
     def __enter__(self) -> NewFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.discard()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._temporary.unlink(missing_ok=True)
 
 
 def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from door import LIMITS, ORIGIN, chat, completion
-from laddertron.engine.openai.batch_input import answer_line, error_line
+from laddertron.engine.openai.batch_input import error_line, output_line
 from laddertron.engine.openai.body import Body
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.responses import Answer, EventWriter
@@ -321,13 +321,13 @@ def test_a_failed_choice_fails_its_line(text: TextModel, finish: Any, code: str,
 
 
 def test_output_lines_in_the_batch_apis_form() -> None:
-    assert json.loads(answer_line("r-1", "x", {"a": "é\u2028\n"})) == {
+    assert json.loads(output_line("r-1", "x", 200, {"a": "é\u2028\n"})) == {
         "id": "batch_req_x",
         "custom_id": "r-1",
         "response": {"status_code": 200, "request_id": "req_x", "body": {"a": "é\u2028\n"}},
         "error": None,
     }
-    assert answer_line("r-1", "x", {"a": "\n"}).count(b"\n") == 1
+    assert output_line("r-1", "x", 200, {"a": "\n"}).count(b"\n") == 1
     refused = json.loads(error_line(None, "x", ApiError("m", param="p", code="c"), 7))
     assert refused["response"]["body"]["error"] == {
         "message": "m", "type": "invalid_request_error", "param": "p", "code": "c", "line": 7,

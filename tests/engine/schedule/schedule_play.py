@@ -12,7 +12,9 @@ from laddertron.engine.batch import Batch, StepResult, encode
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParams, TokensEvent
 from laddertron.engine.schedule.limits import RequestTooLarge
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from laddertron.engine.schedule.sequence import Sequence
 from laddertron.engine.schedule.speculation import SpeculationRule
+from laddertron.engine.schedule.waiting_queue import WaitingQueues
 
 
 class Choices:
@@ -110,6 +112,10 @@ class Ledger:
             assert not prompts or due
 
 
+def waiting_in(queues: WaitingQueues) -> list[Sequence]:
+    return [s for c in queues._classes for s in (*c.resumed, *c.arrivals.values())]
+
+
 def check_books(scheduler: Scheduler) -> None:
     """Every block is held as often as it is listed, or cached, or free; every slot is somebody's or free."""
     residency, pool = scheduler._residency, scheduler._residency.pool
@@ -127,7 +133,7 @@ def check_books(scheduler: Scheduler) -> None:
     slots = [sequence.slot for sequence in residency.running]
     assert sorted(slots + residency.slots) == list(range(scheduler.limits.max_num_seqs))
     assert residency.running == sorted(residency.running, key=lambda sequence: sequence.order())
-    waiting = list(scheduler._waiting)
+    waiting = waiting_in(scheduler._waiting)
     assert len(waiting) == len(scheduler._waiting)
     assert {id(s) for s in waiting} == {
         id(s) for g in scheduler._open.groups.values() for s in g.sequences if s.state == "waiting"

@@ -9,6 +9,7 @@ from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParam
 from laddertron.engine.schedule.kv_manager import BlockPool
 from laddertron.engine.schedule.sequence import DigestChain, RequestGroup, Sequence, end_position
 from laddertron.engine.schedule.waiting_queue import WaitingQueues
+from schedule_play import waiting_in
 
 
 def test_blocks_are_held_shared_and_given_back() -> None:
@@ -232,5 +233,5 @@ def test_any_order_of_calls_keeps_the_line(run_seed: int) -> None:
             else:
                 queues.push_back(sequence)
         assert len(queues) == len(there)
-        assert {s.number for s in queues} == set(there)
+        assert {s.number for s in waiting_in(queues)} == set(there)
         assert queues.oldest_arrival() == min((s.group.arrival for s in there.values()), default=None)

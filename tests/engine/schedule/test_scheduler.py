@@ -23,7 +23,7 @@ from laddertron.engine.schedule.limits import RequestTooLarge
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from laddertron.engine.schedule.step_planner import BLOCKED_STEPS
 from laddertron.engine.schedule.waiting_queue import AGED_TURN
-from schedule_play import Play, check_books, play
+from schedule_play import Play, check_books, play, waiting_in
 
 
 def limits(**changes: object) -> SchedulerLimits:
@@ -272,7 +272,7 @@ def flood(game: Play, seconds: float) -> Iterator[str]:
     prompts = {request.prompt: name for name, request in game.ledger.requests.items()}
     end, number = game.now + seconds, 0
     while game.now < end:
-        while sum(s.group.request.priority == INTERACTIVE for s in game.scheduler._waiting) < 9:
+        while sum(s.group.request.priority == INTERACTIVE for s in waiting_in(game.scheduler._waiting)) < 9:
             request = ask(f"i{number}", 4, 4, priority=INTERACTIVE)
             prompts[request.prompt] = request.request_id
             game.add(request)
@@ -361,7 +361,7 @@ def test_batches_share_by_tokens() -> None:
     before = dict(served)
     serve(250)
     gained = {queue: served[queue] - before[queue] for queue in served}
-    waiting = {s.group.request.queue for s in game.scheduler._waiting}
+    waiting = {s.group.request.queue for s in waiting_in(game.scheduler._waiting)}
     assert waiting == {"A", "B", "C"}, "all three must wait for the comparison to mean something"
     assert max(gained.values()) - min(gained.values()) <= 30 * 5, gained
     assert min(gained.values()) > 400, gained
