@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shlex
+import stat
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Container
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class LineFile:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what waits. A write that fails (disk full) leaves the file as it was and raises OSError."""
+        """Writes what waits. If a write fails (disk full), the file stays as it was; raises OSError with its name."""
         if not self._waiting:
             return
         data = memoryview(b"".join(self._waiting))
@@ -55,10 +56,10 @@ class LineFile:
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._size)
-            raise
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._size, self._waiting, self._waiting_bytes = end, [], 0
 
     def close(self) -> None:
@@ -223,9 +224,11 @@ def _set_aside(path: Path, descriptor: int, aside: Path, outdated: Container[str
     try:
         os.ftruncate(replacing, 0)
         with open(replacing, "wb", closefd=False) as kept, aside.open("ab") as old:
+            for file in (kept, old):  # both as private as the answers were
+                os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(descriptor).st_mode))
             for line, raw in whole_lines(path, descriptor):
                 (old if line.get("id") in outdated else kept).write(raw)
-            for file in (old, kept):
+            for file in (kept, old):
                 file.flush()
                 os.fsync(file.fileno())
         part.replace(home)

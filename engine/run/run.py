@@ -270,7 +270,7 @@ class _Run(LineFlights):
             self._ended.set_result(reason)
 
     def _end_unwritten(self, error: OSError) -> None:
-        self._end(f"the output cannot be written: {error.strerror} ({self._files.answers.path})")
+        self._end(f"the output cannot be written: {error.strerror} ({error.filename or self._files.answers.path})")
 
     def _show(self) -> None:
         last = min(self._states, key=lambda state: _PHASES.index(state.phase))

@@ -242,6 +242,7 @@ def test_resume_redoes_the_lines_that_changed_and_keeps_their_old_answers_apart(
     bench.write(*lines)
     assert bench.run(lambda: FakeJob(LIMITS, fail=frozenset({7}))).ok == 8
     before = bench.answers()
+    bench.output.chmod(0o600)
     changed = [completion("t0", "go elsewhere"), completion("t1", "go 1", max_tokens=3), completion("nan", "words")]
     bench.write(completion("new"), *lines[3:7], *changed, lines[2])
     bench.input.write_bytes(bench.input.read_bytes().replace(b"\n", b" \r\n"))  # white space is no change
@@ -251,7 +252,9 @@ def test_resume_redoes_the_lines_that_changed_and_keeps_their_old_answers_apart(
     assert after.keys() == {*before, "new", "nan"}, "the answer whose line is gone stays"
     assert {name for name in before if after[name] != before[name]} == {"t0", "t1"}
     assert after["t1"]["response"]["body"]["usage"]["completion_tokens"] == 3
-    aside = [json.loads(line) for line in bench.output.with_name("out.outdated.jsonl").read_bytes().splitlines()]
+    outdated = bench.output.with_name("out.outdated.jsonl")
+    assert [path.stat().st_mode & 0o777 for path in (bench.output, outdated)] == [0o600, 0o600]
+    aside = [json.loads(line) for line in outdated.read_bytes().splitlines()]
     assert aside == [before["t0"], before["t1"]]
     again = bench.run(plain, resume=True)
     assert (again.skipped, again.ok, again.changed) == (9, 0, 0)
@@ -601,7 +604,7 @@ def test_line_file_undoes_a_short_write(tmp_path: Path) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))
         file.append(b"two\n")
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=re.escape(str(path))):
             file.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
