@@ -8,6 +8,7 @@ prompt counted in, batch 64 without peer access would need links that are faster
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
@@ -173,15 +174,8 @@ def _fit_contention(found: Constants, rows: Sequence[Key]) -> Contention:
 
 def _crossing(f: Callable[[float], float]) -> float:
     """Where the rising f crosses 0 in [0, 2]; the nearer end where it does not."""
-    low, high = 0.0, 2.0
-    if f(low) >= 0:
-        return low
-    if f(high) <= 0:
-        return high
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if f(middle) < 0 else (low, middle)
-    return (low + high) / 2
+    places = 1 << 20
+    return 2 * bisect_left(range(places), 0.0, key=lambda i: f(2 * i / places)) / places
 
 
 @dataclass(frozen=True, slots=True)

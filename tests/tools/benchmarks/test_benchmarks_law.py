@@ -171,6 +171,7 @@ def test_sub_blocks_are_read_from_the_ledger() -> None:
     """Whether their messages are waited for or not."""
     assert law_rank.sub_blocks(list(messages(0.5)), awaited=True) == pytest.approx((1.0, 3.0))
     assert law_rank.sub_blocks(list(messages(0.0)), awaited=False) == pytest.approx((1.0, 3.0))
+    assert law_rank.sub_blocks(list(messages(0.5))[3:], awaited=True) == pytest.approx((1.0, 3.0)), "a whole step alone"
     assert law_rank.sub_blocks(list(messages(0.0))[:2], awaited=True) == (0.0, 0.0)
 
 
