@@ -68,21 +68,16 @@ class BenchJob:
 
     def ask(self, kind: str, **order: Any) -> dict[str, Any]:
         """Raises BenchError if the ranks end over it."""
-        self._running()
         assert self._orders is not None
         with suppress(BrokenPipeError):  # the answer says why
             self._orders.write(json.dumps({"kind": kind, **order}) + "\n")
             self._orders.flush()
         return self.answer()
 
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            raise BenchError(f"{self.name}: the ranks have not been started")
-        return self._process
-
     def answer(self) -> dict[str, Any]:
         """The ranks' next answer. Raises BenchError if they end instead."""
-        process = self._running()
+        process = self._process
+        assert process is not None
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):

@@ -10,6 +10,7 @@ from math import ceil
 
 from ...engine.schedule.step_planner import LEAST_CHUNK
 from ...engine.step.memory import Memory, MemoryKeys, StoredTypes, memory
+from ...models.config.known_models import half_ladder
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring, make_wiring
 from ...models.config.shapes import WHOLE, Sharing
@@ -232,7 +233,7 @@ def wirings(config: ModelConfig) -> Mapping[str, Wiring]:
     layers = config.num_layers
     variants = {
         "standard": make_wiring("standard", layers),
-        "hybrid": make_wiring("hybrid", layers, range(layers - layers // 2, layers)),
+        "hybrid": half_ladder(config),
         "ladder": make_wiring("ladder", layers),
         "parallel": make_wiring("parallel", layers),
         "no-communication": make_wiring("none", layers),

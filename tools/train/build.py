@@ -19,7 +19,7 @@ from ...models.weights.mapping import open_checkpoint
 from ...models.weights.rows import between, sources
 from ...models.weights.slices import Fill
 from ...models.weights.tensor_reader import Reader
-from .data_parallel import DataParallel, local
+from .data_parallel import ALONE, DataParallel, local
 
 
 def build(
@@ -51,10 +51,9 @@ def build(
     return model.to_empty(device=ranks.device)
 
 
-def initialise(model: Reference, seed: int, ranks: DataParallel | None = None) -> None:
+def initialise(model: Reference, seed: int, ranks: DataParallel = ALONE) -> None:
     """Normal weights of deviation 0.5 / sqrt(D); what writes to the residual is smaller by sqrt of how often it is
     written to. Every wiring, and every number of ranks, draws the same numbers for the same seed."""
-    ranks = ranks or DataParallel()
     generator = torch.Generator().manual_seed(seed)
     deviation = 0.5 / math.sqrt(model.config.hidden_size)
     for name, parameter in model.named_parameters():

@@ -104,6 +104,9 @@ class DataParallel:
                 self._store.wait([key], _PATIENCE)
 
 
+ALONE = DataParallel()
+
+
 def local(x: Any) -> Tensor:
     tensor: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return tensor

@@ -18,7 +18,7 @@ from ...models.config.parts import declaration
 from ...models.config.wiring import RECORD, record
 from ...models.reference import Reference
 from ...models.weights.convert import write_model
-from .data_parallel import DataParallel, whole
+from .data_parallel import ALONE, DataParallel, whole
 
 if TYPE_CHECKING:
     from .adapt import Adapted
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def export(
-    folder: Path, model: Reference, save_dtype: str, data: Mapping[str, Any], ranks: DataParallel | None = None
+    folder: Path, model: Reference, save_dtype: str, data: Mapping[str, Any], ranks: DataParallel = ALONE
 ) -> None:
     """Rank 0 writes; all ranks call it, and give their rows of one tensor after the other. `data`: the keys that a
     stock config.json has of this model. config.json comes last: a folder without one is not whole."""
-    ranks, config = ranks or DataParallel(), model.config
+    config = model.config
     parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     dtype: torch.dtype = getattr(torch, save_dtype)
     if ranks.rank != 0:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .data_parallel import DataParallel
+from .data_parallel import ALONE, DataParallel
 from .tokens import unpacked
 
 
@@ -62,11 +62,10 @@ def held_out(
     model: nn.Module,
     ids_N: np.ndarray,
     context: int,
-    ranks: DataParallel | None = None,
+    ranks: DataParallel = ALONE,
     original: nn.Module | None = None,
 ) -> HeldOut:
     """The loss of every taught token after the first, in separate pieces of `context`; all ranks call it."""
-    ranks = ranks or DataParallel()
     starts = list(range(0, len(ids_N) - 1, context))
     sums = torch.zeros(4, dtype=torch.float64)  # tokens, loss, divergence, agreements
     for turn in range(0, len(starts), ranks.size):

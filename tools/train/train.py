@@ -19,7 +19,7 @@ from ...models.reference import Reference
 from ...models.weights.convert import write_json
 from .build import build, initialise
 from .corpus import BOS, CHAT_TEMPLATE, END, EOS, SPECIAL_TOKENS, Document
-from .data_parallel import DataParallel
+from .data_parallel import ALONE, DataParallel
 from .export import export
 from .fit import Saving, Settings, TrainProgress, fit
 from .loss import held_out
@@ -63,7 +63,7 @@ def train(
     tokenizer: Tokenizer,
     documents: Sequence[Document],
     on_step: Callable[[TrainProgress], None] = lambda progress: None,
-    ranks: DataParallel | None = None,
+    ranks: DataParallel = ALONE,
     saving: Saving | None = None,
     teacher: Reference | None = None,
 ) -> Trained:
@@ -74,7 +74,6 @@ def train(
     ids_N, held_out_N = encode(tokenizer, documents, False), encode(tokenizer, documents, True)
     if len(held_out_N) < 2:
         raise ValueError("the text is too short to hold any of it out; give more of it")
-    ranks = ranks or DataParallel()
     batches = Batches(ids_N, settings.batch, settings.context, settings.seed)
     model = build(config, ranks, getattr(torch, settings.dtype))
     initialise(model, settings.seed, ranks)
@@ -90,11 +89,10 @@ def save(
     settings: Settings,
     tokenizer: Tokenizer,
     about: dict[str, Any],
-    ranks: DataParallel | None = None,
+    ranks: DataParallel = ALONE,
 ) -> None:
     """The model as a Hugging Face folder of a Llama that declares its wiring; `about` (what it was trained on) goes
     into training.json with the settings and the outcome. Rank 0 writes; all ranks call it."""
-    ranks = ranks or DataParallel()
     folder.mkdir(parents=True, exist_ok=True)
     bos, *eos = map(special_ids(tokenizer).__getitem__, (BOS, EOS, END))
     export(
