@@ -124,7 +124,9 @@ class BatchFeed(LineFlights):
         except FileNotFoundError:
             if before.exists():
                 raise  # this batch's own file is missing
-            log.warning("batch %s: no answers of batch %s are reused, whose input is gone", self.batch.id, batch_id)
+            log.warning(
+                "batch %s: no answers of batch %s are reused: its input file was deleted", self.batch.id, batch_id
+            )
             return
         last: int | None = 0
         while last is not None:

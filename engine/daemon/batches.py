@@ -128,7 +128,7 @@ class Batches:
         """Deletes a file. Raises ApiError if a batch still needs it, StoreUnavailable."""
         user = await self._store.write(lambda rows: records.drop_file(rows, file))
         if user is not None:
-            raise ApiError(f"{user} still needs this file: cancel it first", "file_in_use", status=409)
+            raise ApiError(f"{user} uses this file: cancel it first", "file_in_use", status=409)
         self._store.remove_bytes(file.id)
 
     async def remove(self, batch: BatchRow) -> None:
@@ -197,9 +197,9 @@ class Batches:
                     await self._store.usable()
                     batch = await self._store.read(partial(records.batch_of, batch_id=batch.id))
         except KeyError:
-            log.warning("batch %s is gone", batch.id, extra=said)
+            log.warning("batch %s was deleted", batch.id, extra=said)
         except Exception:
-            log.exception("batch %s stopped: restart the daemon to take it up again", batch.id, extra=said)
+            log.exception("batch %s stopped: restart the daemon to resume it", batch.id, extra=said)
             if batch.status == "validating":  # else it would stop there again, and its file could never be deleted
                 errors = [{"code": "internal_error", "message": "its file could not be checked", "param": None}]
                 await self._change(batch, "validating", status="failed", failed_at=self._clock.stamp(), errors=errors)

@@ -40,7 +40,7 @@ class _Replica:
                 if (delta := flight.answer.take(event)) is not None:
                     flight.owner.progressed(flight, delta)
             except Exception as error:  # else the request would wait for ever
-                log.exception("an answer could not be made")
+                log.exception("a response could not be built")
                 flight.answer.error = unmade(error)
             counted += flight.answer.completion_tokens - before
             if delta is not None and delta.stop_after is not None:
@@ -341,7 +341,7 @@ class Dispatcher:
         self.pump()
 
     def _quarantine(self, flight: Flight, reason: str) -> None:
-        how = f"a rank died {flight.suspicion.deaths} times while this request ran, twice with nothing else in the step"
+        how = f"a rank exited {flight.suspicion.deaths} times while this request ran, twice with no other in its step"
         message = f"{how}: {reason}"
         log.error("quarantined: %s", message, extra={"event": "quarantined", "request": flight.requests[0].request_id})
         self.observer.quarantined()

@@ -84,7 +84,7 @@ class LineFlights:
                     return large_answer_line(line.custom_id, name, answer.pieces())
                 return output_line(line.custom_id, name, 200, answer.response())
             except Exception as error:
-                log.exception("an answer could not be made")
+                log.exception("a response could not be built")
                 answer.error = unmade(error)
         return error_line(line.custom_id, name, answer.error)
 

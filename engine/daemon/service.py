@@ -117,8 +117,8 @@ class Daemon:
                 stopping.cancel()
                 for task in (serving, watching):
                     if task.done() and (error := task.exception()) is not None:
-                        log.error("the daemon itself failed", exc_info=error)
-                        self._ended = self._ended or f"the daemon itself failed: {error!r}"
+                        log.error("internal error of the daemon", exc_info=error)
+                        self._ended = self._ended or f"internal error of the daemon: {error!r}"
                 await self._wind_down(batches)
             finally:
                 watching.cancel()
@@ -163,7 +163,7 @@ class Daemon:
         self._parts.observer.clock(store.clock.jump)
         self.services.samples.take(self._parts.observer.figures, time.monotonic())
         if store.fenced and not self._ended:
-            self._ended = store.failure or "another daemon holds the store"
+            self._ended = store.failure or "another daemon uses the store"
             self._stop.set()
         self._parts.observer.store(store.failure)
         least = self._deployment.daemon.limits.min_free_disk
@@ -172,7 +172,7 @@ class Daemon:
             if not why and (free := free_bytes(store.folder)) < least:
                 why = f"batches pause: {free} bytes are free in {store.folder}, limits.min_free_disk={least}"
         except OSError as error:  # possibly temporary, such as no free descriptor
-            why = f"batches pause: {store.folder} cannot be looked at: {error.strerror}"
+            why = f"batches pause: {store.folder} cannot be accessed: {error.strerror}"
         if why != batches.gate.why:
             (log.warning if why else log.info)(why or "batches go on", extra={"event": "gate"})
             batches.gate.set(why)

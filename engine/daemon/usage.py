@@ -50,7 +50,7 @@ class Usage:
         it, if a limit is exceeded."""
         limits = self.limits_of(owner)
         if (most := limits.concurrent_requests) is not None and self._open[owner] >= most:
-            self._refuse(owner, "concurrent_requests", f"{most} requests of this key are being answered", 1)
+            self._refuse(owner, "concurrent_requests", f"{most} requests of this key are in flight", 1)
         if computes and (late := self.exhausted(owner)):
             used = f"{self._today[owner]} of {limits.tokens_per_day}"
             self._refuse(owner, "tokens_per_day", f"this key has used {used} tokens today (UTC)", late)
@@ -60,7 +60,7 @@ class Usage:
             left = min(float(a_minute), left + (now - at) * a_minute / 60)
             if left < 1:
                 wait = (1 - left) * 60 / a_minute
-                self._refuse(owner, "requests_per_minute", f"this key may ask {a_minute} times a minute", wait)
+                self._refuse(owner, "requests_per_minute", f"this key may send {a_minute} requests per minute", wait)
             self._budgets[owner] = left - 1, now
         self._open[owner] += 1
 

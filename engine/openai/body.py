@@ -100,7 +100,9 @@ def check_body(value: Any, endpoint: Endpoint) -> Body:
         found["continuous_usage_stats"] = bool(wanted.include_usage and wanted.continuous_usage_stats)
     if not found.keys().isdisjoint(_GRAMMAR_NAMES) and (grammar := grammar_of(fields)) is not None:
         if "grammar" in found:
-            raise ApiError("a tool that must be called leaves no room for another grammar", param="tool_choice")
+            raise ApiError(
+                "a tool_choice that requires a call cannot be combined with another grammar", param="tool_choice"
+            )
         found["grammar"] = grammar
     if found.get("stream") and "prompt_logprobs" in found:
         raise ApiError("prompt_logprobs cannot be streamed", param="prompt_logprobs")

@@ -101,7 +101,7 @@ def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, An
     except ApiError as bad:
         return _refused(bad)
     except MemoryError:
-        message = "the body needs more memory than a text worker may have"
+        message = "the body needs more memory than a text worker may use"
         return _refused(ApiError(message, code="prompt_too_costly"))
 
 
@@ -172,7 +172,7 @@ def _bound(value: Any, max_ids: int) -> None:
         max_ids *= TRUNCATED
     for ids in [prompt, *(one for one in prompt[:1024] if type(one) is list)]:
         if len(ids) > max_ids and type(ids[0]) is int:
-            message = f"prompt has {len(ids)} tokens, more than the {max_ids} that are taken here"
+            message = f"prompt has {len(ids)} tokens, at most {max_ids} are allowed"
             raise ApiError(message, param="prompt", code="context_length_exceeded")
 
 

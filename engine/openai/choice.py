@@ -17,8 +17,8 @@ from .schema import CHAT
 
 _FAILURES: dict[FinishReason, tuple[str, str, int | None]] = {
     "cancelled": ("batch_cancelled", "the request was cancelled", None),
-    "timeout": ("request_timeout", "the request's time was over", None),
-    "numerical_error": ("numerical_error", "the model computed values that are not finite", 500),
+    "timeout": ("request_timeout", "the request timed out (limits.request_timeout)", None),
+    "numerical_error": ("numerical_error", "the model computed non-finite logits", 500),
     "constraint_error": ("constraint_error", "no token satisfies the request's constraints", 400),
     "error": ("engine_error", "the engine failed on this request", 500),
 }

@@ -39,4 +39,4 @@ class ApiError(ValueError):
 
 def unmade(error: Exception) -> ApiError:
     """The error of an answer that failed internally; without one the client would wait for ever."""
-    return ApiError(f"the answer could not be made: {error!r}"[:500], "engine_error", status=500)
+    return ApiError(f"the response could not be built: {error!r}"[:500], "engine_error", status=500)

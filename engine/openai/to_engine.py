@@ -27,7 +27,7 @@ def wrong_model(body: Body, served: str) -> ApiError | None:
     """The error (404) of a body that requests another model; else None."""
     if body.model == served:
         return None
-    message = f"the model {show(body.model)} is not served here: {served!r} is"
+    message = f"the model {show(body.model)} is not served: use {served!r}"
     return ApiError(message, "model_not_found", "model", status=404)
 
 
@@ -104,10 +104,10 @@ def to_requests(
     most = min(limits.max_num_seqs, max_choices or limits.max_num_seqs)
     given = body.params
     if body.tools and text is not None and not (text.tool_format if body.tool_choice == "auto" else text.takes_tools):
-        message = "the model's chat template takes no tools, or writes calls in a form that is not known here"
+        message = "the model's chat template does not support tools, or its format of calls is unknown"
         raise ApiError(message, param="tools", code="unsupported_parameter")
     if given.n > most:
-        raise ApiError(f"n={given.n}: at most {most} choices a prompt run here", param="n")
+        raise ApiError(f"n={given.n}: at most {most} choices per prompt (engine.max_num_seqs)", param="n")
     chat = body.endpoint == CHAT
     for name, ids in given.token_ids():
         if ids and max(ids) >= limits.vocab_size:
@@ -173,11 +173,11 @@ def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param:
         wanted = max(1, room) if body.endpoint == CHAT else max(1, min(COMPLETIONS_MAX_TOKENS, room))
     if wanted > room:
         bound = (
-            f"the model takes {limits.max_model_len} tokens"
+            f"the context is {limits.max_model_len} tokens"
             if limits.max_model_len <= limits.kv_tokens
             else f"the KV cache holds {limits.kv_tokens} tokens"
         )
-        message = f"{bound}, the prompt has {len(prompt)} and {wanted} more are asked for"
+        message = f"{bound}, the prompt has {len(prompt)} and {wanted} more are requested"
         fix = "shorten the prompt or lower max_tokens" if room > 0 else "shorten the prompt"
         raise ApiError(f"{message}: {fix}", param=param, code="context_length_exceeded")
     return wanted

@@ -96,7 +96,7 @@ def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
         for where, known in shared.items():
             own = parameters.pop(where, None) or {}
             if not isinstance(own, dict):
-                raise ApiError(f"tools: {where} of {tool.function.name} is to be an object", param="tools")
+                raise ApiError(f"tools: {where} of {tool.function.name} must be an object", param="tools")
             for name, schema in own.items():
                 if known.setdefault(name, schema) != schema:
                     message = f"tools: {where}/{name} means two things: rename one"

@@ -359,7 +359,7 @@ def test_serve_says_what_is_wrong_before_anything_is_launched(
     folder = write_folder(tmp_path / "tiny")
     with served(deployment(tmp_path), folder) as daemon:
         code, said = serve("--set", "daemon.port=0")
-        assert (code, "is held by process" in said) == (2, True)
+        assert (code, "is used by process" in said) == (2, True)
         code, said = serve("--set", f"daemon.port={daemon.port}")
         assert (code, "set daemon.port" in said) == (2, True)
     (tmp_path / "data" / "store.db").write_bytes(b"")

@@ -99,10 +99,10 @@ def _handle_errors(app: FastAPI) -> None:
         message = str(error.detail)
         if status == 404:
             kind = path.removeprefix("/v1/").partition("/")[0]
-            none = f"this model makes no {kind}; " if kind in _OTHER_KINDS else ""
+            none = f"{kind} are not supported; " if kind in _OTHER_KINDS else ""
             message = f"no route {path!r}: {none}there are {', '.join(app.openapi()['paths'])}"
         elif status == 405:
-            message = f"{request.method} {path!r}: this route takes {headers.get('Allow', 'other methods')}"
+            message = f"{request.method} {path!r}: this route allows {headers.get('Allow', 'other methods')}"
         response = response_of(ApiError(message, _CODES.get(status), status=status))
         response.headers.update(headers)
         return response

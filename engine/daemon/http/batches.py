@@ -46,8 +46,7 @@ class NewBatch(StrictModel):
     output_expires_after: ExpiresAfter | None = None
     reuse_batch_id: Annotated[str, text(80, 1)] | None = Field(
         None,
-        description="Answers of this batch of yours, by the same model to the same lines, are taken over: only the "
-        "others are computed.",
+        description="Reuse this batch's answers to unchanged lines (same key and model); only the others are computed.",
     )
 
 
@@ -93,7 +92,7 @@ def batches_router(services: Services) -> APIRouter:
         digest = hashlib.blake2b(json.dumps(wanted, sort_keys=True).encode(), digest_size=16).hexdigest()
         made = await services.write(services.batches.create(batch, idempotency_key, digest, check))
         if made is None:
-            raise ApiError("this Idempotency-Key came with another body before", "idempotency_conflict", status=409)
+            raise ApiError("this Idempotency-Key was used with another body", "idempotency_conflict", status=409)
         if made.id == batch.id:
             audit(request, "batch.created", batch.id)
         return shown(made)

@@ -37,7 +37,9 @@ class HeldBodies:
                     small += chunk
                     continue
                 if self.held + size - counted > self._most:
-                    message = f"bodies of {self.held} bytes are held; at most {self._most} are: try again"
+                    message = (
+                        f"request bodies in memory have {self.held} bytes, at most {self._most} are allowed: try again"
+                    )
                     raise ApiError(message, "too_many_bytes", status=429, retry_after=1, close=True)
                 self.held, counted = self.held + size - counted, size
                 if large is None:
@@ -111,5 +113,5 @@ class UnreadAnswers:
 
 
 def _unread(size: int) -> ApiError:
-    message = f"answers of {size} bytes are not read yet: read them, and ask again"
+    message = f"responses of {size} bytes are unread: read them, then try again"
     return ApiError(message, "too_many_bytes", status=429, retry_after=1)

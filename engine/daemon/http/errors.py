@@ -17,7 +17,7 @@ def response_of(error: ApiError) -> JSONResponse:
 
 
 def failed() -> ApiError:
-    return ApiError("the server failed on this request", "internal_error", status=500, close=True)
+    return ApiError("internal server error", "internal_error", status=500, close=True)
 
 
 def not_found(what: str, name: str) -> ApiError:
@@ -30,7 +30,7 @@ def not_ready(message: str) -> ApiError:
 
 
 def stopping() -> ApiError:
-    message = "the daemon stopped before this request was answered: what it writes may be stored"
+    message = "the daemon stopped before this request finished: its changes may be stored"
     return ApiError(message, "not_ready", status=503, retry_after=5, close=True)
 
 

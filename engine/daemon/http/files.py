@@ -153,7 +153,7 @@ def files_router(services: Services) -> APIRouter:
         except FileNotFoundError:
             raise not_found("content of file", file_id) from None
         except (OSError, StoreUnavailable) as error:
-            raise unstored(f"the file could not be made ({error})") from error
+            raise unstored(f"the file could not be generated ({error})") from error
         headers = {"content-length": str(os.fstat(opened.fileno()).st_size)}
         return StreamingResponse(_read(services, opened), media_type="application/octet-stream", headers=headers)
 

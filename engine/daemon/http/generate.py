@@ -106,10 +106,10 @@ class _Reply:
             await self._waiter
 
     async def next(self) -> bytes:
-        """The data so far, in one piece; b"" after the last. Raises ConnectionError once the client is gone."""
+        """The data so far, in one piece; b"" after the last. Raises ConnectionError once the client disconnected."""
         await self.begun()
         if self.gone:
-            raise ConnectionError("the client is gone")
+            raise ConnectionError("the client disconnected")
         if self._pieces is not None:
             return await self._services.store.in_turn(self._unread.owner, self._piece)
         if self._said_late:
@@ -186,7 +186,7 @@ class Generator:
         if not self._services.dispatcher.ready:
             raise not_ready("the engine is not ready: see /ready")
         if self._count >= self._services.limits.max_interactive_requests:
-            message = f"{self._count} requests are being answered"
+            message = f"{self._count} requests are in flight"
             raise ApiError(message, "too_many_requests", status=429, retry_after=1)
 
     async def _prepare(self, request: Request, endpoint: Endpoint) -> Prepared:
@@ -224,7 +224,7 @@ class Generator:
         try:
             await reply.begun()
             if reply.gone:
-                raise ConnectionError("the client is gone")
+                raise ConnectionError("the client disconnected")
             if reply.late and not reply.over:
                 raise _late()
             done = True
@@ -269,7 +269,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _late() -> ApiError:
-    return ApiError("the request's time was over", "request_timeout", status=504)
+    return ApiError("the request timed out (limits.request_timeout)", "request_timeout", status=504)
 
 
 def _shown(error: ApiError) -> ApiError:

@@ -123,11 +123,11 @@ class Guard:
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         holder = keys.holder(key.strip()) if scheme.lower() == "bearer" else None
         if holder is None and path not in OPEN:
-            raise ApiError("a working API key is needed: Authorization: Bearer KEY", "invalid_api_key", status=401)
+            raise ApiError("a valid API key is required: Authorization: Bearer KEY", "invalid_api_key", status=401)
         state["key"], state["known"] = holder, holder is not None
         if holder is not None and path not in (*OPEN, _USAGE) and (holder.kind == "metrics") != (path in _METRICS):
             takes = "a key of the kind metrics" if path in _METRICS else "a client's key"
-            message = f"{path[:80]} takes {takes}, this one is of the kind {holder.kind}: laddertron keys add --kind"
+            message = f"{path[:80]} requires {takes}, this key is of the kind {holder.kind}: laddertron keys add --kind"
             raise ApiError(message, "wrong_kind_of_key", status=403)
 
     def _tell(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
@@ -148,7 +148,7 @@ class Guard:
             if (left := self._sparse.take()) is None:
                 return
             if left:
-                audit_log.warning("%d requests without a key were left out of the logs", left, extra={"left_out": left})
+                audit_log.warning("%d requests without a key were not logged", left, extra={"left_out": left})
         polled = scope["path"] in (*OPEN, *_METRICS) or (route in _POLLED and scope["method"] == "GET")
         told = exchange.status >= 400 and scope["path"] != "/ready"  # what is not ready says so itself
         level = logging.DEBUG if polled and not told else logging.INFO
@@ -161,7 +161,7 @@ class Guard:
 
 
 def too_large(most: int) -> ApiError:
-    message = f"the body is larger than the {most} bytes that are taken here"
+    message = f"the body is larger than the {most} bytes that are allowed"
     return ApiError(message, "body_too_large", status=413, close=True)
 
 
@@ -201,7 +201,7 @@ class _Exchange:
             async with asyncio.timeout(max(0.0, self._window - time.monotonic())):
                 message = await self._receive()
         except TimeoutError:
-            raise ApiError("the body came too slowly", "request_timeout", status=408, close=True) from None
+            raise ApiError("the body arrived too slowly", "request_timeout", status=408, close=True) from None
         if message["type"] == "http.request":
             size = len(message.get("body", b""))
             self._seen += size
@@ -256,7 +256,7 @@ class _Exchange:
         """The error as the response, if none has begun."""
         if self.status:
             if not self._ended:
-                raise ConnectionError("the response was under way")
+                raise ConnectionError("the response had begun")
             return
         await response_of(error)(self._scope, self._receive, self.send)
 

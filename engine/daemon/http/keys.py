@@ -54,9 +54,9 @@ def read_keys(path: Path) -> list[Key]:
         data = json.loads(path.read_text(encoding="utf-8"))
         return [build(Key, entry) for entry in data["keys"]]
     except FileNotFoundError:
-        raise KeyFileError(f"{path} is missing: `laddertron keys add {path} NAME` makes it") from None
+        raise KeyFileError(f"{path} is missing: `laddertron keys add {path} NAME` creates it") from None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise KeyFileError(f"{path} is not a key file ({error}): restore it, or make a new one") from None
+        raise KeyFileError(f"{path} is not a key file ({error}): restore it, or create a new one") from None
 
 
 def _write(path: Path, keys: list[Key]) -> None:

@@ -129,7 +129,7 @@ def page_router(services: Services, version: str) -> APIRouter:
             return JSONResponse(first)
         most = MAX_VIEWERS if request.state.key is None else MAX_OF_KEY
         if overview.viewers.total() >= MAX_VIEWERS or overview.viewers[owner] >= most:
-            message = f"{overview.viewers.total()} others are watching, at most {most} of a key: close one of the pages"
+            message = f"{overview.viewers.total()} pages are open, at most {most} per key: close one"
             raise ApiError(message, "too_many_viewers", status=503)
         return StreamingResponse(
             events(owner, request.state.keys, request.state.key),

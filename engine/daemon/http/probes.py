@@ -62,7 +62,7 @@ def _full(services: Services) -> str:
     try:
         free = free_bytes(services.store.folder)
     except OSError as error:
-        return f"the data folder cannot be looked at: {error.strerror}"
+        return f"the data folder cannot be accessed: {error.strerror}"
     return f"{free} bytes are free in {services.store.folder}" if free < FULL_BYTES else ""
 
 

@@ -30,7 +30,9 @@ def check_pair(cert: str, key: str) -> None:
     try:
         context.load_verify_locations(cert)
     except ssl.SSLError:
-        raise TlsFault("tls_cert", f"{cert}: no certificate in it: give the chain in PEM form, the own first") from None
+        raise TlsFault(
+            "tls_cert", f"{cert}: no certificate in it: give the chain in PEM form, the server's certificate first"
+        ) from None
 
     def no_passphrase() -> str:
         raise _Encrypted
@@ -43,12 +45,10 @@ def check_pair(cert: str, key: str) -> None:
     except ssl.SSLError as error:
         if error.reason in ("EE_KEY_TOO_SMALL", "CA_MD_TOO_WEAK"):  # what this machine's OpenSSL asks of certificates
             why = error.reason.lower().replace("_", " ")
-            message = (
-                f"{cert}: too weak to be used here ({why}): give one with RSA of 2048 bits or more, signed by SHA-256"
-            )
+            message = f"{cert}: too weak ({why}): give one with RSA of 2048 bits or more, signed by SHA-256"
             raise TlsFault("tls_cert", message) from None
         if error.reason == "KEY_VALUES_MISMATCH":
-            message = f"{key}: it is not the key of the first certificate in {cert}: give its own"
+            message = f"{key}: does not match the first certificate in {cert}: give its key"
         else:
-            message = f"{key}: no private key that can be used ({error.reason or error}): give one in PEM form"
+            message = f"{key}: no usable private key ({error.reason or error}): give one in PEM form"
         raise TlsFault("tls_key", message) from None

@@ -51,7 +51,7 @@ class FormParser:
 
     def close(self) -> None:
         if self._state != "end":
-            raise FormError("the form ends in the middle")
+            raise FormError("the form is truncated")
 
     def _step(self) -> bool:
         match self._state:
@@ -118,7 +118,7 @@ class FormParser:
         for line in head.split("\r\n"):
             name, _, value = line.partition(":")
             if "\r" in value or "\n" in value:
-                raise FormError("a part's header holds a line break")
+                raise FormError("a part's header contains a line break")
             if name.strip().lower() == "content-disposition":
                 self._disposition(value)
                 return True

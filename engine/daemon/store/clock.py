@@ -55,7 +55,7 @@ class TrustedClock:
                 if monotonic - self._jumped < self._even:
                     return expected
             if self.jump:
-                log.info("the clock is trusted again", extra={"event": "clock"})
+                log.info("the clock is trusted again: deletion and expiry resume", extra={"event": "clock"})
             self._at, self._since, self.jump, self._starting = wall, monotonic, 0.0, False
             return wall
 

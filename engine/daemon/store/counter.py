@@ -127,8 +127,8 @@ def _ways(folder: Path, export_dir: Path | None) -> str:
         else "set daemon.export_dir to its export, move store.db away and start again"
     )
     return (
-        f"put the lost file back, {rebuild}, or go on with what the store has: `laddertron serve --adopt`. Nothing was "
-        f"changed"
+        f"restore the lost file, {rebuild}, or continue with the store's content: `laddertron serve --adopt`. Nothing "
+        f"was changed"
     )
 
 

@@ -100,8 +100,8 @@ def check_type(folder: Path, mountinfo: str) -> None:
     base = kind.removeprefix("fuse.")
     if base in NETWORK_TYPES or (kind.startswith("fuse.") and base not in ("fuseblk", "fuse-overlayfs")):
         raise DiskError(
-            f"{folder} lies on {kind} ({point}): a write-ahead log needs a disk of this node. Set daemon.data_dir to "
-            f"one, and daemon.export_dir to the shared folder, from which another node can rebuild the store"
+            f"{folder} is on {kind} ({point}): a write-ahead log needs a local disk. Set daemon.data_dir to one, "
+            f"and daemon.export_dir to the shared folder, from which another node can rebuild the store"
         )
 
 
@@ -111,15 +111,15 @@ def probe(folder: Path) -> None:
     try:
         with _probe_connection(path) as one, _probe_connection(path) as two:
             if (mode := one.execute("PRAGMA journal_mode=WAL").fetchone()[0]) != "wal":
-                raise DiskError(f"{folder}: its file system takes no write-ahead log (journal mode {mode})")
+                raise DiskError(f"{folder}: its file system does not support a write-ahead log (journal mode {mode})")
             one.execute("CREATE TABLE t (n INTEGER)")
             for n in range(_PROBE_ROUNDS):
                 one.execute("INSERT INTO t VALUES (?)", (n,))
                 if two.execute("SELECT max(n) FROM t").fetchone()[0] != n:
-                    raise DiskError(f"{folder}: a write of one connection is not seen by another")
+                    raise DiskError(f"{folder}: a write of one connection is not visible to another: {_FIX}")
         sync_folder(folder, os)
     except (sqlite3.Error, OSError) as error:
-        raise DiskError(f"{folder}: a trial of the store failed ({error}): {_FIX}") from error
+        raise DiskError(f"{folder}: a test of the store failed ({error}): {_FIX}") from error
     finally:
         for suffix in ("", "-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -147,7 +147,7 @@ class FolderLock:
             holder = self._file.read(4096).decode(errors="replace").strip() or "another process"
             self._file.close()
             raise DiskError(
-                f"{folder} is held by {_named(holder)}: stop it, or set another daemon.data_dir ({error.strerror})"
+                f"{folder} is used by {_named(holder)}: stop it, or set another daemon.data_dir ({error.strerror})"
             ) from None
         self._file.truncate(0)
         said = {

@@ -184,7 +184,7 @@ class Export:
                 same = (found.st_ino, found.st_size) == (opened.st_ino, self._size)
         except OSError as error:
             raise ExportGone(
-                f"daemon.export_dir {self.folder} was removed or cannot be read ({error}): put it back"
+                f"daemon.export_dir {self.folder} was removed or cannot be read ({error}): restore it"
             ) from error
         if not same or not names >= self._names:
             raise ExportGone(

@@ -75,7 +75,7 @@ def check_input(file: FileRow, path: Path) -> None:
             if same and file.digest is not None:
                 same = hashlib.file_digest(opened, new_digest).hexdigest() == file.digest
     except FileNotFoundError as error:
-        raise InputFault("input_file_missing", f"the input file is gone: {error.strerror}") from error
+        raise InputFault("input_file_missing", f"the input file is missing: {error.strerror}") from error
     if not same:
         raise InputFault(
             "input_file_changed",

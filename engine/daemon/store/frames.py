@@ -153,7 +153,7 @@ def _scan(path: Path, after: int) -> Iterator[_Frame | Damage]:
             if behind is None and found == _CUT:
                 return
             skipped = (size if behind is None else behind) - offset
-            yield Damage(path, offset, f"{found}; {skipped} bytes left out")
+            yield Damage(path, offset, f"{found}; {skipped} bytes omitted")
             offset = offset + skipped
 
 
@@ -172,7 +172,7 @@ def _read_frame(file: BinaryIO, offset: int, size: int, after: int) -> tuple[_Fr
     end = offset + _HEAD.size + length
     if end > size:
         whole = zlib.crc32(file.read(size - offset - _HEAD.size)) == checksum
-        return f"group {group} does not have the {length} bytes that it says" if whole else _CUT
+        return f"group {group} does not have the {length} bytes of its header" if whole else _CUT
     if group <= after:
         return _Frame(offset, group, None), end
     payload = file.read(length)  # bounded by the size of the file

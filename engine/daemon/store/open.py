@@ -83,7 +83,7 @@ def _set_log_aside(folder: Path) -> None:
         aside = folder / "unknown" / f"store.db-wal.{secrets.token_hex(4)}"
         aside.parent.mkdir(exist_ok=True, mode=0o700)
         log_file.rename(aside)
-        log.warning("the log of a store that is gone was moved to %s", aside, extra={"event": "store"})
+        log.warning("the log of a missing store was moved to %s", aside, extra={"event": "store"})
 
 
 def _identity_file(folder: Path) -> Path:
@@ -101,9 +101,9 @@ def _refuse_empty(folder: Path, options: StoreOptions) -> None:
     held = sorted(path.name for path in (folder / "files").iterdir() if not path.name.startswith("."))
     if (held or _identity_file(folder).exists()) and not options.adopt:
         raise DiskError(
-            f"{folder}: store.db is missing or empty, but the folder held a store and has {len(held)} files in files/: "
-            f"restore store.db, set daemon.export_dir to its export, or begin an empty store with `laddertron serve "
-            f"--adopt` (the files are moved to {folder}/unknown)"
+            f"{folder}: store.db is missing or empty, but the folder contained a store and has {len(held)} files in "
+            f"files/: restore store.db, set daemon.export_dir to its export, or begin an empty store with `laddertron "
+            f"serve --adopt` (the files are moved to {folder}/unknown)"
         )
 
 
@@ -117,7 +117,7 @@ def _check_identity(folder: Path, db: sqlite3.Connection, options: StoreOptions,
     if wanted is not None and not (rebuilt or options.adopt):
         raise DiskError(
             f"{folder}: store.db is store {number if row else '(no id)'}, the folder belongs to store {wanted[:40]}: "
-            f"restore its own store.db, or take this one with `laddertron serve --adopt` (files that it does not know "
+            f"restore its own store.db, or use this one with `laddertron serve --adopt` (files that it does not know "
             f"are moved to {folder}/unknown)"
         )
     if row is None:

@@ -108,7 +108,7 @@ def why_not_reuse(db: sqlite3.Connection, batch_id: str, owner: str, model: str)
     """Why answers of a batch cannot be taken over, by a model of this digest; None where they can."""
     batch = get_batch(db, batch_id, owner)
     if batch is None or get_file(db, batch.input_file_id, owner) is None:
-        return "no batch of yours whose input file is still here"
+        return "no batch of this key with an existing input file"
     if not model or batch.model_digest != model:
         before, now = (digest or "of several models, or unknown" for digest in (batch.model_digest, model))
         return f"another model answered it (digest {before}; now {now}): submit without it"

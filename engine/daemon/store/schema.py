@@ -93,7 +93,7 @@ def migrate(db: sqlite3.Connection, to: int = VERSION) -> int:
     was = int(db.execute("PRAGMA user_version").fetchone()[0])
     if was > VERSION:
         raise SchemaVersionError(
-            f"the store has schema {was}, this laddertron knows up to {VERSION}: run the newer version, or start with "
+            f"the store has schema {was}, this version supports up to {VERSION}: run the newer version, or start with "
             f"an empty daemon.data_dir"
         )
     for step in range(was, to):

@@ -359,7 +359,7 @@ class Store:
     def _say(self, failure: str | None) -> None:
         if failure != self.failure:
             (log.info if failure is None else log.error)(
-                "the store takes writes again" if failure is None else failure, extra={"event": "store"}
+                "the store is writable again" if failure is None else failure, extra={"event": "store"}
             )
             self.failure = failure
             self._call(self._changed)

@@ -35,8 +35,8 @@ def refusal(owner: Owner, store: int, positions: Mapping[int, int]) -> str | Non
         )
     if owner.claim not in positions:
         return (
-            f"the export is at {owner}, which the data folder, store {store} with {len(positions)} generations known, "
-            f"has not seen: another daemon continued it; {_REBUILD}"
+            f"the export's latest is {owner}; the data folder, store {store} with {len(positions)} generations, does "
+            f"not contain it: another daemon continued it; {_REBUILD}"
         )
     return None
 
@@ -95,7 +95,7 @@ def rebuild(folder: Path, export: Export, options: StoreOptions, own: str | None
     shutil.rmtree(scratch)
     log.warning("the store was rebuilt from %s: %d results", export.folder, count, extra={"event": "store"})
     for damage in left_out:
-        log.error("left out of the rebuild: %s", damage, extra={"event": "store"})
+        log.error("omitted from the rebuild: %s", damage, extra={"event": "store"})
 
 
 def _replayed(
@@ -134,7 +134,7 @@ def _check(db: sqlite3.Connection, folder: Path, export: Export, options: StoreO
     known = _known(db)
     if not (every := found_in(export.folder)):
         if known:
-            log.warning("%s has no export of this store: a new one begins", export.folder, extra={"event": "store"})
+            log.warning("%s has no export of this store: a new one is started", export.folder, extra={"event": "store"})
         return None
     found = every[-1]
     if found.unreadable:

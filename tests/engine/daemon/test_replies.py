@@ -61,7 +61,7 @@ def test_nothing_follows_the_done_of_a_late_stream() -> None:
 
 
 def test_a_stream_that_failed_before_its_first_event_leaves_nothing_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its timer would keep it until the request's time was over."""
+    """Its timer would keep it until the request timed out (limits.request_timeout)."""
 
     async def scene() -> None:
         generator, kept = Generator(SERVICES), list[weakref.ref[_Reply]]()

@@ -43,4 +43,4 @@ def test_a_daemon_that_fails_itself_says_so_and_exits_with_one(
     folder = write_folder(tmp_path / "tiny")
     with served(deployment(tmp_path), folder, lambda: [FakeJob(LIMITS)], observer=Broken()) as daemon:
         assert daemon.join() == 1
-    assert "ending: the daemon itself failed: ZeroDivisionError('no such figure')" in caplog.text
+    assert "ending: internal error of the daemon: ZeroDivisionError('no such figure')" in caplog.text

@@ -193,7 +193,7 @@ def test_progress_and_table_say_what_matters() -> None:
 )
 def test_failed_lines_and_the_exit_code(ok: int, failed: int, skipped: int, strict: bool, code: int) -> None:
     """Nothing answered is a failure, with the reason; `--strict` makes one of any failed line."""
-    causes = (FailureCause(failed, "model_not_found", "the model 'x' is not served here: 'demo' is"),) * bool(failed)
+    causes = (FailureCause(failed, "model_not_found", "the model 'x' is not served: 'demo' is"),) * bool(failed)
     summary = Summary(ok + failed + skipped, ok, failed, skipped, 0, 0, 1.0, causes=causes)
     output = Path("out.jsonl")
     arguments = Arguments("d.yaml", Path("i"), output, default_errors(output), False, False, (), strict)

@@ -136,7 +136,7 @@ def test_a_request_that_kills_its_rank_is_given_up_at_its_second_kill_alone(
         assert (batch.request_counts.completed, batch.request_counts.failed) == (company, 1)
         error = lines_of(client, batch.error_file_id)["poison"]["response"]["body"]["error"]
         assert error["code"] == "quarantined"
-        assert error["message"].startswith(f"a rank died {4 if company else 2} times")
+        assert error["message"].startswith(f"a rank exited {4 if company else 2} times")
         assert [running > 1 for running in job.company] == [True, True, False, False][0 if company else 2 :]
         assert set(lines_of(client, batch.output_file_id)) == {f"r-{n}" for n in range(company)}
         with pytest.raises(openai.InternalServerError) as given_up:
@@ -596,7 +596,7 @@ def test_interactive_requests_are_bounded(folder: Path, tmp_path: Path) -> None:
 
 
 def test_two_daemons_on_one_folder_are_refused(folder: Path, tmp_path: Path) -> None:
-    with served(deployment(tmp_path), folder), pytest.raises(Exception, match=f"held by process {os.getpid()}"):
+    with served(deployment(tmp_path), folder), pytest.raises(Exception, match=f"used by process {os.getpid()}"):
         Served(deployment(tmp_path), folder)
 
 

@@ -85,11 +85,11 @@ def test_routes_that_there_are_not_name_those_that_there_are(client: OpenAI) -> 
         (lambda: client.moderations.create(input="x"), "moderations"),
         (lambda: client.responses.create(model=NAME, input="x"), "responses"),
     ):
-        with pytest.raises(openai.NotFoundError, match=rf"this model makes no {kind}; there are /.*/v1/completions, "):
+        with pytest.raises(openai.NotFoundError, match=rf"{kind} are not supported; there are /.*/v1/completions, "):
             call()
     with pytest.raises(openai.NotFoundError, match=r"no route '/v1/completion': there are .*/v1/completions, "):
         client.post("/completion", cast_to=object)
-    with pytest.raises(openai.APIStatusError, match="DELETE '/v1/completions': this route takes POST") as refused:
+    with pytest.raises(openai.APIStatusError, match="DELETE '/v1/completions': this route allows POST") as refused:
         client.delete("/completions", cast_to=object)
     assert refused.value.status_code == 405
 
@@ -145,7 +145,7 @@ def test_a_line_for_another_model_is_an_error_line_and_the_rest_runs(client: Ope
         assert row["response"]["status_code"] == 404
         said = row["response"]["body"]["error"]
         assert (said["code"], said["param"], said["line"]) == ("model_not_found", "model", number)
-        assert f"'{NAME}' is" in said["message"]
+        assert f"use '{NAME}'" in said["message"]
     batch = wait_batch(client, submit(client, b"".join(strange)).id)
     assert batch.status == "failed"
     assert [(error.line, error.code) for error in batch.errors.data] == [(1, "model_not_found"), (2, "model_not_found")]

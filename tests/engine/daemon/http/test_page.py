@@ -132,7 +132,7 @@ def test_watchers_are_bounded_and_end_with_the_daemon(folder: Path, tmp_path: Pa
             streams.append(stream)
             assert json.loads(stream.readline().removeprefix(b"data: "))["model"] == NAME
         status, body = get(daemon, "/v1/overview?stream=true")
-        assert (status, "others are watching" in body) == (503, True)
+        assert (status, "pages are open" in body) == (503, True)
         streams.pop().close()
         until(lambda: get(daemon, "/v1/overview")[0] == 200)
         assert daemon.stop() == 0

@@ -207,11 +207,11 @@ def test_the_batch_client_over_tls(secure: Served, pair: tuple[str, str], monkey
     ("fault", "key", "words"),
     [
         ("missing", "tls_key", "No such file"),
-        ("mismatch", "tls_key", "is not the key of the first certificate"),
-        ("no key", "tls_key", "no private key that can be used"),
+        ("mismatch", "tls_key", "does not match the first certificate"),
+        ("no key", "tls_key", "no usable private key"),
         ("no certificate", "tls_cert", "no certificate in it"),
         ("encrypted", "tls_key", "passphrases are not supported"),
-        ("weak", "tls_cert", "too weak to be used here"),
+        ("weak", "tls_cert", "too weak"),
     ],
 )
 def test_a_pair_that_cannot_be_used_is_named(

@@ -593,7 +593,7 @@ def test_a_rebuild_goes_on_without_damaged_frames_where_it_is_told_to(
     assert segments(tmp_path / "export") == before
     skipping = StoreOptions(export_dir=tmp_path / "export", skip_damaged=True)
     assert with_store(tmp_path / "b", numbers, skipping) == {0, 2, 3}
-    assert f"left out of the rebuild: {last}: offset {second}: the checksum of group" in caplog.text
+    assert f"omitted from the rebuild: {last}: offset {second}: the checksum of group" in caplog.text
     assert before.items() <= segments(tmp_path / "export").items()
     assert with_store(tmp_path / "b", numbers, options) == {0, 2, 3}
     assert with_store(tmp_path / "a", numbers, StoreOptions(tmp_path / "own")) == {0, 1, 2, 3}

@@ -112,7 +112,7 @@ def test_memory_does_not_grow_with_what_is_stored(tmp_path: Path) -> None:
 
 def test_one_daemon_at_a_time_and_the_refusal_names_the_holder(tmp_path: Path) -> None:
     async def work(store: Store) -> None:
-        with pytest.raises(DiskError, match=f"held by process {os.getpid()} on"):
+        with pytest.raises(DiskError, match=f"used by process {os.getpid()} on"):
             await open_store(tmp_path / "data", StoreOptions())
 
     with_store(tmp_path / "data", work)
