@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+Words = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,60 +25,58 @@ class Case:
     emulated: bool = False
     stages: int = 1
     layers: int = 4
-    words: tuple[tuple[str, Any], ...] = ()
+    words: Words = field(default_factory=dict)
     length: int = 16384
-    parallel: tuple[tuple[str, Any], ...] = ()
-    engine: tuple[tuple[str, Any], ...] = ()
+    parallel: Words = field(default_factory=dict)
+    engine: Words = field(default_factory=dict)
 
     @property
     def recorded(self) -> bool:
         """Whether its decode steps are CUDA graphs."""
-        return dict(self.engine).get("attention") != "torch"
+        return self.engine.get("attention") != "torch"
 
     @property
     def draws_recorded(self) -> bool:
         """Whether greedy and plainly sampled rows are drawn in graphs too."""
-        return self.recorded and self.stages == 1 and not dict(self.parallel).get("deterministic")
+        return self.recorded and self.stages == 1 and not self.parallel.get("deterministic")
 
     @property
     def seats(self) -> int:
-        return int(dict(self.engine).get("max_num_seqs", 256))
+        return int(self.engine.get("max_num_seqs", 256))
 
 
-_SPREAD = (("expert_layout", "spread"), ("dense_path", "node"))
-_QWEN3_235B = (
-    ("model_type", "qwen3_moe"), ("hidden_size", 4096), ("num_hidden_layers", 4), ("num_attention_heads", 64),
-    ("num_key_value_heads", 4), ("head_dim", 128), ("intermediate_size", 12288), ("moe_intermediate_size", 1536),
-    ("num_experts", 128), ("num_experts_per_tok", 8), ("norm_topk_prob", True), ("vocab_size", 151936),
-    ("max_position_embeddings", 40960), ("rms_norm_eps", 1e-6), ("rope_theta", 1e6), ("torch_dtype", "bfloat16"),
-)  # fmt: skip
-_LATENT = (
-    ("kv_lora_rank", 512), ("q_lora_rank", 1536), ("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64),
-    ("v_head_dim", 128), ("max_position_embeddings", 131072), ("torch_dtype", "bfloat16"),
-)  # fmt: skip
-_DEEPSEEK_V3 = (
-    *_LATENT,
-    ("model_type", "deepseek_v3"), ("hidden_size", 7168), ("num_hidden_layers", 5), ("num_attention_heads", 128),
-    ("intermediate_size", 18432), ("moe_intermediate_size", 2048), ("n_routed_experts", 256),
-    ("n_shared_experts", 1), ("num_experts_per_tok", 8), ("first_k_dense_replace", 3), ("n_group", 8),
-    ("topk_group", 4), ("vocab_size", 129280), ("rms_norm_eps", 1e-6), ("rope_theta", 10000.0),
-)  # fmt: skip
-_DEEPSEEK_V3_FP8 = (
-    *_DEEPSEEK_V3, ("num_hidden_layers", 6), ("first_k_dense_replace", 1),
-    ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-)  # fmt: skip
-_LONGCAT = (
-    *_LATENT,
-    ("model_type", "longcat_flash"), ("hidden_size", 6144), ("num_layers", 2), ("num_attention_heads", 64),
-    ("ffn_hidden_size", 12288), ("expert_ffn_hidden_size", 2048), ("n_routed_experts", 512),
-    ("zero_expert_num", 256), ("moe_topk", 12), ("vocab_size", 131072), ("rms_norm_eps", 1e-5), ("rope_theta", 1e7),
-)  # fmt: skip
-_LANEFORMER = (
-    ("model_type", "laneformer_tp"), ("architectures", ["LaneformerTPForCausalLM"]), ("hidden_size", 3072),
-    ("num_hidden_layers", 6), ("num_attention_heads", 32), ("num_key_value_heads", 16),
-    ("intermediate_size", 12288), ("vocab_size", 32000), ("max_position_embeddings", 4096), ("num_lanes", 8),
-    ("broadcast_delay", 2), ("sliding_window", 512), ("sliding_window_n_layers", 4), ("torch_dtype", "bfloat16"),
-)  # fmt: skip
+_SPREAD = {"expert_layout": "spread", "dense_path": "node"}
+_QWEN3_235B = {
+    "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16",
+}  # fmt: skip
+_LATENT = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "max_position_embeddings": 131072, "torch_dtype": "bfloat16",
+}  # fmt: skip
+_DEEPSEEK_V3 = _LATENT | {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 5, "num_attention_heads": 128,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "vocab_size": 129280,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+_DEEPSEEK_V3_FP8 = _DEEPSEEK_V3 | {
+    "num_hidden_layers": 6, "first_k_dense_replace": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+_LONGCAT = _LATENT | {
+    "model_type": "longcat_flash", "hidden_size": 6144, "num_layers": 2, "num_attention_heads": 64,
+    "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048, "n_routed_experts": 512, "zero_expert_num": 256,
+    "moe_topk": 12, "vocab_size": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e7,
+}  # fmt: skip
+_LANEFORMER = {
+    "model_type": "laneformer_tp", "architectures": ["LaneformerTPForCausalLM"], "hidden_size": 3072,
+    "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 16, "intermediate_size": 12288,
+    "vocab_size": 32000, "max_position_embeddings": 4096, "num_lanes": 8, "broadcast_delay": 2,
+    "sliding_window": 512, "sliding_window_n_layers": 4, "torch_dtype": "bfloat16",
+}  # fmt: skip
 
 CASES = (
     Case("8B", "llama-3.1-8b", 1),
@@ -86,18 +87,18 @@ CASES = (
     Case("405B ladder, tp 16", "llama-3.1-405b", 16, 2, "ladder"),
     Case("8B parallel, tp 8", "llama-3.1-8b", 8, wiring="parallel"),
     Case("8B delay-2, tp 8", "llama-3.1-8b", 8, wiring="delay-2"),
-    Case("8B deterministic, tp 8", "llama-3.1-8b", 8, parallel=(("deterministic", True),)),
-    Case("70B fp8 KV, tp 8", "llama-3.1-70b", 8, engine=(("kv_cache_dtype", "fp8"),)),
+    Case("8B deterministic, tp 8", "llama-3.1-8b", 8, parallel={"deterministic": True}),
+    Case("70B fp8 KV, tp 8", "llama-3.1-70b", 8, engine={"kv_cache_dtype": "fp8"}),
     Case("405B two-level, tp 16", "llama-3.1-405b", 16, 2, two_level=True),
     Case("70B emulated links, tp 8", "llama-3.1-70b", 8, emulated=True),
-    Case("70B split steps, tp 8", "llama-3.1-70b", 8, parallel=(("split_steps", "always"),)),
+    Case("70B split steps, tp 8", "llama-3.1-70b", 8, parallel={"split_steps": "always"}),
     Case("Qwen3-235B, tp 8", "qwen3-235b-a22b", 8, words=_QWEN3_235B),
     Case("Qwen3-235B spread, 2 x 8", "qwen3-235b-a22b", 16, 2, words=_QWEN3_235B, parallel=_SPREAD),
     Case("DeepSeek-V3 spread, 2 x 8", "deepseek-v3", 16, 2, words=_DEEPSEEK_V3, parallel=_SPREAD),
     Case("DeepSeek-V3 fp8, tp 8 x pp 2", "deepseek-v3", 8, fp8=True, stages=2, layers=6, words=_DEEPSEEK_V3_FP8),
     Case("LongCat-Flash spread, 2 x 8", "longcat-flash", 16, 2, words=_LONGCAT, parallel=_SPREAD),
-    Case("Laneformer 2B, tp 8", "laneformer-2b", 8, words=_LANEFORMER, length=4096, engine=(("attention", "torch"),)),
-    Case("8 lanes, heads of 128, tp 2", "", 2, words=(*_LANEFORMER, ("hidden_size", 4096)), length=4096),
+    Case("Laneformer 2B, tp 8", "laneformer-2b", 8, words=_LANEFORMER, length=4096, engine={"attention": "torch"}),
+    Case("8 lanes, heads of 128, tp 2", "", 2, words=_LANEFORMER | {"hidden_size": 4096}, length=4096),
 )
 
 RANKS = (

@@ -94,12 +94,11 @@ def write_checkpoint(folder: Path, case: Case) -> Path:
 
 
 def deployment_of(case: Case, folder: Path) -> Deployment:
-    parallel: dict[str, Any] = {"tensor_parallel_size": case.tp, "pipeline_parallel_size": case.stages}
-    engine: dict[str, Any] = {"device": "cuda", "max_num_seqs": 256, "max_num_batched_tokens": 4096}
+    sizes = {"tensor_parallel_size": case.tp, "pipeline_parallel_size": case.stages}
     return Deployment(
         ModelSection(str(folder), max_model_len=case.length),
-        parallel=ParallelConfig(**parallel | {"backend": "nccl"} | dict(case.parallel)),
-        engine=EngineConfig(**engine | dict(case.engine)),
+        parallel=ParallelConfig(**{**sizes, "backend": "nccl", **case.parallel}),
+        engine=EngineConfig(**{"device": "cuda", "max_num_seqs": 256, "max_num_batched_tokens": 4096, **case.engine}),
     )
 
 
@@ -163,13 +162,13 @@ def communicator(gpu: FakeGpu, case: Case, rank: int, stage: int, ring: Any, pla
         pipeline = _Pipeline(stage, case.stages, [-1, -1, 0], lines, ledger)
         rail: Any = stream_order.NcclGroup(gpu.order, stage, case.stages)
         pipeline.boundary = NcclBoundary(rail, tp, ledger)
-    deterministic = dict(case.parallel).get("deterministic", False)
+    deterministic = case.parallel.get("deterministic", False)
     sender: Any = plans
     wait = _Wait(gpu, tp, ledger, [60.0], Roll(None, rank, ["host"] * case.tp))
     alone = case.tp == 1
     reduce: Any = Alone() if alone else nccl_collective(tp, ledger, "net", deterministic, levels)
     node_reduce: Any = None
-    if dict(case.parallel).get("dense_path") == "node":
+    if case.parallel.get("dense_path") == "node":
         inside = [dist.new_group(list(node)) for node in layout.nodes]
         node_reduce = nccl_collective(inside[rank // each], ledger, "node")
     if case.emulated:

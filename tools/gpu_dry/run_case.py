@@ -63,7 +63,7 @@ class Rank:
         self.working = [
             working_bytes(
                 deployment_of(case, folder), stage.runner.model.shard, "nccl", torch.bfloat16,
-                FP8 if "kv_cache_dtype" in dict(case.engine) else torch.bfloat16, stage.limits.max_model_len, DEVICE,
+                FP8 if "kv_cache_dtype" in case.engine else torch.bfloat16, stage.limits.max_model_len, DEVICE,
             )
             for stage in built
         ]  # fmt: skip
@@ -179,7 +179,7 @@ def run(name: str, every_rank: bool = False) -> dict[str, Any]:
     """The case's Found, as a dictionary; once a process. every_rank: of the collectives of its ranks."""
     case = next(case for case in CASES if case.name == name)
     if every_rank:
-        case = replace(case, layers=max(2, case.stages), engine=(*case.engine, ("max_num_seqs", 4)))
+        case = replace(case, layers=max(2, case.stages), engine={**case.engine, "max_num_seqs": 4})
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder) / "model", case)
         with GPU:
