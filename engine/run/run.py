@@ -43,34 +43,9 @@ class RunOptions:
     drain_s: float = 30.0
 
 
-async def run_batch(
-    jobs: Sequence[EngineJob],
-    text: TextModel,
-    encoder: Encoder,
-    files: RunFiles,
-    options: RunOptions,
-    progress: Callable[[Snapshot], None] = lambda snapshot: None,
-    stop: asyncio.Event | None = None,
-) -> Summary:
-    """Starts the jobs, one a replica, unless no line needs the model; answers every line of `files.input` that is not
-    finished, closes jobs and files. A bad line is an error line; a job that dies, or a full disk, ends the run with
-    `Summary.reason`, everything counted as answered being in the files. Once `stop` is set nothing more is submitted
-    and what is under way goes on to its end. When cancelled it closes both at once. `progress` is called often."""
-    run = _Run(jobs, text, encoder, files, options, progress)
-    try:
-        try:
-            if await run.needs_model():
-                await run.dispatcher.start()
-                await run.go(stop or asyncio.Event())
-        finally:
-            await run.dispatcher.close()
-    finally:
-        run.close_files()
-    return run.summary()
-
-
-class _Run(LineFlights):
-    """Feeds the dispatcher, observes it (DispatchObserver) and writes its answers to the files."""
+class BatchRun(LineFlights):
+    """Feeds the dispatcher, observes it (DispatchObserver) and writes its answers to the files. `jobs`: one a replica,
+    not started. `progress` is called often, and must return at once."""
 
     def __init__(
         self,
@@ -79,7 +54,7 @@ class _Run(LineFlights):
         encoder: Encoder,
         files: RunFiles,
         options: RunOptions,
-        progress: Callable[[Snapshot], None],
+        progress: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> None:
         self.dispatcher = Dispatcher(jobs, self, relaunches=False)
         super().__init__(self.dispatcher, text, options.run_id, options.max_choices)
@@ -97,6 +72,22 @@ class _Run(LineFlights):
         self._communication = Communication()
         self._reported = asyncio.Event()
         self._unread: Iterator[BatchLine | None] = self._lines()
+
+    async def run(self, stop: asyncio.Event | None = None) -> Summary:
+        """Starts the jobs unless no line needs the model; answers every line of `files.input` that is not finished,
+        closes jobs and files. A bad line is an error line; a job that dies, or a full disk, ends the run with
+        `Summary.reason`, everything counted as answered being in the files. Once `stop` is set nothing more is
+        submitted and what is under way goes on to its end. When cancelled it closes both at once."""
+        try:
+            try:
+                if await self._needs_model():
+                    await self.dispatcher.start()
+                    await self._go(stop or asyncio.Event())
+            finally:
+                await self.dispatcher.close()
+        finally:
+            self._close_files()
+        return self._summary()
 
     # what the replicas do
 
@@ -124,7 +115,7 @@ class _Run(LineFlights):
 
     # what the run does
 
-    async def needs_model(self) -> bool:
+    async def _needs_model(self) -> bool:
         """Whether a line is left that the model can answer; those before it are refused or passed over here."""
         for count, line in enumerate(self._unread, 1):
             if count % 32 == 0:
@@ -140,7 +131,7 @@ class _Run(LineFlights):
         self._fed = True
         return False
 
-    async def go(self, stop: asyncio.Event) -> None:
+    async def _go(self, stop: asyncio.Event) -> None:
         """Until every line is answered or none can be; once `stop` is set, what is under way, for at most `drain_s`."""
         answering, stopping = asyncio.create_task(self._answer_all()), asyncio.create_task(stop.wait())
         try:
@@ -167,7 +158,7 @@ class _Run(LineFlights):
                 self._flush_timer.cancel()
             self._show()
 
-    def close_files(self) -> None:
+    def _close_files(self) -> None:
         """Never raises: what could not be written does not count, and is the run's reason."""
         try:
             self._files.close()
@@ -175,7 +166,7 @@ class _Run(LineFlights):
             self._over = False
             self._end_unwritten(error)
 
-    def summary(self) -> Summary:
+    def _summary(self) -> Summary:
         hidden, exposed = self._communication.seconds()
         drafted, accepted = self._communication.drafts()
         return Summary(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 
 Kind = Literal["bytes", "fallback", "unstripped", "window"]
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "�"
 _MAX_HELD = 8  # tokens: a character has at most four bytes; a model that never completes one must not hold for ever
 _FALLBACK = ["Replace", "ByteFallback", "Fuse", "Strip"]
@@ -108,12 +110,8 @@ def _kind(decoder: dict[str, object] | None) -> Kind:
 
 
 def _fallback_byte(word: str) -> int | None:
-    if len(word) != 6 or not word.startswith("<0x") or not word.endswith(">"):
-        return None
-    try:
-        return bytes.fromhex(word[3:5])[0]
-    except ValueError:
-        return None
+    found = _BYTE_TOKEN.fullmatch(word)
+    return None if found is None else int(found[1], 16)
 
 
 class _Bytes:

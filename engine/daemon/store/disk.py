@@ -11,7 +11,7 @@ import shutil
 import socket
 import sqlite3
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -108,8 +108,9 @@ def check_type(folder: Path, mountinfo: str) -> None:
 def probe(folder: Path) -> None:
     """Raises DiskError unless locks, fsync and two connections' shared memory work in the folder."""
     path = folder / f".probe-{os.getpid()}.db"
+    connect = partial(sqlite3.connect, path, isolation_level=None, timeout=1.0)
     try:
-        with _probe_connection(path) as one, _probe_connection(path) as two:
+        with contextlib.closing(connect()) as one, contextlib.closing(connect()) as two:
             if (mode := one.execute("PRAGMA journal_mode=WAL").fetchone()[0]) != "wal":
                 raise DiskError(f"{folder}: its file system does not support a write-ahead log (journal mode {mode})")
             one.execute("CREATE TABLE t (n INTEGER)")
@@ -123,15 +124,6 @@ def probe(folder: Path) -> None:
     finally:
         for suffix in ("", "-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _probe_connection(path: Path) -> Iterator[sqlite3.Connection]:
-    connection = sqlite3.connect(path, isolation_level=None, timeout=1.0)
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 class FolderLock:

@@ -23,7 +23,7 @@ from ....engine.job import EngineJob
 from ....engine.run.files import RunFiles, open_run
 from ....engine.run.past import RunFileError, model_digest
 from ....engine.run.progress import Summary
-from ....engine.run.run import RunOptions, run_batch
+from ....engine.run.run import BatchRun, RunOptions
 from ....engine.text.pool import PoolLimits, TextPool
 from ....engine.text.tokenizer import TextError, TextModel
 from ....topology.hardware.fabric import counted
@@ -152,9 +152,8 @@ async def drive(
     try:
         with RunView(console) as view:
             async with TextPool(prepared.text_folder, limits) as pool:
-                summary = await run_batch(
-                    jobs, prepared.text, pool.of(""), prepared.files, prepared.options, view.update, stopping
-                )
+                run = BatchRun(jobs, prepared.text, pool.of(""), prepared.files, prepared.options, view.update)
+                summary = await run.run(stopping)
     except TextError as error:
         say_error(console, str(error))
         return FAILED

@@ -30,7 +30,7 @@ from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.engine.run.files import LineFile, RunFiles, open_run
 from laddertron.engine.run.past import RunFileError, model_digest
 from laddertron.engine.run.progress import RankKind, Snapshot, Summary
-from laddertron.engine.run.run import RunOptions, run_batch
+from laddertron.engine.run.run import BatchRun, RunOptions
 from laddertron.engine.sampling import grammar
 from laddertron.engine.text import worker
 from laddertron.engine.text.pool import Encoder
@@ -79,7 +79,9 @@ class Bench:
     def run(self, make: Callable[[], FakeJob], options: RunOptions = OPTIONS, **kind: Any) -> Summary:
         async def go() -> Summary:
             self.job = make()
-            return await run_batch([self.job], self.text, Direct(self.text), self.open(**kind), options, self.update)
+            return await BatchRun(
+                [self.job], self.text, Direct(self.text), self.open(**kind), options, self.update
+            ).run()
 
         return asyncio.run(go())
 
@@ -409,7 +411,7 @@ def test_cancelling_the_run_leaves_whole_lines_and_a_closed_job(bench: Bench) ->
     async def go() -> None:
         bench.job = FakeJob(LIMITS)
         task = asyncio.create_task(
-            run_batch([bench.job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update)
+            BatchRun([bench.job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update).run()
         )
         while len(bench.snapshots) < 60:
             await asyncio.sleep(0)
@@ -433,7 +435,7 @@ def stopped(bench: Bench, job: FakeJob, when: Callable[[], bool], drain_s: float
         bench.job, stop = job, asyncio.Event()
         options = replace(OPTIONS, drain_s=drain_s)
         task = asyncio.create_task(
-            run_batch([bench.job], bench.text, Direct(bench.text), bench.open(**kind), options, bench.update, stop)
+            BatchRun([bench.job], bench.text, Direct(bench.text), bench.open(**kind), options, bench.update).run(stop)
         )
         async with asyncio.timeout(HANG_S):
             while not (when() or task.done()):
@@ -530,7 +532,7 @@ def test_replicas_share_the_lines_and_one_failure_ends_all(bench: Bench) -> None
 
     async def go(die_after: int | None, **kind: bool) -> Summary:
         jobs[:] = [FakeJob(LIMITS), FakeJob(LIMITS, die_after=die_after)]
-        return await run_batch(jobs, bench.text, Direct(bench.text), bench.open(**kind), OPTIONS, bench.update)
+        return await BatchRun(jobs, bench.text, Direct(bench.text), bench.open(**kind), OPTIONS, bench.update).run()
 
     summary = asyncio.run(go(12))
     assert summary.reason == "replica 1: rank 1 on node-b was killed"
@@ -563,7 +565,7 @@ def test_replicas_start_one_after_another(bench: Bench) -> None:
 
     async def go() -> Summary:
         group = [Unstarted(LIMITS), Unstarted(LIMITS)]
-        return await run_batch(group, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update)
+        return await BatchRun(group, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update).run()
 
     summary = asyncio.run(go())
     assert (summary.ok, summary.reason) == (8, None)
@@ -646,7 +648,7 @@ def test_an_answer_that_cannot_be_made_is_an_error_line(
     async def go() -> Summary:
         job = Deaf(LIMITS)
         async with asyncio.timeout(HANG_S):
-            return await run_batch([job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update)
+            return await BatchRun([job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update).run()
 
     summary = asyncio.run(go())
     assert (summary.ok, summary.failed, summary.reason) == (5, 1, None)

@@ -393,7 +393,7 @@ async def ends_late(*_):
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             print("ending", flush=True)
-run.launched_jobs, run.run_batch = lambda deployment: [], ends_late
+run.launched_jobs, run.BatchRun.run = lambda deployment: [], ends_late
 sys.exit(cli.main(sys.argv[1:]))
 """
 
