@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import time
@@ -18,6 +19,8 @@ from typing import Literal
 from ....topology.json_codec import build, unbuild
 from ..key_limits import NO_LIMITS, KeyLimits
 from ..store.disk import NewFile
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "sk-lt-"
 _LOOK_SECONDS = 1.0
@@ -60,7 +63,9 @@ def read_keys(path: Path) -> list[Key]:
 
 
 def _write(path: Path, keys: list[Key]) -> None:
-    with NewFile(path, os) as file:
+    """Into the file that `path` leads to, as a link too. It stays its owner's, the daemon's, if root changes it."""
+    with NewFile(path.resolve(), os) as file:
+        file.keep_access()
         file.write(json.dumps({"keys": [unbuild(key) for key in keys]}, indent=1).encode() + b"\n")
         file.commit()
 
@@ -69,6 +74,7 @@ def _write(path: Path, keys: list[Key]) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """So that two commands at once lose neither's change."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    path = path.resolve()
     with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -161,7 +167,7 @@ class KeyRing:
             status = self._path.stat()
         except OSError:
             return 0, 0, 0
-        return status.st_mtime_ns, status.st_size, status.st_ino
+        return status.st_ctime_ns, status.st_size, status.st_ino
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -172,5 +178,6 @@ class KeyRing:
             self._stamp = stamp
             try:
                 self._take(read_keys(self._path))
-            except KeyFileError:
+            except KeyFileError as error:
                 self._keys = []
+                log.error("every API key is refused: %s", error, extra={"event": "keys"})

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import socket
 import sqlite3
+import stat
 import time
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,14 @@ class NewFile:
         while left:
             left = left[self._files.write(self._descriptor, left) :]
         self.size += len(data)
+
+    def keep_access(self) -> None:
+        """Owner and mode of the file that it will replace, as far as this user may set them."""
+        assert self._descriptor is not None
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            before = self.path.stat()
+            os.fchmod(self._descriptor, stat.S_IMODE(before.st_mode))
+            os.fchown(self._descriptor, before.st_uid, before.st_gid)
 
     def commit(self) -> None:
         assert self._descriptor is not None

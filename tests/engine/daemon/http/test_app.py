@@ -314,7 +314,9 @@ def test_a_rotated_key_keeps_its_id_and_the_old_secret_for_a_while(tmp_path: Pat
     assert KeyRing(path).holder(fourth) is None
 
 
-def test_a_running_daemon_sees_a_revocation_and_a_spoilt_file_lets_nobody_in(tmp_path: Path) -> None:
+def test_a_running_daemon_sees_a_revocation_and_a_spoilt_file_lets_nobody_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "keys.json"
     _, one = add_key(path, "one")
     _, two = add_key(path, "two")
@@ -326,6 +328,33 @@ def test_a_running_daemon_sees_a_revocation_and_a_spoilt_file_lets_nobody_in(tmp
     path.write_text("spoilt")
     ring._looked = 0.0
     assert ring.holder(two) is None
+    assert "every API key is refused: " in caplog.text
+
+
+def test_a_change_of_the_key_file_keeps_its_owner_mode_and_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root changes a key: the daemon, of another user, can still read the file, and so can one that names it without
+    the link. What is readable again is read again."""
+    (real := tmp_path / "real").mkdir()
+    path, link = real / "keys.json", tmp_path / "keys.json"
+    secret = add_key(path, "one")[1]
+    path.chmod(0o640)
+    link.symlink_to(path)
+    owners = list[tuple[int, int]]()
+    monkeypatch.setattr("os.fchown", lambda descriptor, *owner: owners.append(owner))
+    ring = KeyRing(path)
+    limit_key(link, "one", {"concurrent_requests": 3})
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert owners == [(path.stat().st_uid, path.stat().st_gid)]
+    with monkeypatch.context() as during:
+        during.setattr(Path, "read_text", lambda *_, **__: os.stat("/proc/none"))
+        ring._looked = 0.0
+        assert ring.holder(secret) is None
+    path.chmod(0o644)  # the mend of a file that could not be read changes no byte of it
+    ring._looked = 0.0
+    assert ring.holder(secret) is not None
 
 
 def test_every_route_but_probes_wants_a_key_and_each_owner_sees_their_own(folder: Path, tmp_path: Path) -> None:
