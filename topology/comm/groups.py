@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..link_cost import WHOLE_BYTES, Emulation
-from .collectives import Collective, DeviceGather, Gather, Gathering
+from .collectives import Collective, DeviceGather, Gather
 from .ledger import Ledger
 from .lines import PlanChannel
 
@@ -118,10 +118,6 @@ class Communicator:
         self._set_timeout(seconds)
         if self.pipeline is not None:
             self.pipeline.set_timeout(seconds)
-
-    def start_gather(self, payload: NDArray[np.uint8]) -> Gathering:
-        """Starts gathering payload, uint8 [n] with the same n on every rank; `.wait()` returns uint8 [size, n]."""
-        return self.gathers.start(payload)
 
     def gather(self, payload: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Gathers payload, uint8 [n], of every rank in rank order into uint8 [size, n]. Waits without polling."""

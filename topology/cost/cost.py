@@ -87,17 +87,6 @@ class Costs:
     def of(self, strategy: Strategy) -> tuple[Regime, ...]:
         return self.strategies.get(strategy, self.regimes)
 
-    def delayed(self, one_way_s: float) -> Costs:
-        """The same with every message between nodes `one_way_s` later."""
-
-        def later(regimes: Sequence[Regime]) -> tuple[Regime, ...]:
-            return tuple(
-                replace(r, inter=replace(r.inter, latency_s=r.inter.latency_s + one_way_s)) if r.inter else r
-                for r in regimes
-            )
-
-        return replace(self, regimes=later(self.regimes), strategies={k: later(v) for k, v in self.strategies.items()})
-
 
 def possible(strategy: Strategy, shape: Shape) -> bool:
     """Whether the strategy exists on this layout: doubling needs 2, 4, 8, … nodes of one rank, two levels two."""
