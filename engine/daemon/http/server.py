@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import os
 import socket
 import ssl
 from collections.abc import Callable, Generator
@@ -16,10 +18,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...openai.errors import ApiError
 from .connections import Acceptor, Room, ServerOptions, Slot
+from .tls import TlsFault, check_pair
 
+log = logging.getLogger(__name__)
 _FRAMING_BYTES, _FRAMING = 256 << 10, 16
 """Framing allowed beyond a body: bytes, and multiples of its size, since a chunk's header may have extensions."""
 _LEAVING_SECONDS = 1.0
+_RENEWAL_TICKS = 100  # of uvicorn's, ten a second
 _GRACEFUL_SECONDS = 3  # requests have been drained by then: what is left are clients that do not read
 
 
@@ -151,12 +156,42 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, options: ServerOptions) -> None:
         super().__init__(config)
         self._options, self._room = options, Room(options)
+        self._pair = self._stamp()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
         for one in sockets or []:
             acceptor = Acceptor(one, self._room, self.protocol, self.config.ssl, self._options.header_timeout)
             self.servers.append(acceptor)  # type: ignore[arg-type]
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.config.ssl is not None and counter % _RENEWAL_TICKS == 0:
+            self._renew(self.config.ssl)
+        return await super().on_tick(counter)
+
+    def _stamp(self) -> list[tuple[int, int]]:
+        """Of the certificate and its key: changes when one of them is replaced."""
+        found = []
+        for path in (self._options.tls_cert, self._options.tls_key):
+            with contextlib.suppress(OSError, TypeError):  # missing for a moment; no TLS
+                status = os.stat(path)  # type: ignore[arg-type]
+                found.append((status.st_ctime_ns, status.st_ino))
+        return found
+
+    def _renew(self, context: ssl.SSLContext) -> None:
+        """New connections get a certificate that was renewed; one that cannot be used is reported once."""
+        if (stamp := self._stamp()) == self._pair:
+            return
+        self._pair, (cert, key) = stamp, (self._options.tls_cert, self._options.tls_key)
+        assert cert is not None
+        assert key is not None
+        try:
+            check_pair(cert, key)
+            context.load_cert_chain(cert, key)
+        except (TlsFault, OSError) as error:
+            log.warning("the earlier certificate stays in use: %s", error, extra={"event": "tls"})
+        else:
+            log.info("%s is in use", cert, extra={"event": "tls"})
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

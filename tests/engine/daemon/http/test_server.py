@@ -26,7 +26,7 @@ from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.batch_client import ApiError, BatchClient
 from openai import OpenAI
 from tiny_text import write_folder
-from waiting import FOR_EVER_S, HANG_S
+from waiting import FOR_EVER_S, HANG_S, until
 
 ROOT = Path(__file__).resolve().parents[4]
 QUICK = replace(LimitsConfig(), max_connections=512, header_timeout=1.0, body_timeout=1.0)
@@ -201,6 +201,23 @@ def test_the_batch_client_over_tls(secure: Served, pair: tuple[str, str], monkey
         with pytest.raises(ApiError, match=f"{why}.* set SSL_CERT_FILE"):
             BatchClient(f"https://{host}:{secure.port}/v1").list(1)
     assert BatchClient(f"https://127.0.0.1:{secure.port}/v1").list(1) is not None
+
+
+def test_a_renewed_certificate_serves_new_connections(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a restart; one that cannot be used leaves the earlier one."""
+    monkeypatch.setattr("laddertron.engine.daemon.http.server._RENEWAL_TICKS", 1)
+    cert, key = make_pair(tmp_path, "live")
+    new = [Path(path).read_bytes() for path in make_pair(tmp_path, "new")]
+    with served(deployment(tmp_path, tls_cert=cert, tls_key=key), folder) as daemon:
+        at = "127.0.0.1", daemon.port
+        before = ssl.get_server_certificate(at)
+        Path(cert).write_bytes(new[0])
+        until(lambda: "the earlier certificate stays in use" in caplog.text)
+        assert ssl.get_server_certificate(at) == before
+        Path(key).write_bytes(new[1])
+        until(lambda: ssl.get_server_certificate(at).encode() == new[0])
 
 
 @pytest.mark.parametrize(
