@@ -108,7 +108,7 @@ class LaneModel(LlamaModel):
         messages = boundary.receive((k * tokens, d), self.dtype, count, own=True)
         return [Later(partial(lambda message: message.wait().view(k, tokens, d), message)) for message in messages]
 
-    def _hand_on(self, boundary: Boundary, x: Tensor, pending: Sequence[Any]) -> Tensor:
+    def _send_to_next_stage(self, boundary: Boundary, x: Tensor, pending: Sequence[Any]) -> Tensor:
         """Returns the first lane's rows: nothing reads the values."""
         boundary.send(x.flatten(0, 1), own=True)
         for output in pending:

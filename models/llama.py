@@ -288,15 +288,15 @@ class LlamaModel(nn.Module):
         the residual [T, D], which it also sends to the next stage. Only the first stage reads the ids."""
         return self.forward_streams((Stream(tokens, layout, attention, rows),))
 
-    def forward_streams(self, streams: Sequence[Stream], on_travelling: Callable[[], None] | None = None) -> Tensor:
+    def forward_streams(self, streams: Sequence[Stream], during_collective: Callable[[], None] | None = None) -> Tensor:
         """Runs a step in streams that take turns after each sub-block, so that one computes while the other's
         all-reduce is in flight. Returns logits as `forward`, stream by stream. A stream may attend to keys that an
-        earlier stream writes in this step, because its turn in each layer comes later. on_travelling is called once,
-        while the first sub-block's all-reduce is in flight, for host work that overlaps with it."""
+        earlier stream writes in this step, because its turn in each layer comes later. during_collective is called
+        once, while the first sub-block's all-reduce is in flight, for host work that overlaps with it."""
         for stream in streams:
             positions = stream.layout.positions
             stream.attention.plan(stream.layout, self.rotary.cos[positions], self.rotary.sin[positions])
-        return self._run([(s.tokens, s.attention, s.rows) for s in streams], on_travelling)
+        return self._run([(s.tokens, s.attention, s.rows) for s in streams], during_collective)
 
     def compute(self, tokens: Tensor, attention: AttentionBackend) -> Tensor:
         """`forward` of all rows, after the attention backend's `plan`. It reads only tensors of the step, so that it
@@ -306,7 +306,7 @@ class LlamaModel(nn.Module):
     def _run(
         self,
         parts: Sequence[tuple[Tensor, AttentionBackend, Tensor | None]],
-        on_travelling: Callable[[], None] | None,
+        during_collective: Callable[[], None] | None,
     ) -> Tensor:
         # The turn after the first sub-block's: by then every stream has an all-reduce in flight. At once if the
         # wiring has no all-reduces, because the host work is due all the same.
@@ -315,8 +315,8 @@ class LlamaModel(nn.Module):
         def turn(index: int, number: int) -> None:
             if self._attention is not (attention := parts[index][1]):
                 self._attention = attention  # a module's attributes are slow to set
-            if on_travelling is not None and (index, number) == (0, due):
-                on_travelling()
+            if during_collective is not None and (index, number) == (0, due):
+                during_collective()
 
         # A single stream waits for its all-reduces; with two streams, the other one computes meanwhile.
         self._at_once = len(parts) == 1
@@ -367,7 +367,7 @@ class LlamaModel(nn.Module):
         end, pending = yield from residual.flow(start, plan, self, scopes, size, pending, self._at_once)
         x = end.whole() if isinstance(end, RunningSum | LaneStream) else end
         if self.boundary is not None and not self.shard.samples:
-            return self._hand_on(self.boundary, x, pending)
+            return self._send_to_next_stage(self.boundary, x, pending)
         return x
 
     def _running(self, x: Tensor) -> RunningSum | LaneStream:
@@ -376,7 +376,7 @@ class LlamaModel(nn.Module):
     def _receive(self, boundary: Boundary, tokens: int, count: int) -> list[Pending]:
         return boundary.receive((tokens, self.config.hidden_size), self.dtype, count)
 
-    def _hand_on(self, boundary: Boundary, x: Tensor, pending: Sequence[Pending]) -> Tensor:
+    def _send_to_next_stage(self, boundary: Boundary, x: Tensor, pending: Sequence[Pending]) -> Tensor:
         """Sends the residual and the pending outputs to the next stage; returns their sum."""
         boundary.send(x)
         for output in pending:

@@ -31,7 +31,7 @@ from .usage import tokens_of
 log = logging.getLogger(__name__)
 
 _UNSTORED, _UNSTORED_BYTES = 4096, 64 << 20  # results that are not stored yet, above which no line is submitted
-_REST, _BREATH, _MAKING = 512, 32, 4
+_ERRORS, _REUSED, _MAKING = 512, 32, 4
 _QUOTA_SECONDS = 2.0
 _ANY = 1 << 30  # ids, if the model's limit is not needed or not known yet: the workers have their own limit
 
@@ -131,7 +131,7 @@ class BatchFeed(LineFlights):
         last: int | None = 0
         while last is not None:
             part, last = await self._store.read(
-                partial(records.answers_after, batch_id=batch_id, number=last, limit=_BREATH)
+                partial(records.answers_after, batch_id=batch_id, number=last, limit=_REUSED)
             )
             taken = [replace(found, number=numbers[found.number]) for found in part if found.number in numbers]
             add = partial(records.add_results, batch_id=self.batch.id, results=taken, epoch=self._store.generation)
@@ -157,7 +157,7 @@ class BatchFeed(LineFlights):
                 if line.custom_id is not None:
                     out = error_line(line.custom_id, answer_id(self.batch.id, line), error)
                     part.append(Result(line.custom_id, line.number, False, out.decode()))
-                if len(part) == _REST:
+                if len(part) == _ERRORS:
                     await self._write(part)
                     part = []
             await self._write(part)

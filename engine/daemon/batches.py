@@ -55,7 +55,7 @@ class Batches:
 
     async def start(self) -> None:
         for batch in await self._store.read(records.open_batches):
-            self._take_up(batch)
+            self._start_batch(batch)
         self._spawn(self._cleaner.run())
 
     async def close(self) -> None:
@@ -92,7 +92,7 @@ class Batches:
 
         found = await self._store.write(work)
         if found is not None and found.id == batch.id:
-            self._take_up(found)
+            self._start_batch(found)
         return found
 
     async def cancel(self, batch_id: str) -> BatchRow:
@@ -154,9 +154,9 @@ class Batches:
 
     # a batch's life
 
-    def _take_up(self, batch: BatchRow) -> None:
+    def _start_batch(self, batch: BatchRow) -> None:
         self._stops[batch.id] = asyncio.get_running_loop().create_future()
-        self._spawn(self._live(batch))
+        self._spawn(self._run_batch(batch))
 
     def _spawn(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -168,7 +168,7 @@ class Batches:
         if stop is not None and not stop.done():
             stop.set_result(why)
 
-    async def _live(self, batch: BatchRow) -> None:
+    async def _run_batch(self, batch: BatchRow) -> None:
         """Runs a batch from any status to its end. After a failure of the disk, retries once the store is usable."""
         said = {"event": "batch", "batch": batch.id}
         fault: InputFault | None = None

@@ -48,7 +48,7 @@ class _Replica:
             if flight.answer.done:
                 self.leave(flight, cancel=flight.answer.error is not None)
                 flight.owner.finished(flight)
-            elif self.alone is flight and not flight.apart:
+            elif self.alone is flight and not flight.isolated:
                 self._dispatcher.passed(self, flight)
         self._dispatcher.observer.tokens(self.index, events, counted)
         self._dispatcher.pump()
@@ -205,7 +205,7 @@ class Dispatcher:
         return self._interactive, self._lines, self._isolated
 
     def _queue_of(self, flight: Flight) -> deque[Flight] | _Lines:
-        if flight.apart:
+        if flight.isolated:
             return self._isolated
         return self._lines if flight.batch else self._interactive
 

@@ -15,28 +15,28 @@ from ..request import BATCH, Request, TokensEvent
 NEAR = 8
 """Tokens a choice: a request that has advanced no further is at the same position. The last tokens before a death may
 not have been reported, and a rank that runs out of memory dies a little earlier when batched."""
-APART_DEATHS = GUILTY_DEATHS = 2
+ISOLATION_DEATHS = GUILTY_DEATHS = 2
 
 
 @dataclass(slots=True)
 class Suspicion:
     """Evidence that a request kills its rank: `deaths` in a row at about the same position, `alone` of them with no
-    other request in the step; `stood`: the position, in tokens. After one death all requests of the step resume
-    together. A request with a second death at the same position runs alone until it is past it; after two deaths alone
-    there it is quarantined."""
+    other request in the step; `place_of_death`: the position, in tokens. After one death all requests of the step
+    resume together. A request with a second death at the same position runs alone until it is past it; after two deaths
+    alone there it is quarantined."""
 
     deaths: int = 0
     alone: int = 0
-    stood: int = 0
+    place_of_death: int = 0
 
     def died(self, place: int, near: int, alone: bool) -> None:
-        if place > self.stood + near:
+        if place > self.place_of_death + near:
             self.deaths = self.alone = 0
-        self.deaths, self.alone, self.stood = self.deaths + 1, self.alone + alone, place
+        self.deaths, self.alone, self.place_of_death = self.deaths + 1, self.alone + alone, place
 
-    def apart(self, place: int, near: int) -> bool:
+    def isolated(self, place: int, near: int) -> bool:
         """True if the request must run alone."""
-        return self.deaths >= APART_DEATHS and place <= self.stood + near
+        return self.deaths >= ISOLATION_DEATHS and place <= self.place_of_death + near
 
     @property
     def guilty(self) -> bool:
@@ -100,8 +100,8 @@ class Flight:
         return self.requests[0].epoch
 
     @property
-    def apart(self) -> bool:
-        return self.suspicion.apart(self.answer.place, NEAR * self.choices)
+    def isolated(self) -> bool:
+        return self.suspicion.isolated(self.answer.place, NEAR * self.choices)
 
     def died(self, alone: bool) -> None:
         """Records that a rank died while this flight was in its step; `alone`: no other flight was."""

@@ -43,7 +43,7 @@ async def prepared(
     ahead: deque[tuple[int, asyncio.Task[Ready]]] = deque()
     size = 0
     try:
-        async for line in lines if isinstance(lines, AsyncIterable) else _breathing(lines):
+        async for line in lines if isinstance(lines, AsyncIterable) else _yielding(lines):
             work = large(line) if line.raw is not None and large is not None else encoded(line, served, encoder)
             ahead.append((line.length, asyncio.create_task(work)))
             size += line.length
@@ -59,7 +59,7 @@ async def prepared(
             task.cancel()
 
 
-async def _breathing(lines: Iterable[BatchLine | None]) -> AsyncIterator[BatchLine]:
+async def _yielding(lines: Iterable[BatchLine | None]) -> AsyncIterator[BatchLine]:
     for count, line in enumerate(lines, 1):
         if count % 32 == 0:
             await asyncio.sleep(0)  # else many lines in a row would delay tokens

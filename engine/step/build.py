@@ -339,14 +339,14 @@ def _warmed_up(
         # NOTE: compilation times differ between ranks: collectives still have the timeout of a load.
         warm_up(runner, limits, voice.tell)
         communicator.gather(np.zeros(1, np.uint8))
-    patience = None
+    timeouts = None
     if (limit := deployment.parallel.collective_timeout) is None:
-        patience = CollectiveTimeouts(FIRST_TIMEOUT_S, communicator.set_timeout)
+        timeouts = CollectiveTimeouts(FIRST_TIMEOUT_S, communicator.set_timeout)
     else:
         communicator.set_timeout(limit)
     emulated = deployment.parallel.collective == "emulated"
     graphs = make_graphs(runner, deployment.engine, emulated, communicator, reserved, voice)
-    runner.warmed_up(patience, graphs)
+    runner.warmed_up(timeouts, graphs)
     return graphs
 
 

@@ -20,7 +20,7 @@ from ..schedule.scheduler import Scheduler
 
 Ahead = Callable[[Sequence[StepResult]], None]
 
-PATIENCE = 30.0
+TIMEOUT_FACTOR = 30.0
 """The timeout as a multiple of the longest step: a rank that is ten times slower must raise an alert, not a timeout."""
 LEAST_S = 10.0
 FORGET = 0.98
@@ -55,7 +55,7 @@ class CollectiveTimeouts:
             return self.set_to
         size = max(1, tokens).bit_length()
         known = max((s for s in self.longest if s <= size), default=min(self.longest))
-        return max(self.least, PATIENCE * self.longest[known] * 2.0 ** max(0, size - known))
+        return max(self.least, TIMEOUT_FACTOR * self.longest[known] * 2.0 ** max(0, size - known))
 
 
 class StepRunner(Protocol):

@@ -83,9 +83,9 @@ class Runner:
         self._speculated = False
         self._unseen = set[int]()  # slots whose last chunk sampled nothing
 
-    def warmed_up(self, patience: CollectiveTimeouts | None, graphs: DecodeGraphs | None) -> None:
+    def warmed_up(self, timeouts: CollectiveTimeouts | None, graphs: DecodeGraphs | None) -> None:
         """Sets timeouts and graphs after warm-up: earlier steps compiled kernels, so their times are not used."""
-        self._patience, self._graphs = patience, graphs
+        self._timeouts, self._graphs = timeouts, graphs
 
     @property
     def graphed(self) -> bool:
@@ -104,8 +104,8 @@ class Runner:
             self.sampler.flush()
             return StepResult(())
         began = time.monotonic()
-        if self._patience is not None:
-            self._patience.before(batch.num_tokens)
+        if self._timeouts is not None:
+            self._timeouts.before(batch.num_tokens)
         overlaps = self.sampler.latest is not None
         early = None if ahead is None or overlaps else partial(ahead, ())
         with torch.inference_mode():
@@ -169,20 +169,20 @@ class Runner:
     def _observe(self, batch: Batch, began: float) -> None:
         """Records a finished step: its time counts from its start, or from the end of the previous step if later."""
         now = time.monotonic()
-        if self._patience is not None:
-            self._patience.after(batch.num_tokens, now - max(began, self._known_at))
+        if self._timeouts is not None:
+            self._timeouts.after(batch.num_tokens, now - max(began, self._known_at))
         self._known_at = now
 
-    def _forward(self, chunks: list[Chunk], on_travelling: Callable[[], None] | None, split: int = 0) -> Tensor:
+    def _forward(self, chunks: list[Chunk], during_collective: Callable[[], None] | None, split: int = 0) -> Tensor:
         """Computes the logits [R, V / tp] of the rows that are sampled or scored."""
         graphs, self._replayed = self._graphs, False
         if graphs is None or chunks[-1].count != 1 or not graphs.fits(len(chunks)):
             parts = zip(streams(chunks, split) if split else [chunks], self._attentions(), strict=False)
-            return self.model.forward_streams([self._stream(*part) for part in parts], on_travelling)
+            return self.model.forward_streams([self._stream(*part) for part in parts], during_collective)
         layout, tokens, rows = self._layout(chunks, _HOST)
         logits = graphs.run(layout, tokens)
-        if on_travelling is not None:
-            on_travelling()  # the whole step is queued on the device
+        if during_collective is not None:
+            during_collective()  # the whole step is queued on the device
         whole = len(rows) == len(chunks) or not self.model.shard.samples
         self._replayed = whole
         return logits if whole else logits[upload(rows.numpy(), self.device)]

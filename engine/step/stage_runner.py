@@ -36,7 +36,7 @@ class StageRunner(Runner):
     def __init__(self, *args: Any, pipeline: Pipeline, index: int, **keys: Any) -> None:
         super().__init__(*args, **keys)
         self._pipeline, self._index = pipeline, index
-        self._on_their_way: deque[PendingStep] = deque()
+        self._in_flight: deque[PendingStep] = deque()
         # a wait between stages may include the steps of any of these sizes
         self._sizes: deque[int] = deque(maxlen=2 * pipeline.stages + 2)
 
@@ -45,7 +45,7 @@ class StageRunner(Runner):
         All stages wait for a Batch without chunks, which confirms the step before it."""
         for slot in batch.released:
             self._due[slot] = -1
-            for step in self._on_their_way:
+            for step in self._in_flight:
                 step.released.add(slot)
         self._apply(batch)
         began = time.monotonic()
@@ -65,7 +65,7 @@ class StageRunner(Runner):
 
     def wait_result(self) -> StepResult | None:
         """Waits on the first stage for the oldest result in flight; None if there is none. Raises like `run`."""
-        return self._receive() if self._on_their_way else None
+        return self._receive() if self._in_flight else None
 
     def _run_first(self, batch: Batch, ahead: Ahead | None, began: float) -> StepResult | None:
         known = list[StepResult]()
@@ -73,35 +73,35 @@ class StageRunner(Runner):
             needed = [(chunk.slot, chunk.start) for chunk in batch.chunks if chunk.count == 1]
             while any(self._due[slot] == position for slot, position in needed):
                 known.append(self._receive())
-            while self._on_their_way and self._pipeline.arrived():
+            while self._in_flight and self._pipeline.arrived():
                 known.append(self._receive())
             with torch.inference_mode():
                 self._run_chunks(batch, None if ahead is None else lambda: ahead(known))
             slots = [chunk.slot for chunk in batch.chunks if chunk.samples]
             at = self._lengthen(slots)
             self._due[slots] = at
-            self._on_their_way.append(PendingStep(batch, slots, at, began))
+            self._in_flight.append(PendingStep(batch, slots, at, began))
             self._observe(batch, began)
             return None
-        while self._on_their_way:
+        while self._in_flight:
             known.append(self._receive())
         if ahead is not None:
             ahead(known)
         return decode_result(self._pipeline.receive_back())
 
-    def _run_chunks(self, batch: Batch, on_travelling: Any = None) -> StepResult:
-        if self._patience is not None:
+    def _run_chunks(self, batch: Batch, during_collective: Any = None) -> StepResult:
+        if self._timeouts is not None:
             self._sizes.append(batch.num_tokens)
-            self._patience.before(max(self._sizes))
+            self._timeouts.before(max(self._sizes))
         chunks = in_order(batch.chunks)
-        out = self._forward(chunks, on_travelling, batch.split)
+        out = self._forward(chunks, during_collective, batch.split)
         if self._pipeline.last:
             return self._draw(batch, chunks, out)
         self._drain()  # the next line waits for the device without a timeout
-        self._heal(out, chunks)
+        self._zero_nonfinite(out, chunks)
         return StepResult(())
 
-    def _heal(self, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
+    def _zero_nonfinite(self, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
         """Zeroes non-finite keys and values of sequences with non-finite rows. The last stage reports these sequences,
         but by then another sequence may use their blocks on this stage."""
         if bool(torch.isfinite(hidden.sum(dtype=torch.float32))):
@@ -111,7 +111,7 @@ class StageRunner(Runner):
         self._zero_sequences(set(owner[bad].tolist()))
 
     def _receive(self) -> StepResult:
-        step = self._on_their_way.popleft()
+        step = self._in_flight.popleft()
         result = decode_result(self._pipeline.receive_back())
         for slot, position, token in zip(step.slots, step.at, result.tokens, strict=True):
             if slot not in step.released:  # else another sequence may use it

@@ -35,7 +35,7 @@ def under_keeper(command: Sequence[str], grace_s: float, scratch: str, standard_
     return [sys.executable, "-P", "-m", __name__, str(grace_s), scratch, *given, "--", *command]
 
 
-def _become(command: list[str], keeper: int, standard_input: int | None, mask: set[int]) -> NoReturn:
+def _exec(command: list[str], keeper: int, standard_input: int | None, mask: set[int]) -> NoReturn:
     """Executes the command in the forked child. Stop signals are blocked until `mask` is restored."""
     try:
         os.setsid()
@@ -68,7 +68,7 @@ class _Keeper:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKS_TO_STOP)
         self._child = os.fork()
         if self._child == 0:
-            _become(command, me, standard_input, mask)
+            _exec(command, me, standard_input, mask)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if standard_input is not None:
             os.close(standard_input)  # else the command would not see its end

@@ -107,11 +107,11 @@ class RollingJob:
         new.before = old
         await new.start(member)
         if not await member.until("standby"):
-            return await self._dismiss(new)
+            return await self._discard(new)
         if new.room:
             new.load()
             if not await member.until("ready"):
-                return await self._dismiss(new)
+                return await self._discard(new)
             self._serve(new)
             self._others.append(old)
             await self._retire(old)
@@ -120,7 +120,7 @@ class RollingJob:
         try:
             before = await asyncio.to_thread(restore)
         except (ValueError, OSError):
-            await self._dismiss(new)
+            await self._discard(new)
             raise
         log.info("reload: no room for both launches: running requests finish, new ones wait")
         self._awaited = new
@@ -135,7 +135,7 @@ class RollingJob:
             if await member.until("ready"):
                 self._serve(new)
                 return None
-        reason = await self._dismiss(new)
+        reason = await self._discard(new)
         self.job, self._awaited = before, None
         if not self._closed:
             await before.start(_Member(self, before))
@@ -150,7 +150,7 @@ class RollingJob:
         await job.drain(math.inf)
         await job.close()
 
-    async def _dismiss(self, job: HeldJob) -> str:
+    async def _discard(self, job: HeldJob) -> str:
         reason = job.state.reason
         await job.close()
         self._others.remove(job)

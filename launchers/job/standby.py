@@ -31,7 +31,7 @@ class Standby:
         self.phase: StandbyPhase = ""
         self._launch: Launch | None = None
         self._excluded: frozenset[str] = frozenset()
-        self._stood = False
+        self._was_ready = False
         self._over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -70,11 +70,11 @@ class Standby:
             await before
         wait_s = FIRST_WAIT_S
         while not over.is_set():
-            self._stood = False
+            self._was_ready = False
             failure = await self._run_once(over)
             if failure is None:
                 return
-            wait_s = FIRST_WAIT_S if self._stood else min(2 * wait_s, LONGEST_WAIT_S)
+            wait_s = FIRST_WAIT_S if self._was_ready else min(2 * wait_s, LONGEST_WAIT_S)
             log.warning(
                 "standby: lost (%s): %s; another one is tried in %g s, until it is ready a failure costs a cold start",
                 failure.kind,
@@ -100,7 +100,7 @@ class Standby:
         if self._launch is launch:
             self._launch = None
             self._set("")
-            await launch.end(orderly=failure is None and self._stood)
+            await launch.end(orderly=failure is None and self._was_ready)
         return failure
 
     def _set(self, phase: StandbyPhase) -> None:
@@ -112,12 +112,12 @@ class Standby:
         """Handles news until the launch is taken. A standby has no requests, and its series are not in the metrics."""
         match said:
             case Standing(resident):
-                self._stood = True
+                self._was_ready = True
                 log.info("standby: ready, %d MB a rank", resident // 10**6, extra={"event": "standby"})
                 self._set("ready")
             case Suspect():
                 self._set("starting")
-            case Recovered() if self._stood:
+            case Recovered() if self._was_ready:
                 self._set("ready")
             case _:
                 pass

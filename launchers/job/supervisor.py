@@ -143,7 +143,7 @@ class MpiJob:
                 failure = await self._run_once()
                 if failure is None:
                     break
-                if not await self._goes_on(failure):
+                if not await self._await_relaunch(failure):
                     return
             self._set_state("stopped")
         except Exception as error:
@@ -190,7 +190,7 @@ class MpiJob:
         serving = self._launch if self.before is None else self.before._launch
         return Launch(owner, self._command(excluded), self._config_json, self._options, standby, serving)
 
-    async def _goes_on(self, failure: JobFailure) -> bool:
+    async def _await_relaunch(self, failure: JobFailure) -> bool:
         """Counts the failure and waits for the policy's delay. False if the job is not launched again."""
         if self._taken_over and self._ready_since is None:
             log.warning("standby: failed as it took over: %s: a cold start", failure.reason, extra={"event": "standby"})
@@ -198,7 +198,7 @@ class MpiJob:
             return True
         self.failures.append(failure)
         self._hooks.failed(failure)
-        self._leave_out(bad_node(tuple(self.failures), socket.gethostname()))
+        self._exclude(bad_node(tuple(self.failures), socket.gethostname()))
         ready_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
         delay = self._policy.after_failure(self._progress or ready_s >= self._options.healthy_s)
         # not retried: differing files, and a refusal of the first launch; a later refusal may be temporary
@@ -232,7 +232,7 @@ class MpiJob:
             extra={"event": "recovered", "standby": self._taken_over, "seconds": round(again_s, 3)},
         )
 
-    def _leave_out(self, node: str | None) -> None:
+    def _exclude(self, node: str | None) -> None:
         """Excludes a node if a spare host can replace it."""
         if node is None or node in self._excluded:
             return

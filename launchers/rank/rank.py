@@ -90,7 +90,7 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
     )
 
 
-def insist_on_transport(deployment: Deployment, backend: str, spans: bool) -> None:
+def require_transport(deployment: Deployment, backend: str, spans: bool) -> None:
     """Enforces `parallel.require_transport` for a group that `spans` nodes. For NCCL it sets NCCL_NET, which must be
     done before the first communicator: NCCL then fails if the network is missing, instead of falling back. Raises
     ValueError for a backend that has only sockets. Preflight does not call this, and reports what is missing."""
@@ -122,7 +122,7 @@ def join_group(
     stages = [observed_layout(nodes, at, size) for at in range(first, first + ranks, size)]
     layout = stages[(bootstrap.rank - first) // size]
     address = local_address(deployment, nodes)
-    insist_on_transport(deployment, backend_here(deployment), len(layout.nodes) > 1)
+    require_transport(deployment, backend_here(deployment), len(layout.nodes) > 1)
     choose = tuned_choice(deployment, bootstrap, nodes, layout)
     return connect(bootstrap, layout, comm_options(deployment, address, secret), choose, stages)
 

@@ -142,8 +142,8 @@ def fall_silent(rank: Rank, folder: str, asked: list[dict[str, Any]], steps: int
     """Rank 1 runs some steps and then none. What ended rank 0, with its longest step and the timeout that it led to."""
     with rank.connect() as communicator:
         built = build_on(rank, deployment(folder, rank.size), communicator)
-        patience = built.runner._patience
-        assert patience is not None
+        timeouts = built.runner._timeouts
+        assert timeouts is not None
         if rank.rank != 0:
             for _ in range(steps):
                 built.runner.run(decode(communicator.plans.receive()))
@@ -156,11 +156,11 @@ def fall_silent(rank: Rank, folder: str, asked: list[dict[str, Any]], steps: int
             engine.add(r)
         for _ in range(steps - 1):
             engine.step()
-        patience.least = least
+        timeouts.least = least
         try:
             while engine.has_work:
                 engine.step()
         except CollectiveTimeout as error:
-            longest = max(patience.longest.values())
-            return {"message": str(error), "peer": error.peer, "timeout": patience.set_to, "longest": longest}
+            longest = max(timeouts.longest.values())
+            return {"message": str(error), "peer": error.peer, "timeout": timeouts.set_to, "longest": longest}
         return {"message": "it ended as if nothing were wrong"}

@@ -151,7 +151,7 @@ class FakeRunner:
             rule(slot in self.slots, f"slot {slot} released, but empty")
             left = self.slots.pop(slot)
             if left.unseen:
-                self._heal(set(left.table).difference(*(other.table for other in self.slots.values())))
+                self._zero_blocks(set(left.table).difference(*(other.table for other in self.slots.values())))
         for sequence in batch.admitted:
             rule(0 <= sequence.slot < self.max_num_seqs, f"slot {sequence.slot} does not exist")
             rule(sequence.slot not in self.slots, f"slot {sequence.slot} is taken")
@@ -209,7 +209,7 @@ class FakeRunner:
         size = self.block_size
         return max((self.kinds[slot.table[at // size]][at % size] for at in range(end)), default=FINE)
 
-    def _heal(self, blocks: Iterable[int]) -> None:
+    def _zero_blocks(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             self.kinds[block] = [WRONG if kind == NAN else kind for kind in self.kinds[block]]
 
@@ -247,8 +247,8 @@ class FakeRunner:
                     more.setdefault(chunk.slot, []).append((token, score))
                     known.append(token)
                 if kind != NAN:
-                    self._heal(slot.table)  # of drafts that were not taken
+                    self._zero_blocks(slot.table)  # of drafts that were not taken
         for number in bad:
-            self._heal(self.slots[number].table)
+            self._zero_blocks(self.slots[number].table)
         drafted = {slot: len(guesses) for slot, guesses in (drafts or {}).items() if guesses}
         return StepResult(tokens, bad, chosen, prompts, more=more, drafted=drafted)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _TIMEOUT_S = 600.0
-_PATIENCE = timedelta(days=1)
+_TIMEOUT = timedelta(days=1)
 """How long the others wait while rank 0 reads text: an end of it ends the job, by way of the launcher."""
 
 
@@ -101,7 +101,7 @@ class DataParallel:
             if self.rank == 0:
                 self._store.set(key, b"1")
             else:
-                self._store.wait([key], _PATIENCE)
+                self._store.wait([key], _TIMEOUT)
 
 
 ALONE = DataParallel()

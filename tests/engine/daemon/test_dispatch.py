@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from door import LIMITS, ORIGIN, completion
 from laddertron.engine.daemon.dispatch import Dispatcher
-from laddertron.engine.daemon.flight import APART_DEATHS, NEAR, Flight, Suspicion
+from laddertron.engine.daemon.flight import ISOLATION_DEATHS, NEAR, Flight, Suspicion
 from laddertron.engine.job import JobState
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.openai.to_engine import to_requests
@@ -97,7 +97,7 @@ def test_a_request_apart_does_not_wait_for_a_replica_that_has_failed(priority: i
     """It waits until the first replica is empty; that one fails for good; so it waits for the second."""
 
     async def scene() -> None:
-        other, apart, third = flight("other"), flight("apart", APART_DEATHS, priority), flight("third")
+        other, apart, third = flight("other"), flight("apart", ISOLATION_DEATHS, priority), flight("third")
         dispatcher, first, second = await two_replicas(other)
         second.to("ready")
         dispatcher.submit(third)
@@ -117,7 +117,7 @@ def test_a_request_apart_does_not_wait_for_a_replica_that_has_failed(priority: i
 
 def test_a_request_apart_takes_an_empty_replica_before_it_waits_for_one() -> None:
     async def scene() -> None:
-        dispatcher, first, second = await two_replicas(flight("other"), flight("apart", APART_DEATHS))
+        dispatcher, first, second = await two_replicas(flight("other"), flight("apart", ISOLATION_DEATHS))
         second.to("ready")
         assert second.aboard == ["apart"]
         dispatcher.submit(flight("next"))
@@ -128,7 +128,7 @@ def test_a_request_apart_takes_an_empty_replica_before_it_waits_for_one() -> Non
 
 def test_a_request_apart_that_nobody_wants_any_more_never_runs() -> None:
     async def scene() -> None:
-        other, apart = flight("other"), flight("apart", APART_DEATHS)
+        other, apart = flight("other"), flight("apart", ISOLATION_DEATHS)
         dispatcher, first, _ = await two_replicas(other, apart)
         assert dispatcher.waiting == 1
         dispatcher.drop(apart)
@@ -143,7 +143,7 @@ def test_a_request_apart_that_nobody_wants_any_more_never_runs() -> None:
 
 def test_a_request_apart_that_waits_when_the_daemon_stops_has_an_error() -> None:
     async def scene() -> None:
-        apart = flight("apart", APART_DEATHS)
+        apart = flight("apart", ISOLATION_DEATHS)
         dispatcher, _, _ = await two_replicas(flight("other"), apart)
         await dispatcher.drain(1.0)
         owner: Any = apart.owner
@@ -156,7 +156,7 @@ def test_at_the_end_interactive_requests_have_an_error_and_lines_are_not_submitt
     """Whether they run or wait; a job that closes first, and reports what it lost, finds no other that takes it."""
 
     async def scene() -> None:
-        other, row, waiting = flight("other"), flight("line", priority=BATCH), flight("apart", APART_DEATHS)
+        other, row, waiting = flight("other"), flight("line", priority=BATCH), flight("apart", ISOLATION_DEATHS)
         dispatcher, first, second = await two_replicas(other)
         dispatcher.submit(row)
         dispatcher.submit(waiting)

@@ -35,5 +35,5 @@ def test_what_deaths_say(deaths: list[tuple[int, bool]], apart: bool, guilty: bo
     """The second death at about one place sets apart; only two alone, there, convict."""
     found = after(*deaths)
     place = deaths[-1][0]
-    assert (found.apart(place, NEAR), found.guilty) == (apart, guilty)
-    assert not found.apart(place + NEAR + 1, NEAR), "past the place it runs beside others again"
+    assert (found.isolated(place, NEAR), found.guilty) == (apart, guilty)
+    assert not found.isolated(place + NEAR + 1, NEAR), "past the place it runs beside others again"

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from laddertron.engine.openai.structured_output import GrammarFields, grammar_of
 from laddertron.engine.sampling import grammar
-from laddertron.engine.step.engine import PATIENCE, CollectiveTimeouts
+from laddertron.engine.step.engine import TIMEOUT_FACTOR, CollectiveTimeouts
 from tokenizers import Tokenizer
 
 Ranks = Callable[..., list[Any]]
@@ -126,7 +126,7 @@ def test_a_silent_rank_is_named_after_a_few_steps_time(ranks: Ranks, llama: Path
     assert found["peer"] == 1
     assert "rank 1" in found["message"]
     assert re.search(r"collective \d+", found["message"])
-    assert 1.0 <= found["timeout"] < max(2.0, 2 * PATIENCE * found["longest"])
+    assert 1.0 <= found["timeout"] < max(2.0, 2 * TIMEOUT_FACTOR * found["longest"])
 
 
 def test_timeouts_follow_the_steps() -> None:

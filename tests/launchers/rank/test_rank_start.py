@@ -24,7 +24,7 @@ from laddertron.launchers.compose.rank_mapping import ENV_CORES
 from laddertron.launchers.control.messages import Command, Drain, HeldWeights, Load, Shutdown, Standing, StateMessage
 from laddertron.launchers.control.processes import start_time
 from laddertron.launchers.rank import rank
-from laddertron.launchers.rank.rank import DeviceError, comm_options, insist_on_transport, run_rank, set_threads
+from laddertron.launchers.rank.rank import DeviceError, comm_options, require_transport, run_rank, set_threads
 from laddertron.launchers.rank.rank_status import Status
 from laddertron.launchers.rank.standing_by import StandbyRefused, stand_by
 from laddertron.topology.comm.bootstrap import StoreBootstrap, bootstrap_of, open_store
@@ -84,22 +84,22 @@ def test_nccl_is_told_its_network_where_one_is_required(
     """With a network named, NCCL fails without it; on one node, and where any will do, it chooses."""
     monkeypatch.setenv("NCCL_NET", "")  # so that it is put back
     monkeypatch.delenv("NCCL_NET")
-    insist_on_transport(deployment(wanted), "nccl", spans)
+    require_transport(deployment(wanted), "nccl", spans)
     assert os.environ.get("NCCL_NET") == said
 
 
 def test_what_the_operator_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_NET", "AWS Libfabric")
-    insist_on_transport(deployment("ib"), "nccl", True)
+    require_transport(deployment("ib"), "nccl", True)
     assert os.environ["NCCL_NET"] == "AWS Libfabric"
 
 
 @pytest.mark.parametrize("backend", ["native", "gloo"])
 def test_sockets_are_refused_where_infiniband_is_required(backend: str) -> None:
     with pytest.raises(ValueError, match=f"require_transport is ib, backend {backend} sends over sockets"):
-        insist_on_transport(deployment("ib"), backend, True)
-    insist_on_transport(deployment("ib"), backend, False)
-    insist_on_transport(deployment("socket"), backend, True)
+        require_transport(deployment("ib"), backend, True)
+    require_transport(deployment("ib"), backend, False)
+    require_transport(deployment("socket"), backend, True)
 
 
 def test_devices_are_counted_in_pci_order(monkeypatch: pytest.MonkeyPatch) -> None:

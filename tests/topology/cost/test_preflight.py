@@ -17,7 +17,7 @@ from laddertron.launchers.measure.preflight_plan import (
     slowest,
     unlike,
 )
-from laddertron.launchers.rank.rank import insist_on_transport
+from laddertron.launchers.rank.rank import require_transport
 from laddertron.topology.cost.cost import Costs, Regime, Shape, shape_of
 from laddertron.topology.cost.fit import Fit, Point, Residual
 from laddertron.topology.hardware.presets import preset
@@ -149,7 +149,7 @@ def test_a_backend_of_sockets_where_ib_is_required(backend: str) -> None:
     assert (finding.severity, finding.culprit) == ("error", "rank 0 on node0, rank 1 on node0")
     asks = Deployment(model=ModelSection(path="nowhere"), parallel=ParallelConfig(require_transport="ib"))
     with pytest.raises(ValueError, match="sends over sockets") as refused:
-        insist_on_transport(asks, backend, True)
+        require_transport(asks, backend, True)
     assert finding.message == str(refused.value)
     assert judge(ranks, require_transport="socket") == judge(ranks) == ()
 

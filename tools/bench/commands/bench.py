@@ -66,7 +66,7 @@ def _run(
     warm_ups: int, as_json: str | None, picture: str | None,
 ) -> None:  # fmt: skip
     deployment = roomy(read_model(config, overrides), cases)
-    _insist_on(deployment, variants)
+    _check_variants(deployment, variants)
     console = Console(stderr=as_json == "-", highlight=False)
     with ended_by_term(), ExitStack() as stack:
         jobs = _start(stack, deployment, variants)
@@ -79,7 +79,7 @@ def _run(
         plot(rows, Path(picture))
 
 
-def _insist_on(deployment: Deployment, variants: Sequence[Variant]) -> None:
+def _check_variants(deployment: Deployment, variants: Sequence[Variant]) -> None:
     """Raises WiringError or ShapeError for what a variant's ranks would refuse, before any are started."""
     from ....models.config.model_config import from_folder
     from ....models.config.shapes import check_shapes
