@@ -122,6 +122,8 @@ def main() -> None:
             rows.append(row)
             with RESULTS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+    if not rows:
+        sys.exit(f"{RESULTS}: no results; measure first, without --report")
     found = points(rows)
     lines = report(found)
     print("\n".join(lines))
