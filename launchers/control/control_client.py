@@ -29,6 +29,7 @@ from .frames import FrameError
 from .processes import boot_id, start_time
 
 BEAT_S = 1.0
+CONNECT_S = 30.0
 BACKLOG_LIMIT = 64 << 20
 DUMP_LIMIT = 4 << 20
 EXIT_CHANNEL_LOST = 75
@@ -65,7 +66,6 @@ class ControlClient:
         beat: Callable[[], messages.Beat],
         dump: Callable[[], dict[str, Any]] | None = None,
         *,
-        connect_s: float = 30.0,
         silence_s: float | None = None,
         watchdog: bool = True,
         version: str = __version__,
@@ -83,7 +83,7 @@ class ControlClient:
         self._beat_broken = False
         self._armed = -math.inf
 
-        self._socket, self._reader, self._writer = _connect(address, secret, rank, connect_s)
+        self._socket, self._reader, self._writer = _connect(address, secret, rank)
         welcome = self._receive()
         if not isinstance(welcome, messages.Welcome):
             raise ConnectionError(f"the daemon began with {type(welcome).__name__}, not Welcome")
@@ -271,15 +271,13 @@ class ControlClient:
         return replace(beat, rows=rows, waiting=beat.waiting[: messages.MAX_WAITING])
 
 
-def _connect(
-    address: str, secret: bytes, rank: int, connect_s: float
-) -> tuple[socket.socket, frames.FrameReader, frames.FrameWriter]:
+def _connect(address: str, secret: bytes, rank: int) -> tuple[socket.socket, frames.FrameReader, frames.FrameWriter]:
     host, _, port = address.rpartition(":")
-    deadline, refusals = time.monotonic() + connect_s, 0
+    deadline, refusals = time.monotonic() + CONNECT_S, 0
     while True:
         connection: socket.socket | None = None
         try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=min(5.0, connect_s))
+            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return (connection, *_shake_hands(connection, secret, rank))
         except (OSError, EOFError) as error:

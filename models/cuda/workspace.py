@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 MULTIPROCESSORS = 192
 """Upper bound of a GPU's multiprocessors."""
@@ -29,22 +28,17 @@ WRAPPER_BYTES = 8 * _MIB
 """Bytes that each wrapper allocates for its plan, a constant of the library."""
 
 
-def kernels_missing(
-    find: Callable[[str], Any] = find_spec,
-    which: Callable[[str], str | None] = shutil.which,
-    home: Path | None = None,
-    toolkit: Path | None = None,
-) -> str | None:
+def kernels_missing() -> str | None:
     """The reason why FlashInfer cannot run kernels on this host: none are cached or installed, and it cannot compile.
-    None if it can, or is not installed. home: the folder of its cache; toolkit: CUDA's folder."""
-    if find("flashinfer") is None or find("flashinfer_jit_cache") is not None:
+    None if it can, or is not installed."""
+    if find_spec("flashinfer") is None or find_spec("flashinfer_jit_cache") is not None:
         return None
-    toolkit = toolkit or Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    home = home or Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()))
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    home = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home()))
     if any((home / ".cache/flashinfer").rglob("*.so")):
         return None
-    if which("nvcc") or (toolkit / "bin" / "nvcc").exists():
-        if which(os.environ.get("CXX") or "c++"):
+    if shutil.which("nvcc") or (toolkit / "bin" / "nvcc").exists():
+        if shutil.which(os.environ.get("CXX") or "c++"):
             return None
         return (
             "flashinfer has no compiled kernels, and its nvcc finds no C++ compiler (CXX or c++): install g++ or "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from fake_flashinfer import LIBRARY
 from laddertron.models import attention_choice
 from laddertron.models.attention_choice import AttentionError, make_attention
 from laddertron.models.cpu.kernels import Kernels
-from laddertron.models.cuda.workspace import kernels_missing
+from laddertron.models.cuda import workspace
 from test_flashinfer import CPU, CUDA, make_cache
 
 BF16 = torch.bfloat16
@@ -84,12 +85,14 @@ def test_why_the_library_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_must_be_there_or_compilable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashInfer alone cannot run: it needs nvcc with a C++ compiler, kernels that were compiled before, or the package
     that has them."""
-
     monkeypatch.delenv("CXX", raising=False)
+    for folder in ("CUDA_HOME", "FLASHINFER_WORKSPACE_BASE"):
+        monkeypatch.setenv(folder, str(tmp_path))
 
     def missing(packages: set[str], nvcc: str | None = None, cxx: str | None = "/usr/bin/c++") -> str | None:
-        found = {"nvcc": nvcc, "c++": cxx}
-        return kernels_missing(lambda name: name in packages or None, found.get, tmp_path, tmp_path)
+        monkeypatch.setattr(workspace, "find_spec", lambda name: name in packages or None)
+        monkeypatch.setattr(shutil, "which", {"nvcc": nvcc, "c++": cxx}.get)
+        return workspace.kernels_missing()
 
     assert missing(set()) is None
     assert "install flashinfer-jit-cache" in (missing({"flashinfer"}) or "")
