@@ -84,7 +84,7 @@ def _plain(tree: Tree, hint: Any, path: str, places: dict[str, str]) -> Any:
         case "null":
             return {} if dataclasses.is_dataclass(hint) else None
         case "bool":
-            return tree.truth
+            return tree.text.lower() in ("yes", "true", "on")
         case "int" if _INT.fullmatch(number) and len(number) < 30:
             return int(number)
         case "float" if _FLOAT.fullmatch(number) and len(number) < 60:

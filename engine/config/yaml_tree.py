@@ -19,7 +19,6 @@ Tag = Literal["str", "int", "float", "bool", "null"]
 _NAMES: tuple[Tag, ...] = ("str", "int", "float", "bool", "null")
 _TAGS: dict[str, Tag] = {f"tag:yaml.org,2002:{name}": name for name in _NAMES}
 _STAMP = "tag:yaml.org,2002:timestamp"
-_TRUE = ("yes", "true", "on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +28,6 @@ class Scalar:
     where: str
     tag: Tag
     text: str
-
-    @property
-    def truth(self) -> bool:
-        return self.text.lower() in _TRUE
 
 
 @dataclass(frozen=True, slots=True)

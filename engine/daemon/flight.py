@@ -43,8 +43,8 @@ class Suspicion:
         return self.alone >= GUILTY_DEATHS
 
 
-class FlightOwner(Protocol):
-    """Receives the events of a flight."""
+class FlightOwner:
+    """Receives the events of a flight; those that it does not override are ignored."""
 
     def progressed(self, flight: Flight, delta: Delta) -> None:
         """Called for each addition to a choice; continues without repetition after a relaunch."""

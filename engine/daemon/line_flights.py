@@ -6,19 +6,18 @@ import logging
 import time
 
 from ..openai.batch_input import BatchLine, error_line, large_answer_line, output_line
-from ..openai.choice import Delta
 from ..openai.errors import ApiError, unmade
 from ..openai.prefetch import Prompts, answer_id
 from ..openai.responses import LARGE_VALUES, Answer
 from ..openai.to_engine import RequestOrigin, to_requests
 from ..text.tokenizer import TextModel
 from .dispatch import Dispatcher
-from .flight import Flight, Suspicion
+from .flight import Flight, FlightOwner, Suspicion
 
 log = logging.getLogger(__name__)
 
 
-class LineFlights:
+class LineFlights(FlightOwner):
     """Call `take` for a line once the dispatcher has room; `answered` is called with its result. `run_id`: the batch's
     or the run's id; answer ids and default seeds are derived from it. `max_choices`: see `to_requests`."""
 
@@ -63,12 +62,6 @@ class LineFlights:
         self.answered(line, out, None, error)
 
     # FlightOwner
-
-    def progressed(self, flight: Flight, delta: Delta) -> None:
-        """Does nothing: answers are written when complete."""
-
-    def died(self, flight: Flight) -> None:
-        """Does nothing: the dispatcher resumes the flight."""
 
     def finished(self, flight: Flight) -> None:
         self._answer(flight, self._line_of(self._flights[flight], flight))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,16 +43,6 @@ Layout = Callable[[list[Chunk]], tuple[StepLayout, Tensor, Tensor]]
 """Layout, ids and rows of chunks of the runner's slots."""
 
 
-class _Alone(Alone):
-    """A group of one rank, and its all-reduce."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 class DraftWeights:
     """The draft model's folder, opened. Raises OSError, ValueError, CheckpointError or ShapeError."""
 
@@ -70,11 +61,11 @@ class DraftWeights:
         self, positions: int, num_blocks: int, block_size: int, max_slots: int, grammars: Grammars | None
     ) -> DraftModel:
         """On this rank's CPU."""
-        device, deterministic, alone = torch.device("cpu"), Kernels.find() is not None, _Alone()
-        group: Any = alone
+        device, deterministic = torch.device("cpu"), Kernels.find() is not None
+        group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
         ops = make_ops(device, self.dtype, deterministic=deterministic)
         model = model_class(self.config)(
-            self.config, group, alone, ops, dtype=self.dtype, device=device, positions=positions
+            self.config, group, Alone(), ops, dtype=self.dtype, device=device, positions=positions
         )
         model.load(self._source)
         cache = make_cache(self._shard, num_blocks, block_size, self.dtype, device)

@@ -23,7 +23,7 @@ from ...openai.responses import DONE, LARGE_VALUES, Answer, EventWriter, event
 from ...openai.schema import CHAT, COMPLETIONS, Endpoint, json_schema
 from ...openai.to_engine import RequestOrigin, to_requests
 from ...openai.validators import takes
-from ..flight import Flight
+from ..flight import Flight, FlightOwner
 from ..usage import tokens_of
 from .bodies import GROWING, SMALL_BYTES, Unread
 from .errors import not_ready
@@ -35,7 +35,7 @@ _SLACK_SECONDS = 5.0  # the engine ends a request whose time is over; this is fo
 _STREAMED = {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "object"}}}
 
 
-class _Reply:
+class _Reply(FlightOwner):
     """One interactive body under way (the dispatcher's FlightOwner), and its waiters."""
 
     def __init__(self, body: Body, services: Services, unread: Unread, traceparent: str | None) -> None:
@@ -83,9 +83,6 @@ class _Reply:
         finish = "error" if answer.error is not None else answer.finish or "stop"
         chat = self.body.endpoint == CHAT
         self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent, chat))
-
-    def died(self, flight: Flight) -> None:
-        """It goes on by itself."""
 
     def watch(self, receive: Receive, deadline: float) -> None:
         """From here on `begun` also ends when the client goes, or at `deadline` (of the loop's clock)."""

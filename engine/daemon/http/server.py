@@ -9,7 +9,8 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Callable, Generator
+from collections.abc import Generator
+from types import SimpleNamespace
 from typing import Any
 
 import h11
@@ -26,13 +27,6 @@ _FRAMING_BYTES, _FRAMING = 256 << 10, 16
 _LEAVING_SECONDS = 1.0
 _RENEWAL_TICKS = 100  # of uvicorn's, ten a second
 _GRACEFUL_SECONDS = 3  # requests have been drained by then: what is left are clients that do not read
-
-
-class _Closer:
-    """A request's way to its transport: what ends the connection after the response ends it politely."""
-
-    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
-        self.write, self.is_closing, self.close = transport.write, transport.is_closing, close
 
 
 class _Bounded(H11Protocol):
@@ -69,7 +63,10 @@ class _Bounded(H11Protocol):
     def _dress(self) -> None:
         """Adds our fields to a request's scope, before its task begins."""
         if self.cycle is not None:
-            self.cycle.transport = _Closer(self.transport, self._leave)  # type: ignore[assignment]
+            # what ends the connection after the response ends it politely
+            write, is_closing = self.transport.write, self.transport.is_closing
+            own: Any = SimpleNamespace(write=write, is_closing=is_closing, close=self._leave)
+            self.cycle.transport = own
             self.cycle.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
     def _next_event(self) -> Any:

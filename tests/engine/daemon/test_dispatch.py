@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from door import LIMITS, ORIGIN, completion
 from laddertron.engine.daemon.dispatch import Dispatcher
-from laddertron.engine.daemon.flight import ISOLATION_DEATHS, NEAR, Flight, Suspicion
+from laddertron.engine.daemon.flight import ISOLATION_DEATHS, NEAR, Flight, FlightOwner, Suspicion
 from laddertron.engine.job import JobState
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.openai.to_engine import to_requests
@@ -51,7 +51,7 @@ class Job:
         self.listener.on_lost(lost, "as the test says", suspects)
 
 
-class Owner:
+class Owner(FlightOwner):
     def __init__(self) -> None:
         self.error: str | None = None
         self.deaths = 0
