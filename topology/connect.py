@@ -113,7 +113,7 @@ def _node_collective(
         return Alone()
     closers.insert(0, node.close)
     limits.append(node.set_timeout)
-    ledger.add_source(lambda: node.entries(lambda _: "node"), node.records, node.place)
+    ledger.add_source(lambda: node.entries("node"), node.records, node.place)
     return transport.NativeCollective(node, _inside(options))
 
 
@@ -173,7 +173,7 @@ def _collectives(
         )
         closers.insert(0, core.close)
         link = "net" if len(layout.nodes) > 1 else "node"
-        ledger.add_source(lambda: core.entries(lambda _: link), core.records, core.place)
+        ledger.add_source(lambda: core.entries(link), core.records, core.place)
         native = transport.NativeCollective(core, _strategy(options, layout, choose))
         return native, transport.NativeGather(core, layout.size), core.set_timeout
     mesh.close_data()

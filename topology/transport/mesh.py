@@ -79,12 +79,7 @@ def connect_mesh(
     plan = tuple(data.get((r, PLAN)) for r in range(size))
     lines = tuple(data.get((r, DATA)) for r in range(size))
     segment = _share_segment(layout, me, lines, segment_bytes, deadline)
-    for s in lines:
-        if s is not None:
-            _quick(s)
-    for s in plan:
-        if s is not None:
-            _patient(s)
+    _tune(data)
     return Mesh(lines, plan, segment)
 
 
@@ -98,9 +93,13 @@ def connect_lines(
 ) -> dict[Line, socket.socket]:
     """Connects this rank of `ranks` with the `wanted` ones, mutually; else as `connect_mesh`."""
     lines = _meet(bootstrap, (ranks,), None, wanted, address, secret, time.monotonic() + timeout_s)
+    _tune(lines)
+    return lines
+
+
+def _tune(lines: dict[Line, socket.socket]) -> None:
     for (_, channel), s in lines.items():
         (_patient if channel == PLAN else _quick)(s)
-    return lines
 
 
 def _quick(s: socket.socket) -> None:

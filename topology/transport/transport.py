@@ -216,11 +216,11 @@ class Transport:
             raise CommunicationError(f"collective {seq}: the group is closed")
         raise CommunicationError(f"collective {seq}: {errno.errorcode.get(int(out[3]), 'system error')} towards {who}")
 
-    def entries(self, link: Callable[[str], str]) -> Iterable[Entry]:
-        """The accounts that C counts; `link` maps a strategy to the link class that it crossed."""
+    def entries(self, link: str) -> Iterable[Entry]:
+        """The accounts that C counts; `link`: the link class that the messages crossed."""
         totals = self._totals(self._handle)
         return [
-            Entry(op, name, link(name), int(t.count), int(t.bytes), t.flight_ns * 1e-9, t.waited_ns * 1e-9, layer)
+            Entry(op, name, link, int(t.count), int(t.bytes), t.flight_ns * 1e-9, t.waited_ns * 1e-9, layer)
             for o, op in enumerate(_OPS)
             for s, name in enumerate(_NAMES)
             for i, layer in enumerate(tuple(self._layers))

@@ -488,7 +488,7 @@ def test_accounts_stand_under_the_layer_that_was_named() -> None:
                 assert collective.start(x, layer).wait() is x
         for number in range(20):
             native.start(torch.ones(1), f"layer {number}").wait()
-        counts = {entry.layer: entry.count for entry in one.entries(lambda name: "node")}
+        counts = {entry.layer: entry.count for entry in one.entries("node")}
         (first, second) = sorted(ledger.entries(), key=lambda entry: entry.layer)
     assert (first.layer, first.count, second.layer, second.count) == ("ladder attention", 2, "ladder mlp", 1)
     assert (counts["ladder attention"], counts["ladder mlp"]) == (4, 2)
@@ -531,7 +531,7 @@ def test_what_came_long_ago_was_not_in_flight_since() -> None:
         asked = time.monotonic()
         one.wait(seq)
         ended = time.monotonic()
-        (entry,), (record,) = one.entries(lambda name: "net"), one.records()
+        (entry,), (record,) = one.entries("net"), one.records()
     assert asked - sent >= 0.2
     if not stamps:
         assert entry.in_flight_s >= 0.2, "then it counts as come when it was asked for"
@@ -564,7 +564,7 @@ def test_hidden_and_exposed_seconds_of_the_native_transport(hidden: bool) -> Non
         one.wait(seq)
         ended = time.monotonic()
         coming.join()
-        (entry,) = one.entries(lambda name: "node")
+        (entry,) = one.entries("node")
         assert entry.waited_s <= ended - asked
         assert entry.in_flight_s <= ended - began
         # 200 ms; what is left of them should the machine have taken the processor away in between
@@ -611,4 +611,4 @@ def test_doubling_gives_way_where_it_cannot_be(size: int, per_node: int) -> None
     with _transports(size, per_node) as made:
         xs = _together([lambda r=r: _sum(made[r], torch.full((100,), float(r + 1)), "doubling") for r in range(size)])  # type: ignore[misc]
         assert all(bool(x.eq(sum(range(size + 1))).all()) for x in xs)
-        assert [e.strategy for one in made for e in one.entries(lambda name: "net")] == ["exchange"] * size
+        assert [e.strategy for one in made for e in one.entries("net")] == ["exchange"] * size
