@@ -44,9 +44,8 @@ class JobState:
 
 
 class MetricRow(NamedTuple):
-    """One figure of a rank: a series of engine/metrics/catalogue.py, its labels but replica, rank and node. A counter
-    runs since the start of the process, a gauge is as of now; a histogram has its sum as `value` and `counts` by
-    bucket."""
+    """A value of a rank's series (engine/metrics/catalogue.py), with its labels except replica, rank and node. Counters
+    start with the process; a histogram has its sum as `value` and `counts` by bucket."""
 
     series: Annotated[str, MaxLen(128)]
     labels: Annotated[tuple[Annotated[str, MaxLen(128)], ...], MaxLen(8)] = ()
@@ -73,9 +72,8 @@ class JobListener(Protocol):
 
     def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:
         """Requests, by id with their epochs, that were in flight in a job that died. The owner submits them again (with
-        the next epoch, and what they have emitted) or gives them up. The first `suspects` of them were in the step, and
-        the death may be the doing of one of them; none where its cause is known to be another. Called when the job's
-        processes are gone: no token of theirs follows."""
+        the next epoch and their emitted tokens) or gives them up. The first `suspects` of them were in the step and may
+        have caused the death. Called when the job's processes have exited: no further tokens follow."""
 
     def on_state(self, state: JobState) -> None: ...
 

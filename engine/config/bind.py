@@ -1,6 +1,4 @@
-"""Binds located values to the dataclasses of engine/config/schema.py by pydantic: all errors at once, each at its
-place. After errors it reads once more without those keys, so that the rules between the others are still checked.
-"""
+"""Binds located values to the dataclasses of schema.py by pydantic: all errors at once, each with its place."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def bind(tree: Table, base: Path, cwd: Path) -> tuple[Deployment, dict[str, str]
         order = {path: number for number, path in enumerate(places)}
         found = [_located(problem, tree) for problem in error.errors(include_url=False)]
         found.sort(key=lambda item: order.get(".".join(item[1]), len(order)))
-        for _, keys, _ in found:
+        for _, keys, _ in found:  # read again without them: the rules between the others are still checked
             _drop(data, keys)
         data.setdefault("model", {}).setdefault("path", "/")
         (deployment,) = reader(Deployment).validate_json(json.dumps([data]))

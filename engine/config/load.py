@@ -46,9 +46,8 @@ class Draft:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
-    """The deployment of the file and the overrides (`engine.max_num_seqs=8`). Relative paths start at the file's
-    folder, those in overrides at the working directory; so does the data of a model folder given in place of a file.
-    Raises ConfigError."""
+    """The deployment of the file, or of a model folder, and the overrides (`engine.max_num_seqs=8`), whose relative
+    paths start at the working directory, the file's at its folder. Raises ConfigError."""
     return read(path, overrides).deployment
 
 

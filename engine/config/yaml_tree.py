@@ -1,6 +1,4 @@
-"""A deployment file as a tree of values with `file:line`: YAML by SafeLoader's rules, without tags, merge keys and
-duplicate keys; bounded in bytes, depth and values before anything is built.
-"""
+"""A deployment file as a tree of values with `file:line`: SafeLoader's YAML without tags and merge keys, bounded."""
 
 from __future__ import annotations
 

@@ -25,9 +25,8 @@ _DOWN = ("starting", "restarting", "stopped", "failed")
 
 @dataclass(frozen=True, slots=True)
 class BatchView:
-    """Lines of the batches under way, as of now. `oldest` is when the oldest batch with lines left was created,
-    `first_expiry` when the first expires, in unix seconds, None where there is none. `windows`: each batch's lines left
-    and when it expires."""
+    """Lines of the open batches. `oldest`: creation of the oldest batch with lines left, `first_expiry`: the first
+    expiry, unix seconds or None. `windows`: each batch's lines left and its expiry."""
 
     left: int = 0
     completed: int = 0
@@ -69,10 +68,9 @@ def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> 
 
 
 class Observer:
-    """Every method is called on the event loop but `commit` and `store_error` (the store's thread) and `render` (the
-    probe listener's), and returns at once. `registry=None`: everything is counted, and `render` shows nothing.
-    `data_dir`: whose disk is looked at for every scrape. `on_request` gets every answered body too (traces).
-    `clock`: unix seconds. `vllm`: as the Collector takes it."""
+    """Methods are called on the event loop, `commit` and `store_error` on the store's thread, `render` on the probe
+    listener's; all return at once. `registry=None`: counts, but `render` is empty. `data_dir`: its disk is measured at
+    each scrape. `on_request` gets every answered body too (traces)."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Ranks' heartbeats as series: counters go on over relaunches; straggler scores and overlap ratios are rates over the
-last seconds. Data in, data out; times are arguments, unix seconds. engine/metrics/collector.py holds the lock.
+"""Ranks' heartbeats as series: counters continue over relaunches; straggler scores and overlap ratios are rates over
+the last seconds. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ class Windows:
             del self._marks[key]
 
     def straggler_scores(self, now: float) -> dict[tuple[int, int], float]:
-        """Own time a step over the mean of the other ranks' of the replica; ranks without steps are left out. Own is
-        what is not waiting for others; a wait that went on because this rank had no processor to take the result with
-        is its own too, and the kernel alone can tell the two apart."""
+        """A rank's own time per step over the mean of the replica's other ranks. Own time is all but waits for others;
+        the part of a wait in which this rank had no processor (run delay) is its own too."""
         own: defaultdict[int, dict[int, float]] = defaultdict(dict)
         for (replica, rank), (first, last) in self._spans(now).items():
             steps = last.steps - first.steps

@@ -1,5 +1,5 @@
-"""vLLM's names for series of catalogue.py (metrics.vllm_names): its dashboards, llm-d's and the endpoint pickers of the
-Gateway API inference extension read these. One process of vLLM is one engine, so replicas are summed. Pure.
+"""vLLM's names for series of catalogue.py (metrics.vllm_names), for its dashboards and endpoint pickers. One process of
+vLLM is one engine, so replicas are summed.
 """
 
 from __future__ import annotations

@@ -20,9 +20,8 @@ COMPLETIONS_MAX_TOKENS = 16  # the default of OpenAI's and vLLM's /v1/completion
 
 
 class Body(NamedTuple):
-    """One checked body. Chats have `messages`, completions `prompts`; None: not set by the client. `params` has 0 for
-    max_tokens and seed if they are not set. A named tuple, because making a frozen dataclass of this size takes a fifth
-    of the time to check a line."""
+    """One checked body. Chats have `messages`, completions `prompts`; None: not set by the client (in `params` 0). A
+    named tuple, because making a frozen dataclass of this size takes a fifth of the time to check a line."""
 
     endpoint: Endpoint
     model: str

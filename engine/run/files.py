@@ -73,9 +73,8 @@ class LineFile:
 
 @dataclass(slots=True)
 class RunFiles:
-    """Input opened for reading, both outputs for appending, and the digests of finished lines. `model`: digest of what
-    answers (`model_digest`). `changed`: lines that changed since they were answered; `outdated`: where
-    those answers went."""
+    """Input opened for reading, both outputs for appending, and the digests of finished lines. `model`: `model_digest`.
+    `changed`: lines that changed since they were answered; `outdated`: the file of those answers."""
 
     input: BinaryIO
     answers: LineFile

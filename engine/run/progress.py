@@ -61,11 +61,9 @@ class RankKind:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The outcome of a run. `requests`: the file's lines; `skipped`: finished earlier; `changed`: redone as their input
-    changed; `lost`: under way when it ended early, for `reason` (`stopped`: on request). Seconds of communication
-    are means over the ranks, None where no rank reported; `layers` divides the all-reduces' share of it. `causes`:
-    of failed lines, the most frequent first; `computed`: what ranks computed with. `accepted` of the `drafted`
-    drafts were right."""
+    """The outcome of a run. `requests`: lines of the file; `skipped`: finished earlier; `changed`: redone because their
+    input changed; `lost`: in flight when it ended early, for `reason` (`stopped`: on request). Seconds of communication
+    are means over the ranks, None if no rank reported. `causes`: of failed lines, the most frequent first."""
 
     requests: int
     ok: int

@@ -33,9 +33,8 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """`id` is what logs and the store call its holder; `digest` is BLAKE2b-256 of the key, hex. `kind`: what it opens,
-    the API (client) or /metrics (metrics). `old_digest`: of the secret before, which opens the same until `old_until`
-    (unix seconds)."""
+    """`id`: the holder's name in logs and the store. `digest`: BLAKE2b-256 of the key, hex. `kind`: whether it opens
+    the API or /metrics. `old_digest`: of the previous secret, valid until `old_until` (unix seconds)."""
 
     id: str
     name: str

@@ -1,6 +1,4 @@
-"""Counts acknowledged commits in a file of its own: a store with fewer has lost some. A commit is counted in the store,
-then this file is synced, then the commit is acknowledged.
-"""
+"""Counts acknowledged commits in a file, synced before each is acknowledged: a store with fewer has lost some."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Segments of an export: names, checksummed frames, groups of changes. An unreadable frame is reported with segment and
-offset; only one cut by the end of its file, with none behind it, is an unacknowledged write.
+"""Segments of an export: checksummed frames, groups of changes. A frame cut by the end of its file, with none behind
+it, is an unacknowledged write; every other unreadable frame is reported.
 """
 
 from __future__ import annotations

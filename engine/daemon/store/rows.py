@@ -74,9 +74,8 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """Times are unix seconds. `errors` and `metadata` are JSON values. `output_seconds`: how long the files of its
-    results are kept; `reuse_batch_id`: whose answers to the same lines it takes over; `model_digest`: of the model that
-    made all its answers, None where that is unknown or they are of several."""
+    """Times are unix seconds. `output_seconds`: how long its result files are kept; `reuse_batch_id`: the batch whose
+    answers it copies; `model_digest`: of the model of all its answers, None if unknown or of several models."""
 
     id: str
     owner: str

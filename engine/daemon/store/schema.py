@@ -1,6 +1,4 @@
-"""The store's tables, their migrations, and `Rows`: the only way rows change, so that every change can be exported and
-replayed. Knows SQLite and names of columns; no threads, no HTTP, no meaning of a status.
-"""
+"""The store's tables, their migrations, and `Rows`, through which all rows change, so that changes can be exported."""
 
 from __future__ import annotations
 

@@ -48,10 +48,9 @@ class StoreFenced(StoreUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """`connect` makes SQLite connections (tests hand in one that fails); `observe_commit` gets each commit's seconds,
-    `observe_error` is called for each that failed, both on the store's thread; `adopt`: take a folder whose store is
-    missing, empty or another's; `skip_damaged`: rebuild from an export without the frames that cannot be read; `wall`:
-    unix seconds."""
+    """`files`, `connect`: tests replace them by failing ones. `observe_commit` gets each commit's seconds, on the
+    store's thread like `observe_error`. `adopt`: take a folder whose store is missing, empty or another's;
+    `skip_damaged`: rebuild from an export without its unreadable frames."""
 
     export_dir: Path | None = None
     files: DiskFiles = os
