@@ -117,7 +117,7 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How the model is spread and how its ranks speak. `emulated_*` describe a link that is not there."""
+    """How the model is spread and how its ranks speak. `emulated_*` describe an emulated link."""
 
     tensor_parallel_size: Annotated[int, Range(1, 1024)] = 1
     pipeline_parallel_size: Annotated[int, Range(1, 256)] = 1

@@ -145,7 +145,8 @@ class RunView:
         now = time.monotonic()
         self._last = snapshot
         phase = snapshot.phase.partition(":")[0]  # the progress of the phase follows
-        if now < self._due and phase == self._phase:
+        finished = self._bar is not None and snapshot.done == snapshot.total
+        if now < self._due and phase == self._phase and not finished:
             return
         self._phase = phase
         if self._bar is not None:

@@ -263,7 +263,7 @@ class MpiJob:
             reason, culprit = reason or failure.reason, failure.culprit
         elif phase in ("starting", "loading") and self.failures:
             last = self.failures[-1]
-            reason, culprit = f"{reason or 'starting'}, again after: {last.reason}", last.culprit
+            reason, culprit = f"{reason or 'starting'} after a failure: {last.reason}", last.culprit
         state = JobState(
             phase,
             reason,

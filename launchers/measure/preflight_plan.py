@@ -12,7 +12,7 @@ from math import log
 from typing import Literal
 
 from ...topology.cost.cost import Backend, Shape, Strategy, candidates
-from ...topology.cost.fit import Fit, Point
+from ...topology.cost.fit import TOLERANCE, Fit, Point
 from ...topology.hardware.fabric import Fabric
 from ...topology.placement.placement import Placement
 
@@ -337,8 +337,9 @@ def _unexplained(fitted: Fit | None) -> list[Finding]:
         return []
     worst = fitted.outliers[0]
     text = (
-        f"{len(fitted.outliers)} of {len(fitted.residuals)} measured all-reduces are beyond what the cost model says, "
-        f"worst {worst.point.strategy} of {worst.point.nbytes} bytes ({worst.relative:+.0%}): is the fabric shared now?"
+        f"{len(fitted.outliers)} of {len(fitted.residuals)} measured all-reduces differ from the cost model by more "
+        f"than {TOLERANCE:.0%}, worst {worst.point.strategy} of {worst.point.nbytes} bytes ({worst.relative:+.0%}): "
+        "is the fabric or a host under load?"
     )
     return [Finding("warning", "cost model", text)]
 

@@ -106,8 +106,8 @@ def _race(console: Console) -> None:
         ratio = f"[bold]{ladder.rate / standard.rate:.2f}x[/]"
         console.print(f"ladder / standard {words}: {ratio} ({ladder.rate:.0f} / {standard.rate:.0f} tokens/s)")
     console.print(
-        "[dim]The law allows 2x at L/c = 1, and nothing where there is nothing to hide. What ladder costs in "
-        "quality: configs/MODEL_CARD.md and docs/performance.md.[/]\n"
+        "[dim]At L/c = 1 ladder can be up to 2x as fast; without a delay there is nothing to overlap "
+        "(docs/layouts.md). What ladder costs in quality: configs/MODEL_CARD.md.[/]\n"
     )
 
 

@@ -158,8 +158,11 @@ def _wiring_words(plan: CapacityEstimate) -> list[str]:
     ratios = {batch: time.exposed_s / time.compute_s for batch, time in times.items()}
     said = [f"{text}."]
     if plan.question.shape.nodes > 1:
-        best = (f"{fastest(ratio, batch)} at batch {batch} (L/c {ratio:.1f})" for batch, ratio in ratios.items())
-        said.append(f"Fastest over two nodes at this L/c, as measured on emulated nodes: {', '.join(best)}.")
+        best = (
+            f"{fastest(ratio, batch)} at batch {batch}, where all-reduces add {ratio:.0%} to the computation"
+            for batch, ratio in ratios.items()
+        )
+        said.append(f"By measurements on two emulated nodes the fastest layout is {', and '.join(best)}.")
     if (lanes := plan.question.config.lanes) is not None:
         own, hides = by_key["lanes", low], 2 * lanes.delay
         said.append(

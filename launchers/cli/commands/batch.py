@@ -15,14 +15,13 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
 
 from ..batch_client import ENDED, ApiError, BatchClient
 from ..errors import FAILED, OK, UsageError, ended_by, show_warning
 from ..run_view import clock, default_errors, progress_console, say, say_error
 
 _URL = "http://127.0.0.1:8000/v1"
-_LIST_WIDTH, _WHY, _SHOWN_MODELS = 1000, 100, 5
+_WHY, _SHOWN_MODELS = 100, 5
 API_FAILS = ended_by(ApiError, end=click.ClickException)
 url_option = click.option("--url", help=f"URL of the API.  [default: OPENAI_BASE_URL, else {_URL}]")
 limit_option = click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 10000))
@@ -41,10 +40,11 @@ def _warn(error: ApiError) -> None:
 
 
 def print_table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
-    table = Table(*(Column(title, no_wrap=True) for title in titles), box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=_LIST_WIDTH).print(table)  # as wide as its rows: a cut id is no use
+    """As wide as its rows, since a truncated id is useless. A cell beyond the titles is not padded."""
+    lines = [titles, *(tuple("".join(c if c.isprintable() else " " for c in cell) for cell in row) for row in rows)]
+    wide = [max(map(len, column)) for column in zip(*(line[: len(titles)] for line in lines), strict=True)]
+    for line in lines:
+        click.echo(" ".join(map(str.ljust, line, (*wide, 0))).rstrip())
 
 
 def made_at(item: dict[str, Any]) -> str:
@@ -238,7 +238,12 @@ def _check_output(output: Path | None) -> None:
 
 
 def _watched(client: BatchClient, batch_id: str, output: Path | None, console: Console) -> dict[str, Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
     pace = BatchPace()
     try:
         with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar:

@@ -12,6 +12,7 @@ import click
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ....engine.config.bind import allowed
 from ....engine.config.schema import DAY, Range, Unit
@@ -120,7 +121,7 @@ def show(file: Path) -> None:
         state = "" if key.old_until < time.time() else f"old secret until {_day(key.old_until)}"
         if key.revoked_at is not None:
             state = f"revoked {_day(key.revoked_at)}"
-        table.add_row(key.id, key.name, key.kind, _day(key.created_at), _limits(key), state)
+        table.add_row(key.id, Text(key.name), key.kind, _day(key.created_at), _limits(key), state)
     Console().print(table)
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from laddertron.engine.config.load import load
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.commands import verify
+from laddertron.launchers.cli.commands.batch import print_table
 from laddertron.launchers.cli.errors import FAILED, INTERRUPTED, OK, USAGE, UsageError, report
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -211,3 +213,14 @@ def test_verify_names_the_key_that_would_have_helped(
     file.write_text(f"model: {{path: m}}\nparallel: {{deterministic: {deterministic}}}\n", encoding="utf-8")
     assert cli.main(["verify", str(file)]) == FAILED
     assert ("set parallel.deterministic: true" in " ".join(capsys.readouterr().out.split())) == advised
+
+
+def test_lists_print_what_servers_and_users_write_as_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Brackets are no markup, and an escape sequence does not reach the terminal."""
+    print_table(("id", "name"), [("file-1", "[/b].jsonl"), ("file-12", "\x1b[31mred", "why: \n[/b]")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["id      name", "file-1  [/b].jsonl", "file-12  [31mred   why:  [/b]"]
+    keys = str(tmp_path / "keys.json")
+    for words in (("add", keys, "[/b]"), ("list", keys)):
+        result = CliRunner().invoke(cli.group, ["keys", *words], standalone_mode=False)
+        assert (result.exit_code, "[/b]" in result.output) == (OK, True)

@@ -167,6 +167,11 @@ def test_progress_and_table_say_what_matters() -> None:
     with RunView(Console(file=text, force_terminal=True, width=100)) as view:
         view.update(snapshot)
     assert "400 tokens/s, 0:30 left" in text.getvalue()
+    text = io.StringIO()
+    with RunView(Console(file=text, force_terminal=True, width=100)) as view:
+        for done in (0, 5):  # at once: the end is shown however soon it follows
+            view.update(Snapshot("ready", 5, ok=done))
+    assert "5/5" in text.getvalue()
     layers = (LayerTime("ladder mlp", "net", 2.0, 0.5), LayerTime("ladder attention", "net", 0.0, 0.0))
     computed = (RankKind(2, "cpu", "avx2", "1"), RankKind(1, "cuda", "amx", "8"))
     summary = Summary(80, 78, 2, 20, 1000, 4000, 10.0, 3.0, 1.0, layers, computed=computed)
