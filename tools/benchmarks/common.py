@@ -1,9 +1,10 @@
-"""Shared by benchmarks: JSON lines, turns, medians with their spread, Markdown, environments of other engines. The
-standard library alone.
+"""Shared by benchmarks: JSON lines, turns, medians with their spread, Markdown, figures, environments of other engines.
+Imports the standard library alone, since other engines' Pythons import it.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -59,6 +60,16 @@ def renewed(page: str, lines: Iterable[str]) -> str:
     """The page with these lines between `<!-- ...: begin -->` and `<!-- end -->`; the rest is prose."""
     head, begin, rest = re.split(r"(<!-- [^>]*: begin -->)", page, maxsplit=1)
     return "\n".join((f"{head}{begin}", "", *lines, "", f"<!-- end -->{rest.partition('<!-- end -->')[2]}"))
+
+
+def svg(figure: Any) -> str:
+    """A figure of matplotlib's, the same bytes each time."""
+    import matplotlib as mpl
+
+    drawn = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "laddertron"}):
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return drawn.getvalue()
 
 
 def versions(*packages: str) -> dict[str, str | None]:

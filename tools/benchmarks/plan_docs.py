@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import simulate_published
-from common import renewed, table
+from common import renewed, svg, table
 from laddertron.engine.config.load import read
 from laddertron.tools.plan.estimate import CapacityEstimate, devices_of, make_plan
 from laddertron.tools.plan.layouts import Layout, Work, layouts
@@ -94,7 +94,6 @@ def regions(model: str, nodes: str, link: str) -> dict[str, list[list[str]]]:
 
 def draw(path: Path, model: str, nodes: str) -> None:
     """Draws the regions: a panel for each link (across) and kind of weights (down)."""
-    import matplotlib as mpl
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -115,8 +114,7 @@ def draw(path: Path, model: str, nodes: str) -> None:
     figure.suptitle(f"{model} on {nodes}: the cheapest layout a token\n{axes_are}", fontsize="medium")
     handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "laddertron"}):
-        figure.savefig(path, metadata={"Date": None})
+    path.write_text(svg(figure))
 
 
 def main() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
+from common import svg
 from laddertron.tools.plan.advice import STOCK
 from laddertron.tools.plan.published import TOKENS
 from laddertron.tools.plan.step_simulator import law
@@ -49,7 +48,7 @@ def picture(points: Sequence[tuple[float, float, int]]) -> str:
     axes.set_xlabel("L / c: one all-reduce over a sub-block's computation")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    return _svg(figure)
+    return svg(figure)
 
 
 def layouts_picture(points: Sequence[Mapping[str, Any]]) -> str:
@@ -73,11 +72,4 @@ def layouts_picture(points: Sequence[Mapping[str, Any]]) -> str:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("tokens/s")
     panels[0].legend(fontsize="x-small")
-    return _svg(figure)
-
-
-def _svg(figure: Figure) -> str:
-    drawn = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "laddertron"}):
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return drawn.getvalue()
+    return svg(figure)
