@@ -69,7 +69,7 @@ def random_config(family: str, chance: random.Random) -> dict[str, Any]:
             "topk_group": chance.randrange(1, groups + 1),
             "use_qk_norm": chance.random() < 0.5,
         }
-        words |= {"n_shared_experts": chance.choice((1, 2)), "first_k_dense_replace": chance.choice((0, 1))}
+        words |= {"n_shared_experts": chance.choice((0, 1, 2)), "first_k_dense_replace": chance.choice((0, 1))}
         words |= {"routed_scaling_factor": chance.choice((1.0, 2.5))}
     return words
 

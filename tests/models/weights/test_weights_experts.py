@@ -279,6 +279,14 @@ def test_scales_of_another_block_are_refused(tmp_path: Path) -> None:
         open_checkpoint(folder, from_folder(folder))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_without_shared_experts_theirs_have_no_elements(tmp_path: Path) -> None:
+    folder = checkpoints.save(tmp_path / "m", "glm4_moe", tokenizer=False, n_shared_experts=0)
+    stored = load_file(folder / "model.safetensors")
+    assert stored["model.layers.1.mlp.shared_experts.down_proj.weight"].numel() == 0
+    open_checkpoint(folder, from_folder(folder))
+
+
 def test_layers_of_token_prediction_are_ignored(tmp_path: Path) -> None:
     """As many as config.json says stand behind the model's own; one more belongs to nothing."""
     folder = checkpoints.save(tmp_path / "m", "glm4_moe", tokenizer=False)
