@@ -1,1 +1,1 @@
-"""The daemon's HTTP doors: routes, keys, limits and errors."""
+"""The daemon's HTTP interface: routes, keys, limits and errors."""

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, one form of errors, the API's description. No torch, no MPI."""
+"""The HTTP application: routes, a common form of errors, the API's description. Without torch and MPI."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def make_app(services: Services, version: str, keys: KeyRing | None, with_metric
 
 
 def make_probe_app(services: Services, version: str, keys: KeyRing | None) -> Guard:
-    """/health, /ready and /metrics alone, behind the same gate."""
+    """Makes an application with only /health, /ready and /metrics, behind the same guard."""
     app = FastAPI(title="laddertron probes", version=version, docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(probes_router(services))
     app.include_router(metrics_router(services.observer))
@@ -134,7 +134,7 @@ def make_probe_app(services: Services, version: str, keys: KeyRing | None) -> Gu
 
 
 def _described(schema: dict[str, Any]) -> dict[str, Any]:
-    """Errors as they really are, and the key."""
+    """Adds the actual errors and the API key to the schema."""
     components = schema.setdefault("components", {})
     components["schemas"] = {"Error": _ERROR}
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -155,7 +155,7 @@ def _described(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def page_of(schema: dict[str, Any]) -> str:
-    """The description as one page of HTML, without scripts or anything from elsewhere."""
+    """Renders the API's description as one page of HTML, without scripts or external resources."""
     rows = []
     for path, operations in schema["paths"].items():
         for method, operation in operations.items():

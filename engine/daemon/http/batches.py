@@ -1,4 +1,4 @@
-"""/v1/batches: create (once for each Idempotency-Key), list, look at, cancel. A batch is its owner's alone."""
+"""/v1/batches: create (once for each Idempotency-Key), list, get, cancel. Only its owner can see a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies while they are read and made into requests, answers until they are read: how many bytes this process holds."""
+"""Bounds the bytes in memory of bodies until they are requests, and of answers until clients have read them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fastapi import Request
 from ...openai.errors import ApiError
 
 SMALL_BYTES = 64 << 10
-"""A body up to this size is always taken: the number of connections bounds how many there are."""
+"""A body up to this size is always accepted: the limit on connections bounds their number."""
 GROWING = "events"  # what an engine adds to while its client does not read
 _UNREAD_SECONDS = 1.0  # without progress before an answer may be given up
 
 
 class HeldBodies:
-    """`most` bytes of bodies larger than SMALL_BYTES, of all clients together; `largest`: one of them at most. A large
-    body has a mapping of its own: on the heap it would leave holes, and twice the bytes that are counted were held."""
+    """`most`: bytes of all bodies larger than SMALL_BYTES; `largest`: bytes of one. A large body has its own memory
+    mapping: on the heap, fragmentation doubled the memory in use."""
 
     def __init__(self, most: int, largest: int) -> None:
         self._most, self._largest, self.held = most, largest, 0
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes | memoryview]:
-        """The whole body; it counts until the block ends. Raises ApiError."""
+        """Reads the whole body, which counts until the block ends. Raises ApiError."""
         small, large = bytearray(), None
         size = counted = 0
         try:
@@ -53,7 +53,7 @@ class HeldBodies:
 
 
 class Unread:
-    """One request's bytes that its client has not read, by kind; see UnreadAnswers."""
+    """One request's bytes that its client has not read yet, by kind; see UnreadAnswers."""
 
     def __init__(self, answers: UnreadAnswers, owner: str) -> None:
         self._answers, self.owner = answers, owner
@@ -63,15 +63,15 @@ class Unread:
         self.end: Callable[[], object] = lambda: None
 
     def hold(self, part: str, size: int) -> None:
-        """`size` bytes of this kind from now on. Raises ApiError where that is too much."""
+        """Sets the bytes of this kind to `size`. Raises ApiError if that exceeds the limit."""
         size = size if size > SMALL_BYTES else 0
         if self.parts[part] != size and not self.ended:
             self._answers.change(self, part, size)
 
 
 class UnreadAnswers:
-    """`most` bytes of answers larger than SMALL_BYTES, half of it a key's. Where that is used up, the answer that
-    was read from longest ago is given up: the key's own, or of the key that holds most."""
+    """`most`: bytes of all answers larger than SMALL_BYTES; one key may have half. Over the limit, the answer that was
+    read from longest ago is dropped: of the same key, or of the key with the most bytes."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -39,19 +39,19 @@ class ServerOptions:
     tls_key: str | None = None
     write_timeout: float = 60.0
     gives_way: float = 1.0
-    """How long an idle connection is kept when there is no room: its request may not be read yet."""
+    """Seconds for which an idle connection is kept at the limit: its request may not have been read yet."""
 
 
 class Slot:
-    """The place of one connection; `end` closes it at once."""
+    """The slot of one connection; `end` closes it at once."""
 
     def __init__(self, address: str, end: Callable[[], object]) -> None:
         self.address, self.end = address, end
 
 
 class Room:
-    """Which connections are open. Where there is no room for one more, a refused request's connection gives way, or the
-    connection that has asked nothing for longest: silent connections keep no other client out."""
+    """The open connections. At the limit, a new connection replaces that of a refused request, or the one that has been
+    idle for longest, so that idle connections do not lock out other clients."""
 
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
@@ -61,7 +61,7 @@ class Room:
         self._of: Counter[str] = Counter()
 
     def refuse(self, slot: Slot) -> str:
-        """Takes it in, or says why not."""
+        """Admits a connection, or returns the reason why not."""
         most, address = self._options.max_per_address, slot.address
         if self._of[address] >= most and not self.give_up(address):
             return f"{most} connections of {address} are open"
@@ -73,7 +73,7 @@ class Room:
         return ""
 
     def moved(self, slot: Slot, idle: bool) -> None:
-        """It has asked, or was answered."""
+        """Records that the connection has sent a request, or was answered."""
         if slot not in self._open or slot in self._lingering:
             return
         if not idle:
@@ -82,7 +82,8 @@ class Room:
             self._idle.setdefault(slot, time.monotonic())
 
     def linger(self, slot: Slot) -> None:
-        """Its request was refused before its body had come: kept for a moment, and given up before all others."""
+        """Keeps the connection of a request that was refused before its body was read for a moment; it is the first to
+        be closed at the limit."""
         if len(self._lingering) >= min(_LINGERING, max(1, self._options.max_connections // 4)):
             self._end(next(iter(self._lingering)))
         if slot in self._open:
@@ -99,7 +100,7 @@ class Room:
                 del self._of[slot.address]
 
     def give_up(self, address: str | None = None) -> bool:
-        """Ends one connection (of `address`) that may be; False if there is none."""
+        """Closes one connection (of `address`) that may be closed; False if there is none."""
         old = time.monotonic() - self._options.gives_way
         found = next((one for one in self._lingering if address in (None, one.address)), None) or next(
             (one for one, at in self._idle.items() if at < old and address in (None, one.address)), None
@@ -114,7 +115,8 @@ class Room:
 
 
 class Acceptor:
-    """Accepts on `listener` what `room` takes, on the running loop. To uvicorn it is one of its asyncio servers."""
+    """Accepts the connections on `listener` that `room` admits, on the running loop. Has the interface of uvicorn's
+    asyncio servers."""
 
     def __init__(
         self,
@@ -192,7 +194,7 @@ class Acceptor:
         task.add_done_callback(lambda _: self._opened(task, connection, slot))
 
     async def _open(self, connection: socket.socket, slot: Slot) -> None:
-        """Until the protocol has the connection: for TLS, after the handshake."""
+        """Gives the connection to the protocol, after the handshake if it uses TLS."""
         seconds = None if self._tls is None else self._handshake_seconds
         await self._loop.connect_accepted_socket(
             lambda: self._make(slot), connection, ssl=self._tls, ssl_handshake_timeout=seconds
@@ -229,8 +231,8 @@ class Acceptor:
 
 
 def connections_within(wanted: int) -> int:
-    """How many connections this process may hold, `wanted` at most: its limit on descriptors is raised as far as the
-    system lets it. Beyond it not even the probes' connections could be accepted."""
+    """The number of connections that this process may have, at most `wanted`. Raises its limit on descriptors as far as
+    the system allows; beyond that limit even the probes' connections could not be accepted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = wanted + _DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < need:

@@ -21,7 +21,7 @@ def failed() -> ApiError:
 
 
 def not_found(what: str, name: str) -> ApiError:
-    """The same text whether it never was or is another's."""
+    """The error (404) for an object that does not exist or belongs to another key, with the same text."""
     return ApiError(f"no {what} {name[:80]!r} here", "not_found", status=404)
 
 

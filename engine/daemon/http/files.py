@@ -1,4 +1,4 @@
-"""/v1/files: upload (streamed to the disk), list, look at, read, delete. A file is its owner's alone."""
+"""/v1/files: upload (streamed to the disk), list, get, read, delete. Only its owner can see a file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _UPLOAD = {
 
 
 class _Lines:
-    """Counts lines as they come: a file of too many is refused before the rest of it is read."""
+    """Counts lines while they arrive: a file with too many is refused before the rest is read."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
         self._max_lines, self._max_bytes = max_lines, max_bytes
@@ -78,7 +78,7 @@ class _Lines:
 
 
 class _Upload:
-    """Bytes received and not yet written; written in large pieces, off the loop."""
+    """Buffers received bytes and writes them in large pieces, outside the event loop."""
 
     def __init__(self, services: Services, file: NewFile) -> None:
         self._services, self._file = services, file
@@ -168,7 +168,7 @@ def files_router(services: Services) -> APIRouter:
 
 
 async def _store(services: Services, request: Request) -> FileRow:
-    """Reads a form to the disk and enters it; keeps nothing of one that is refused. Raises ApiError."""
+    """Reads a form to the disk and adds the file to the store; deletes the bytes if it is refused. Raises ApiError."""
     boundary = boundary_of(request.headers.get("content-type", ""))
     store = services.store
     length = int(request.headers.get("content-length", "0")[:20] or 0)
@@ -245,8 +245,8 @@ async def listed(
     what: str,
     after: str | None,
 ) -> Response:
-    """A list as clients page through it, made off the loop, since it may be long. `query`: one more than `limit` where
-    there are more, None where `after` is unknown. Raises ApiError."""
+    """One page of a list, made outside the event loop because it may be long. `query` returns one row more than `limit`
+    if there are more, and None if `after` is unknown. Raises ApiError."""
 
     def page(db: sqlite3.Connection) -> bytes | None:
         found = query(db)

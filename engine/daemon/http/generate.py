@@ -36,7 +36,7 @@ _STREAMED = {"text/event-stream": {"schema": {"type": "string"}}, "application/j
 
 
 class _Reply(FlightOwner):
-    """One interactive body under way (the dispatcher's FlightOwner), and its waiters."""
+    """One interactive body in flight (the dispatcher's FlightOwner), and its waiters."""
 
     def __init__(self, body: Body, services: Services, unread: Unread, traceparent: str | None) -> None:
         self.body, self._services, self._unread, self._traceparent = body, services, unread, traceparent
@@ -85,7 +85,7 @@ class _Reply(FlightOwner):
         self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent, chat))
 
     def watch(self, receive: Receive, deadline: float) -> None:
-        """From here on `begun` also ends when the client goes, or at `deadline` (of the loop's clock)."""
+        """Makes `begun` also return when the client disconnects, or at `deadline` (of the loop's clock)."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_at(deadline, self._end_late)
         self._watch = loop.create_task(_disconnected(receive))
@@ -97,13 +97,14 @@ class _Reply(FlightOwner):
             self._watch.cancel()
 
     async def begun(self) -> None:
-        """Until there is something to send, or never will be: `over`, `gone` or `late`."""
+        """Waits until there is something to send, or there will be nothing: `over`, `gone` or `late`."""
         if not (self._events or self.over or self.gone or self.late):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
     async def next(self) -> bytes:
-        """The data so far, in one piece; b"" after the last. Raises ConnectionError once the client disconnected."""
+        """Returns the data so far, in one piece; b"" after the last. Raises ConnectionError once the client has
+        disconnected."""
         await self.begun()
         if self.gone:
             raise ConnectionError("the client disconnected")
@@ -119,7 +120,7 @@ class _Reply(FlightOwner):
         return events[0] if len(events) == 1 else b"".join(events)
 
     def send_in_pieces(self, answer: Answer) -> None:
-        """`next` gives a large answer from here on. Raises ApiError where too much is held."""
+        """Makes `next` return a large answer. Raises ApiError if too many unread bytes are in memory."""
         self._unread.hold("answer", answer.values * _VALUE_BYTES)
         self._pieces = answer.pieces()
 
@@ -146,7 +147,7 @@ class _Reply(FlightOwner):
 
 
 class Generator:
-    """Takes bodies to the dispatcher and answers back."""
+    """Sends bodies to the dispatcher and returns answers."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -187,7 +188,7 @@ class Generator:
             raise ApiError(message, "too_many_requests", status=429, retry_after=1)
 
     async def _prepare(self, request: Request, endpoint: Endpoint) -> Prepared:
-        """Nothing of the body's bytes is left when this returns: the answer may take minutes."""
+        """Reads and checks the body. Its bytes are freed when this returns, because the answer may take minutes."""
         services, limits = self._services, self._services.dispatcher.limits
         assert limits is not None
         encoder = services.encoder.of(owner_of(request))
@@ -214,7 +215,7 @@ class Generator:
         return flight, reply
 
     async def _begun(self, request: Request, flight: Flight, reply: _Reply) -> None:
-        """Waits for the first thing to send; drops the request if the client goes, or the time."""
+        """Waits for the first data to send; drops the request if the client disconnects or the time is over."""
         seconds = self._services.limits.request_timeout + _SLACK_SECONDS
         reply.watch(request.receive, asyncio.get_running_loop().time() + seconds)
         done = False
@@ -242,8 +243,8 @@ class Generator:
 
 
 class _Pieces(Response):
-    """A reply's events or a large answer, sent as they come without a task or a timeout of their own. `left` is called
-    however it ends, even where nothing was ever sent."""
+    """Sends a reply's events, or a large answer, as they arrive, without its own task or timeout. `left` is always
+    called at the end, even if nothing was sent."""
 
     def __init__(self, reply: _Reply, kind: str, left: Callable[[], None]) -> None:
         super().__init__(None, media_type=kind, headers={"cache-control": "no-store"})
@@ -270,13 +271,13 @@ def _late() -> ApiError:
 
 
 def _shown(error: ApiError) -> ApiError:
-    """An answer's error as a response of its own."""
+    """Converts an answer's error to the error of the response."""
     status = 504 if error.code == "request_timeout" else error.status or 500
     return ApiError(error.message, error.code, status=status, retry_after=5 if status == 503 else None)
 
 
 def generate_router(generator: Generator) -> APIRouter:
-    """The two routes as they are described; `Direct` is how they are reached."""
+    """The two routes, for the API's description; requests reach them by `Direct`."""
     router = APIRouter(tags=["generate"])
     answers: Any = {"response_class": Response, "responses": {200: {"content": _STREAMED}}}
 
@@ -294,8 +295,8 @@ def generate_router(generator: Generator) -> APIRouter:
 
 
 class Direct:
-    """The application, with a short way to the two routes that are asked most: the framework's layers cost as much as
-    all the rest of a short request, on the event loop that every stream shares. Errors are the gate's to answer."""
+    """The application with a direct path to the two most frequent routes: the framework's layers take as much time as
+    the rest of a short request, on the event loop that all streams share. The guard answers errors."""
 
     def __init__(self, app: ASGIApp, generator: Generator) -> None:
         self._app, self._generator = app, generator

@@ -1,4 +1,4 @@
-"""The ASGI gate before every route: authentication, limits, timeouts, audit. It refuses before a body is read."""
+"""The ASGI middleware before every route: authentication, limits, timeouts, audit. Refuses before it reads a body."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 audit_log = logging.getLogger("laddertron.audit")
 
 OPEN = ("/health", "/ready", "/", "/ping")
-"""Paths that need no key: without one they return a status alone; the page at / holds no data."""
+"""Paths that need no key; without one they return only a status. The page at / contains no data."""
 _METRICS = ("/metrics",)
-"""Paths for keys of the kind metrics alone."""
+"""Paths only for keys of the kind metrics."""
 _USAGE = "/v1/usage"
 _FILES = "/v1/files"
 _MULTIPART = 64 << 10  # what a form adds to the file in it
@@ -39,13 +39,13 @@ _LEAST_BYTES = 4096  # a body that brings less in `body_timeout` is too slow
 _GRACE_SECONDS, _GRACE_BYTES = 0.02, 64 << 10  # for the rest of a refused request's body
 _AUDITED = ("POST", "DELETE")
 _POLLED = ("/v1/batches/{batch_id}", "/v1/overview", "/load", "/version")
-"""Polled paths: logged where they fail."""
+"""Polled paths, which are logged only if they fail."""
 _REASON_BYTES = 4096
 _UNKNOWN_LINES = 120  # a minute, of requests without a key that were refused
 
 
 class Guard:
-    """Wraps the application. `keys=None`: everyone is the same anonymous owner."""
+    """Wraps the application. `keys=None`: all clients are the same anonymous owner."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Guard:
             self._tell(scope, exchange, time.perf_counter() - began)
 
     def _admit(self, scope: Scope) -> int:
-        """The most bytes that the body may have. Raises ApiError."""
+        """Checks a request before its body; returns the most bytes that the body may have. Raises ApiError."""
         headers = Headers(scope=scope)
         if sum(len(name) + len(value) + 4 for name, value in headers.raw) > self._limits.max_header_bytes:
             raise ApiError(f"headers of more than {self._limits.max_header_bytes} bytes", None, status=431, close=True)
@@ -118,7 +118,7 @@ class Guard:
         return most
 
     def _identify(self, keys: KeyRing, path: str, headers: Headers, state: dict[str, Any]) -> None:
-        """Finds the request's key, and checks that its kind may ask this. Raises ApiError."""
+        """Finds the request's key, and checks that its kind allows this path. Raises ApiError."""
         given = headers.getlist("authorization")
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         holder = keys.holder(key.strip()) if scheme.lower() == "bearer" else None
@@ -166,7 +166,7 @@ def too_large(most: int) -> ApiError:
 
 
 class _Exchange:
-    """One request and its response, watched."""
+    """One request and its response."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, unread: Unread) -> None:
         self._scope, self._receive, self._send, self.unread = scope, receive, send, unread
@@ -183,14 +183,14 @@ class _Exchange:
         self._refusal = b""
 
     def reason(self) -> str:
-        """Why the request was refused, as its response says it; "" if it was not."""
+        """The reason of a refusal, as in the response; "" if the request was not refused."""
         try:
             return str(json.loads(self._refusal)["error"]["message"])[:500] if self._refusal else ""
         except (ValueError, KeyError, TypeError):
             return ""
 
     def read(self, most: int, timeout: float) -> None:
-        """From here on the body may be read. Bytes, and seconds."""
+        """Allows to read the body, of at most `most` bytes, within `timeout` seconds."""
         self._most, self._timeout = most, timeout
         self._window = time.monotonic() + timeout
 
@@ -231,7 +231,7 @@ class _Exchange:
         await self._send_body(message)
 
     async def _send_body(self, message: Message) -> None:
-        """In pieces, so that what the client has not read yet is known."""
+        """Sends a body in pieces, so that the number of unread bytes is known."""
         body, at = message.get("body", b""), 0
         try:
             self.unread.hold("unsent", len(body))
@@ -253,7 +253,7 @@ class _Exchange:
         self.unread.hold("unsent", 0)
 
     async def refuse(self, error: ApiError) -> None:
-        """The error as the response, if none has begun."""
+        """Sends the error as the response, if none has begun."""
         if self.status:
             if not self._ended:
                 raise ConnectionError("the response had begun")
@@ -261,7 +261,7 @@ class _Exchange:
         await response_of(error)(self._scope, self._receive, self.send)
 
     async def cut(self) -> None:
-        """Ends it now: by an error, or by the end of the connection where the response has begun."""
+        """Ends the exchange now: by an error, or by closing the connection if the response has begun."""
         if self._start is not None:
             self._start, self.status, self._ended = None, 0, False
         if not self.status:
@@ -272,7 +272,7 @@ class _Exchange:
                 pass
 
     async def _drop_rest(self) -> None:
-        """The body of a refused request, if it is short and nearly here: its connection can be kept then."""
+        """Reads the body of a refused request if it is short and nearly complete, to keep the connection."""
         seen = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GRACE_SECONDS):

@@ -62,7 +62,7 @@ def read_keys(path: Path) -> list[Key]:
 
 
 def _write(path: Path, keys: list[Key]) -> None:
-    """Into the file that `path` leads to, as a link too. It stays its owner's, the daemon's, if root changes it."""
+    """Writes the keys to `path`, or to the target of a link. The owner stays the same if root changes the file."""
     with NewFile(path.resolve(), os) as file:
         file.keep_access()
         file.write(json.dumps({"keys": [unbuild(key) for key in keys]}, indent=1).encode() + b"\n")
@@ -71,7 +71,7 @@ def _write(path: Path, keys: list[Key]) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """So that two commands at once lose neither's change."""
+    """Locks the file, so that concurrent commands do not lose changes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path = path.resolve()
     with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)) as lock:
@@ -80,7 +80,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def add_key(path: Path, name: str, kind: Literal["client", "metrics"] = "client") -> tuple[Key, str]:
-    """The entry, and the key itself: it is nowhere else. Raises KeyFileError."""
+    """Adds a key; returns its entry and the key itself, which is stored nowhere. Raises KeyFileError."""
     with _locked(path):
         keys = read_keys(path) if path.exists() else []
         secret = _new_secret()
@@ -94,8 +94,9 @@ def _new_secret() -> str:
 
 
 def rotate_key(path: Path, which: str, old_seconds: float) -> tuple[Key, str]:
-    """The same entry with a new secret, which is nowhere else; the one before works for `old_seconds` more, one from
-    before that no longer. Files, batches, limits and usage are the id's: they stay. Raises KeyFileError."""
+    """Gives an entry a new secret; returns the entry and the secret, which is stored nowhere. The previous secret is
+    valid for `old_seconds` more, earlier ones are not. Files, batches, limits and usage belong to the id and stay.
+    Raises KeyFileError."""
     secret, until = _new_secret(), int(time.time() + old_seconds)
 
     def renewed(key: Key) -> Key:
@@ -106,12 +107,12 @@ def rotate_key(path: Path, which: str, old_seconds: float) -> tuple[Key, str]:
 
 
 def revoke_key(path: Path, which: str) -> Key:
-    """By id, or by name where it is one key's. Raises KeyFileError."""
+    """Removes a key by id, or by name if it is unique. Raises KeyFileError."""
     return _change(path, which, lambda key: replace(key, revoked_at=int(time.time())))
 
 
 def limit_key(path: Path, which: str, limits: dict[str, int | None]) -> Key:
-    """Sets the limits that are named; None takes one away. Raises KeyFileError."""
+    """Sets the given limits; None removes one. Raises KeyFileError."""
     return _change(path, which, lambda key: replace(key, limits=replace(key.limits, **limits)))
 
 
@@ -128,8 +129,8 @@ def _change(path: Path, which: str, change: Callable[[Key], Key]) -> Key:
 
 
 class KeyRing:
-    """The keys of a running daemon. `holder(key)` is None for anything that is not a working key; a file that became
-    unreadable rejects all keys. `wall`: unix seconds."""
+    """The keys of a running daemon. `holder(key)` is None unless the key is valid; if the file becomes unreadable, no
+    key is. `wall`: unix seconds."""
 
     def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
         self._path, self._wall = path, wall
@@ -148,7 +149,7 @@ class KeyRing:
         return found if len(key) <= MAX_KEY else None
 
     def works(self, key: Key) -> bool:
-        """Whether a key that `holder` gave is one still."""
+        """Whether a key from `holder` is still valid."""
         self._refresh()
         return any(known.id == key.id for known in self._keys)
 

@@ -1,4 +1,4 @@
-"""Logging: one JSON object a line for machines, one readable line for a terminal, an audit file; both show `extra`."""
+"""Logging: lines of JSON or of text, and an audit file. Both forms show `extra`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """time (UTC, milliseconds), level, logger, message, then the fields; a traceback stays within the line."""
+    """Formats a line as time (UTC, milliseconds), level, logger, message, then the fields; a traceback is part of the
+    line."""
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -55,8 +56,8 @@ class TextFormatter(logging.Formatter):
 
 
 class QueuedHandler(logging.Handler):
-    """Lines to a stream through a bounded queue and a thread: a stream without a reader stops neither the event loop
-    nor the end of the process. What finds no room is dropped and counted."""
+    """Writes lines to a stream through a bounded queue and a thread, so that a blocked stream delays neither the event
+    loop nor the exit of the process. Drops and counts lines if the queue is full."""
 
     def __init__(self, stream: TextIO, most: int = 8192) -> None:
         super().__init__()
@@ -98,14 +99,14 @@ class QueuedHandler(logging.Handler):
 
 
 class Sparse:
-    """At most `most` lines in `seconds`."""
+    """Limits lines to `most` in `seconds`."""
 
     def __init__(self, most: int, seconds: float = 60.0, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._most, self._seconds, self._monotonic = most, seconds, monotonic
         self._since, self._said, self._left = monotonic(), 0, 0
 
     def take(self) -> int | None:
-        """How many lines were left out before this one; None: this one is left out too."""
+        """The number of lines dropped before this one; None: drop this one, too."""
         if (now := self._monotonic()) - self._since >= self._seconds:
             self._since, self._said = now, 0
         if self._said >= self._most:
@@ -117,7 +118,7 @@ class Sparse:
 
 
 def set_up(stream: TextIO, form: str, level: str, audit_file: Path | None = None) -> None:
-    """`form`: auto (text on a terminal, else json), json or text. logrotate may move the audit file."""
+    """Sets up logging. `form`: auto (text on a terminal, else json), json or text. The audit file may be rotated."""
     if form == "auto":
         form = "text" if stream.isatty() else "json"
     handler = QueuedHandler(stream)

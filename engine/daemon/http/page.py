@@ -1,4 +1,4 @@
-"""The status page `/`, one static file that needs no key, and its data, `/v1/overview`, which does."""
+"""The status page `/`, a static file that needs no key, and its data, `/v1/overview`, which needs one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CAUSES_SECONDS = 10.0
 
 
 class Overview:
-    """The view that everyone who looks in the same second is given. On the event loop."""
+    """Makes the view, once a second for all clients. For one event loop."""
 
     def __init__(self, services: Services, version: str) -> None:
         self._services, self._version = services, version
@@ -41,7 +41,7 @@ class Overview:
         self.viewers: Counter[str] = Counter()
 
     async def view(self, owner: str) -> dict[str, Any]:
-        """Everything, with the owner's newest batches. Raises ApiError (503) where the store cannot be read."""
+        """The view with the owner's newest batches. Raises ApiError (503) if the store cannot be read."""
         now = time.monotonic()
         if now - self._made >= 1.0:
             self._view, self._made = self._shared(now), now
@@ -82,7 +82,7 @@ class Overview:
 
 
 def _failure(batch: BatchRow) -> str | None:
-    """Why a batch failed as a whole, in one line."""
+    """The reason why a batch failed as a whole, in one line; else None."""
     if not batch.errors:
         return None
     more = f" (and {len(batch.errors) - 1} more)" if len(batch.errors) > 1 else ""
@@ -91,7 +91,7 @@ def _failure(batch: BatchRow) -> str | None:
 
 @cache
 def page_of_daemon() -> tuple[bytes, str]:
-    """The page, and a policy under which nothing but its own style and script runs."""
+    """The page, and a content security policy that allows only its own style and script."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
     def digest(tag: str) -> str:

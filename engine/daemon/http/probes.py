@@ -1,5 +1,5 @@
-"""/health, /ready and /metrics, on the daemon's listener and on `metrics.port`, which has a thread and an event loop of
-its own so that no API traffic delays it. The routes only read and are thread-safe.
+"""/health, /ready and /metrics, on the daemon's listener and on `metrics.port`, which has its own thread and event loop
+so that API traffic does not delay it. The routes only read and are thread-safe.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .server import make_server
 from .state import Services
 
 STALLED_S = 60.0
-"""Without a turn of the daemon's own loop for so long, /health is 503: it will not come back by itself."""
+"""If the daemon's event loop has not run for this long, /health is 503: it will not recover by itself."""
 FULL_BYTES = 1 << 20
-"""With less free on the data folder's disk no commit is to be counted on."""
+"""With less free space on the data folder's disk commits may fail."""
 _CONNECTIONS, _GIVES_WAY_S = 64, 0.1
 
 
 def readiness(services: Services) -> tuple[bool, dict[str, Any]]:
-    """Whether requests are answered now, and the body that says so."""
+    """Whether requests are answered now, and the body of /ready."""
     dispatcher, store = services.dispatcher, services.store
     states = dispatcher.states
     reasons = [state.reason for state in states if state.phase != "ready" and state.reason]
@@ -67,7 +67,7 @@ def _full(services: Services) -> str:
 
 
 def probes_router(services: Services) -> APIRouter:
-    """Liveness and readiness. Both need no key; without one they tell a status and nothing else."""
+    """Liveness and readiness. Neither needs a key; without one the answer has only a status."""
     router = APIRouter(tags=["operations"])
 
     @router.get("/health", responses={503: {}})
@@ -106,7 +106,7 @@ def metrics_router(observer: Observer) -> APIRouter:
 
 
 class ProbeListener:
-    """`app` on `listener`, on a thread of its own; `close` ends it."""
+    """Serves `app` on `listener`, on its own thread, until `close`."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, options: ServerOptions) -> None:
         few = replace(options, max_connections=_CONNECTIONS, max_per_address=_CONNECTIONS, gives_way=_GIVES_WAY_S)

@@ -1,4 +1,4 @@
-"""uvicorn with limits on connections, header bytes and header time. The HTTP protocol is h11's, without C code."""
+"""uvicorn with limits on connections, header bytes and header time. HTTP is parsed by h11, without C code."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from .tls import TlsFault, check_pair
 
 log = logging.getLogger(__name__)
 _FRAMING_BYTES, _FRAMING = 256 << 10, 16
-"""Framing allowed beyond a body: bytes, and multiples of its size, since a chunk's header may have extensions."""
+"""Limits on framing in addition to a body: bytes, and a multiple of its size, since chunk headers may have extensions.
+"""
 _LEAVING_SECONDS = 1.0
 _RENEWAL_TICKS = 100  # of uvicorn's, ten a second
 _GRACEFUL_SECONDS = 3  # requests have been drained by then: what is left are clients that do not read
 
 
 class _Bounded(H11Protocol):
-    """A connection within `options`; uvicorn makes one for each and passes no arguments of ours."""
+    """A connection with the limits of `options`. uvicorn makes the instances and passes no other arguments."""
 
     options: ServerOptions
     room: Room
@@ -61,7 +62,7 @@ class _Bounded(H11Protocol):
             self.transport.abort()
 
     def _dress(self) -> None:
-        """Adds our fields to a request's scope, before its task begins."""
+        """Adds laddertron's fields to a request's scope, before its task begins."""
         if self.cycle is not None:
             # what ends the connection after the response ends it politely
             write, is_closing = self.transport.write, self.transport.is_closing
@@ -70,7 +71,7 @@ class _Bounded(H11Protocol):
             self.cycle.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
     def _next_event(self) -> Any:
-        """h11's next event; counts what of the bytes that came is body."""
+        """Returns h11's next event, and counts the bytes of the body."""
         event = self._h11_next()
         if isinstance(event, h11.Data):
             self._body += len(event.data)
@@ -92,8 +93,8 @@ class _Bounded(H11Protocol):
         self.room.moved(self.slot, self.idle)
 
     def _leave(self) -> None:
-        """After a response that ends the connection. Where the request's body is still coming a close would be a reset,
-        which the client may see before the answer: half closed, and what comes is dropped for a moment."""
+        """Closes the connection after a response that ends it. If the request's body is still arriving, a close would
+        send a reset, which the client may see before the answer: half-closes, and discards input for a moment."""
         if self.conn.their_state is not h11.SEND_BODY or self.transport.is_closing():
             self.transport.close()
             return
@@ -105,7 +106,7 @@ class _Bounded(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Nothing is asked here, or not yet in whole."""
+        """True if no complete request has been received."""
         return self.cycle is None or self.cycle.response_complete
 
     def pause_writing(self) -> None:
@@ -167,7 +168,7 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _stamp(self) -> list[tuple[int, int]]:
-        """Of the certificate and its key: changes when one of them is replaced."""
+        """A stamp of the certificate and its key, which changes when one is replaced."""
         found = []
         for path in (self._options.tls_cert, self._options.tls_key):
             with contextlib.suppress(OSError, TypeError):  # missing for a moment; no TLS
@@ -176,7 +177,7 @@ class HttpServer(uvicorn.Server):
         return found
 
     def _renew(self, context: ssl.SSLContext) -> None:
-        """New connections get a certificate that was renewed; one that cannot be used is reported once."""
+        """Loads a renewed certificate for new connections; reports an unusable one once."""
         if (stamp := self._stamp()) == self._pair:
             return
         self._pair, (cert, key) = stamp, (self._options.tls_cert, self._options.tls_key)
@@ -206,7 +207,7 @@ class HttpServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """The listening socket, for before anything is launched: a port in use is known at once. Raises OSError."""
+    """Opens the listening socket before anything is launched, so that a port in use fails at once. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
@@ -222,7 +223,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def make_server(app: Any, options: ServerOptions) -> HttpServer:
-    """Raises OSError or ssl.SSLError if the certificate cannot be used."""
+    """Makes the server. Raises OSError or ssl.SSLError if the certificate cannot be used."""
     config = uvicorn.Config(
         app,
         http=_Bounded,

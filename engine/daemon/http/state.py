@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Services(Core):
-    """Made once by the daemon (or a test), handed to every router."""
+    """Made once by the daemon (or a test) and passed to every router."""
 
     batches: Batches
     started_at: int

@@ -1,4 +1,4 @@
-"""Parses multipart/form-data as a stream: small fields, the file straight to disk, everything bounded."""
+"""Parses multipart/form-data as a stream: small fields in memory, the file to disk, everything bounded."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def boundary_of(content_type: str) -> bytes:
 
 
 class FormParser:
-    """`feed` the body as it comes, then `close`. The bytes of the part `file` go to `to_file`; `fields` are the
-    others. Raises FormError."""
+    """Call `feed` with the body as it arrives, then `close`. The bytes of the part `file` are passed to `to_file`;
+    `fields` has the other parts. Raises FormError."""
 
     def __init__(self, boundary: bytes, to_file: Callable[[bytes], None]) -> None:
         self._mark = b"\r\n--" + boundary
@@ -138,6 +138,6 @@ class FormParser:
 
 
 def clean_name(name: str) -> str:
-    """As it is kept and shown: no folders, no control characters, of a length."""
+    """The name as stored and shown: without folders and control characters, and of limited length."""
     base = re.split(r"[/\\]", name)[-1]
     return "".join(c if c.isprintable() else "_" for c in base)[:255] or "upload"

@@ -1,4 +1,4 @@
-"""The data folder: its lock, the check of its file system, files that are whole or not there at all."""
+"""The data folder: its lock, the check of its file system, atomic files."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _FIX = "free space if the disk is full, or set daemon.data_dir to another local 
 
 
 class DiskError(RuntimeError):
-    """The data folder cannot be used; the message names it, why, and the fix."""
+    """The data folder cannot be used; the message has the folder, the reason and the fix."""
 
 
 class Files(Protocol):
-    """The calls that a disk can fail in: `os`, or what fails in a test."""
+    """The calls that fail if a disk fails: `os`, or a failing substitute in tests."""
 
     def write(self, descriptor: int, data: memoryview, /) -> int: ...
     def fsync(self, descriptor: int, /) -> None: ...
 
 
 def sync_folder(folder: Path, files: Files) -> None:
-    """So that a name which was made, or renamed, in it stays. Raises OSError."""
+    """Syncs the folder, so that new and renamed files in it are durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         files.fsync(descriptor)
@@ -45,8 +45,8 @@ def sync_folder(folder: Path, files: Files) -> None:
 
 
 class NewFile:
-    """A file in the making: `write`, then `commit` under its name (fsync, rename, fsync of the folder). Left without
-    `commit`, it never was. Raises OSError."""
+    """An atomic file: `write`, then `commit` under its name (fsync, rename, fsync of the folder). Without `commit` it
+    is deleted. Raises OSError."""
 
     def __init__(self, path: Path, files: Files) -> None:
         self.path, self._files = path, files
@@ -64,7 +64,7 @@ class NewFile:
         self.size += len(data)
 
     def keep_access(self) -> None:
-        """Owner and mode of the file that it will replace, as far as this user may set them."""
+        """Copies owner and mode of the file that will be replaced, as far as this user may set them."""
         assert self._descriptor is not None
         with contextlib.suppress(FileNotFoundError, PermissionError):
             before = self.path.stat()
@@ -89,7 +89,7 @@ class NewFile:
 
 
 def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
-    """(mount point, file system type) of a path, by the text of /proc/self/mountinfo."""
+    """The (mount point, file system type) of a path, from the text of /proc/self/mountinfo."""
     best = ("/", "unknown")
     wanted = str(path)
     for line in mountinfo.splitlines():
@@ -104,7 +104,7 @@ def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
 
 
 def check_type(folder: Path, mountinfo: str) -> None:
-    """Raises DiskError where the folder is on a network file system."""
+    """Raises DiskError if the folder is on a network file system."""
     point, kind = mount_of(folder.resolve(), mountinfo)
     base = kind.removeprefix("fuse.")
     if base in NETWORK_TYPES or (kind.startswith("fuse.") and base not in ("fuseblk", "fuse-overlayfs")):
@@ -136,7 +136,7 @@ def probe(folder: Path) -> None:
 
 
 class FolderLock:
-    """One daemon at a time. The lock file says who holds it; the kernel lets go when the holder ends."""
+    """The lock that allows one daemon at a time. The file names the holder; the kernel releases it when that exits."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "lock"
@@ -167,7 +167,7 @@ class FolderLock:
 
 
 def holder_pid(folder: Path) -> int | None:
-    """The process of this host that holds the folder; None where none does."""
+    """The process of this host that holds the folder's lock, or None."""
     try:
         with (folder / "lock").open("rb") as file:
             try:

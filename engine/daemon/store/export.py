@@ -25,7 +25,7 @@ _NUMBERED = re.compile(r"(?:claim|seg)-(\d{6,})")
 
 
 class Fenced(ExportError):
-    """Another daemon has taken the export over: this one must not go on."""
+    """Another daemon has claimed the export: this one must stop."""
 
 
 class ExportGone(OSError):
@@ -71,7 +71,7 @@ def _found(generation: int, segments: tuple[Path, ...]) -> Found:
 
 
 def copy_file(source: Path, target: Path, files: Files) -> None:
-    """A whole copy or none, fsynced. Raises OSError."""
+    """Copies a file atomically and syncs it. Raises OSError."""
     with source.open("rb") as file, NewFile(target, files) as copy:
         while chunk := file.read(1 << 20):
             copy.write(chunk)
@@ -79,7 +79,7 @@ def copy_file(source: Path, target: Path, files: Files) -> None:
 
 
 class Export:
-    """Written by the store's thread alone. `files` fails in tests."""
+    """Only the store's thread writes it. `files` fails in tests."""
 
     def __init__(self, folder: Path, files: Files) -> None:
         self.folder, self._files = folder, files
@@ -90,11 +90,11 @@ class Export:
         self._names: set[str] = set()
         self.generation = self.claim = 0
         self.superseded: list[Path] = []
-        """Segments of which the snapshot contains everything."""
+        """Segments whose changes the snapshot contains."""
 
     @property
     def files_folder(self) -> Path:
-        """Copies of what was uploaded."""
+        """The folder with copies of uploaded files."""
         return self.folder / "files"
 
     @property
@@ -137,7 +137,7 @@ class Export:
             os.close(descriptor)
 
     def begin(self, rows: Iterable[Change], store: int) -> None:
-        """Writes the snapshot; segments that it supersedes go. Raises OSError or Fenced."""
+        """Writes the snapshot and deletes the segments that it supersedes. Raises OSError or Fenced."""
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         owner = Owner(store, self.generation, self.claim, socket.gethostname(), since)
         with NewFile(self._path(0), self._files) as snapshot:
@@ -155,7 +155,7 @@ class Export:
                 path.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raises Fenced where another daemon claimed the export, ExportGone where the folder was replaced."""
+        """Raises Fenced if another daemon has claimed the export, ExportGone if the folder was replaced."""
         try:
             self._check_files()
         except ExportGone:
@@ -196,7 +196,7 @@ class Export:
             self.close()
 
     def append(self, changes: list[Change]) -> None:
-        """One group, on the disk when this returns. Raises OSError (nothing of it counts) or Fenced."""
+        """Writes and syncs one group. Raises OSError (then no part of it counts) or Fenced."""
         self.check()
         first = number = self._group
         extra = {} if self._undone is None else {"undone": self._undone}
@@ -219,11 +219,11 @@ class Export:
         self._last, self._group, self._undone = first, number, None
 
     def undo(self) -> None:
-        """The last group was not committed after all: the next frame says so."""
+        """Makes the next frame revoke the last group, which was not committed."""
         self._undone = self._last
 
     def keep(self, source: Path, name: str) -> None:
-        """A copy of an uploaded file. Raises OSError."""
+        """Copies an uploaded file. Raises OSError."""
         copy_file(source, self.files_folder / name, self._files)
 
     def forget(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The files of batches: uploads are checked, output and error files made from the store, old ones deleted."""
+"""The files of batches: checks uploads, makes output and error files from the store, deletes old files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CLEANING_SECONDS = 600.0
 
 
 class Cleaner:
-    """`retention` in seconds; None keeps all but files that expire. Deletes nothing while the clock is paused."""
+    """Deletes old files. `retention` in seconds; None: only files that expire. Waits while the clock is paused."""
 
     def __init__(self, store: Store, retention: float | None) -> None:
         self._store, self._retention = store, retention
@@ -36,7 +36,7 @@ class Cleaner:
             await asyncio.sleep(_CLEANING_SECONDS)
 
     async def clean(self, before: int, now: int) -> int:
-        """Deletes what was made before a time, or has expired. Raises StoreUnavailable or OSError."""
+        """Deletes batches and files from before `before`, and expired files. Raises StoreUnavailable or OSError."""
         count = 0
         while batches := await self._store.read(lambda db: records.old_batches(db, before)):
             for batch in batches:
@@ -66,7 +66,7 @@ class InputFault(Exception):
 
 
 def check_input(file: FileRow, path: Path) -> None:
-    """By size, and by digest where an earlier version has not left that out. Raises InputFault or OSError."""
+    """Checks an input file by size, and by digest if one is stored. Raises InputFault or OSError."""
     try:
         with path.open("rb") as opened:
             size = opened.seek(0, 2)
@@ -88,7 +88,7 @@ _CHUNK = 1 << 18
 
 
 def write_lines(db: sqlite3.Connection, batch_id: str, ok: bool, path: Path, files: Files) -> int:
-    """Writes one of a batch's files; its bytes. Raises OSError."""
+    """Writes the output or error file of a batch; returns its bytes. Raises OSError."""
     with NewFile(path, files) as file:
         part: list[bytes] = []
         size = 0
@@ -108,14 +108,15 @@ def size_of(path: Path) -> int | None:
 
 
 class Outputs:
-    """Makes each file once at a time: who asks for it meanwhile waits for the same maker. Used on the store's loop."""
+    """Makes output and error files. Concurrent requests for a file share one task. For the store's event loop."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._making: dict[str, asyncio.Task[int]] = {}
 
     async def make(self, batch: BatchRow, file_id: str, size: int | None = None) -> int:
-        """Makes a file of the batch, unless it has `size` bytes; its bytes. Raises OSError or StoreUnavailable."""
+        """Makes a file of the batch unless it has `size` bytes already; returns its bytes. Raises OSError or
+        StoreUnavailable."""
         task = self._making.get(file_id)
         if task is None:
             path, ok = self._store.path_of(file_id), file_id == batch.output_file_id

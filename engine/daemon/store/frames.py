@@ -30,7 +30,7 @@ class ExportError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A frame that cannot be read, or groups that are missing before it."""
+    """An unreadable frame, or missing groups before it."""
 
     path: Path
     offset: int
@@ -42,7 +42,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Changes that were committed together; `number`: the one of its last frame."""
+    """Changes that were committed together; `number`: of the last frame."""
 
     number: int
     changes: list[Change]
@@ -69,8 +69,8 @@ def _frame(group: int, parts: Sequence[bytes], extra: Mapping[str, Any]) -> byte
 
 
 def frames(first: int, changes: Iterable[Change], extra: Mapping[str, Any], joined: bool) -> Iterator[bytes]:
-    """Frames from number `first` on, `extra` in the first one. `joined`: they are one group, in whole or not at all.
-    Raises OSError where one change exceeds a frame."""
+    """Yields frames from number `first` on; the first has `extra`. `joined`: they are one atomic group. Raises OSError
+    if one change exceeds a frame."""
     parts: list[bytes] = []
     size = 0
     for change in changes:
@@ -84,7 +84,7 @@ def frames(first: int, changes: Iterable[Change], extra: Mapping[str, Any], join
 
 
 def generations(folder: Path) -> dict[int, list[Path]]:
-    """Segments of each generation, in order; those still being written under another name do not count."""
+    """Finds the segments of each generation, in order, without unfinished ones."""
     found: dict[int, list[tuple[int, Path]]] = {}
     for path in folder.glob("seg-*.ltx"):
         if match := _SEGMENT.fullmatch(path.name):
@@ -93,7 +93,7 @@ def generations(folder: Path) -> dict[int, list[Path]]:
 
 
 def first_value(path: Path) -> dict[str, Any]:
-    """The first frame of a segment. Raises ExportError or OSError."""
+    """Reads the first frame of a segment. Raises ExportError or OSError."""
     for found in _scan(path, -1):
         if isinstance(found, _Frame) and found.value is not None:
             return found.value
@@ -104,8 +104,8 @@ def first_value(path: Path) -> dict[str, Any]:
 def read_groups(
     segments: Sequence[Path], after: int = -1, damaged: Callable[[Damage], None] | None = None
 ) -> Iterator[Group]:
-    """Groups numbered above `after`, in order, without those that were undone or written again. `damaged` is called
-    with what cannot be read, and reading continues behind it; without it that raises ExportError."""
+    """Yields groups numbered above `after`, in order, without those that were revoked or written again. `damaged` is
+    called for damage, and reading continues after it; without `damaged`, damage raises ExportError."""
     held: Group | None = None
     first = last = -1
     pending = False
@@ -139,7 +139,7 @@ def _report(damage: Damage, damaged: Callable[[Damage], None] | None) -> None:
 
 
 def _scan(path: Path, after: int) -> Iterator[_Frame | Damage]:
-    """Whole frames of a segment and what is between them; payloads of groups up to `after` are skipped."""
+    """Yields the complete frames of a segment and the damage between them; skips payloads of groups up to `after`."""
     size = path.stat().st_size
     offset = 0
     with path.open("rb") as file:
@@ -161,7 +161,7 @@ _CUT = "the file ends within a frame"
 
 
 def _read_frame(file: BinaryIO, offset: int, size: int, after: int) -> tuple[_Frame, int] | str:
-    """The frame at `offset` and where it ends, or why there is none."""
+    """Reads the frame at `offset`; returns it and its end, or the reason why it is unreadable."""
     file.seek(offset)
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:

@@ -217,7 +217,7 @@ def test_two_ranks_keep_to_the_cores_of_their_seats(ranks: Ranks) -> None:
         assert found["found"] == [[found["told"]]]
         assert found["threads"] == 1
     for found in ranks(2, "test_rank_start:case_bound", {"fits": False}):
-        assert "which has cores 6000" in found["refused"]
+        assert "with cores 6000" in found["refused"]
         assert "or set launch.bind_to: none" in found["refused"]
 
 
