@@ -7,8 +7,10 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +21,10 @@ import cross_node  # noqa: E402
 import cross_wirings  # noqa: E402
 import law_rank  # noqa: E402
 from cross_wirings import Prices, lanes_of_the_law, of_the_law, predicted_step, prices  # noqa: E402
+from laddertron.engine.batch import Batch  # noqa: E402
+from laddertron.engine.step import runner as runners  # noqa: E402
 from laddertron.tools.plan.step_simulator import law  # noqa: E402
+from laddertron.topology.comm.collectives import Done  # noqa: E402
 from laddertron.topology.comm.ledger import Record  # noqa: E402
 
 MS = 1e-3
@@ -198,3 +203,38 @@ def test_nobody_waits_for_what_is_carried() -> None:
     tensors = [torch.ones(1) for _ in range(8)]
     assert all(carried.start(x).wait() is x for x in tensors)
     assert log == [*(f"start {n}" for n in range(1, 7)), "wait 1", "start 7", "wait 2", "start 8"]
+
+
+def test_drafts_are_the_answers_of_freed_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that was answered before has its answer as drafts, right or wrong as asked; another one has none."""
+    runner = SimpleNamespace(
+        tokens=np.arange(20, dtype=np.int32).reshape(2, 10), length=[6, 0], _apply=lambda batch: None
+    )
+    monkeypatch.setattr(law_rank.runners, "look_up", None)
+    for right, drafts in ((1.0, [3, 4, 5]), (0.0, [4, 5, 6])):
+        law_rank.give_drafts(runner, 2, right)
+        look_up: Any = vars(runners)["look_up"]
+        assert look_up(np.array([0, 1, 2], np.int32), 8) == []
+        runner._apply(Batch(step=1, released=(0,)))
+        assert look_up(np.array([0, 1, 2], np.int32), 8) == drafts
+        assert look_up(np.array([0, 1, 2], np.int32), 1) == drafts[:1]
+        assert look_up(np.array([0, 1, 9], np.int32), 8) == look_up(np.array([10, 11], np.int32), 8) == []
+
+
+def test_rank_0_has_all_ranks_start_all_reduces() -> None:
+    """A frame of eight bytes is an order, everything else a plan."""
+    frames: list[bytes] = []
+
+    class Reduce:
+        sizes: ClassVar[list[int]] = []
+
+        def start(self, x: torch.Tensor, *_: object) -> Any:
+            self.sizes.append(x.numel())
+            return Done(x)
+
+    channel = SimpleNamespace(send=frames.append, receive=lambda timeout_s: frames.pop(0), close=lambda: None)
+    plans = law_rank.Plans(SimpleNamespace(plans=channel, all_reduce=Reduce()))  # type: ignore[arg-type]
+    assert len(plans.all_reduces(64, 2)) == 2
+    plans.send(b"a plan of a step")
+    assert plans.receive() == b"a plan of a step"
+    assert Reduce.sizes == [16] * 4
