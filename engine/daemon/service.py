@@ -174,7 +174,7 @@ class Daemon:
         except OSError as error:  # possibly temporary, such as no free descriptor
             why = f"batches pause: {store.folder} cannot be accessed: {error.strerror}"
         if why != batches.gate.why:
-            (log.warning if why else log.info)(why or "batches go on", extra={"event": "gate"})
+            (log.warning if why else log.info)(why or "batches resume", extra={"event": "gate"})
             batches.gate.set(why)
 
     # the parts

@@ -151,7 +151,7 @@ class ControlServer:
         if len(self._unproven) >= self.welcome.world_size + SPARE_PEERS:
             oldest = next(iter(self._unproven))
             del self._unproven[oldest]
-            oldest.drop("too many connections that have not proved the secret")
+            oldest.drop("too many unauthenticated connections")
         self._unproven[peer] = None
 
     def peer_proved(self, peer: _Peer, rank: int) -> None:

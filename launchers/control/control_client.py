@@ -310,7 +310,7 @@ def _shake_hands(connection: socket.socket, secret: bytes, rank: int) -> tuple[f
     connection.sendall(writer.frame(messages.to_wire(messages.Answer(ours.hex(), rank, mac))))
     proof = messages.from_unproven(messages.Proof, receive())
     if not frames.same_mac(proof.mac, frames.proof_mac(secret, theirs, ours, rank)):
-        raise FrameError("its proof is wrong")
+        raise FrameError("its authentication failed")
     reader.key = frames.direction_key(secret, theirs, ours, "server")
     writer.key = frames.direction_key(secret, theirs, ours, "rank")
     return reader, writer

@@ -60,7 +60,7 @@ def verdict(failure: JobFailure | None, dumps: Mapping[str, Mapping[str, Any]]) 
         if isinstance(dump.get("started"), int)
     }
     if not places:
-        return "no rank answered: the launcher or the nodes are to be looked at first"
+        return "no rank responded: check the launcher and the nodes first"
     furthest = max(place[:2] for place in places.values())
     late = sorted((rank for rank, place in places.items() if place[:2] < furthest), key=int)
     waiting = next((place[2] for place in places.values() if place[2]), "")
@@ -69,10 +69,10 @@ def verdict(failure: JobFailure | None, dumps: Mapping[str, Mapping[str, Any]]) 
         return f"rank {', '.join(late)} did not arrive: step and collective {places[late[0]][:2]} of {furthest}{rest}"
     computing = sorted((rank for rank, place in places.items() if not place[2]), key=int)
     if waiting and computing:
-        return f"rank {', '.join(computing)} has not come to the wait: the others wait in {waiting}"
+        return f"rank {', '.join(computing)} is not waiting, the others wait in {waiting}"
     if waiting:
         return f"all ranks wait in {waiting}: suspect the link between them"
-    return "all ranks are at the same place, none waits"
+    return "all ranks are at the same step and none waits"
 
 
 def parts_of(
@@ -187,11 +187,11 @@ def newest(folder: Path) -> list[Path]:
 
 
 _PARTS = {
-    "config.json": "the deployment, secrets taken out",
-    "failure.json": "what the supervisor saw; output.txt: the launcher's and ranks' last words",
+    "config.json": "the deployment, without secrets",
+    "failure.json": "what the supervisor reported; output.txt: the last output of launcher and ranks",
     "job.json": "phase, ranks, earlier failures",
     "ranks/": "stacks of every thread, the last collectives (seconds on CLOCK_MONOTONIC), what each waits in",
-    "host/": "this machine's topology, RDMA ports' counters, NCCL's flight recorder where there is one",
+    "host/": "this machine's topology, RDMA ports' counters, NCCL's flight recorder if there is one",
 }
 
 
@@ -206,7 +206,7 @@ def _readme(first: str, replica: int, job: Mapping[str, Any], parts: Iterable[st
     lines += [f"failed before: {one.get('kind')}: {one.get('reason')}" for one in failures]
     names = list(parts)
     lines += [f"{name:<14}{text}" for name, text in _PARTS.items() if any(part.startswith(name) for part in names)]
-    text: str = redacted("\n".join((*lines, "logs/         ends of the log files, where there are any", "")))
+    text: str = redacted("\n".join((*lines, "logs/         the last lines of log files, if there are any", "")))
     return text
 
 

@@ -46,8 +46,8 @@ def spare_places(
         free = [spare for spare in spares if spare not in places.values() and not out(spare)]
         if not free:
             raise LaunchError(
-                f"{host.name} is out of use and no spare is left of "
-                f"launch.spare_hosts={list(spares)}: repair the host or name another spare"
+                f"{host.name} is excluded and no spare is left in "
+                f"launch.spare_hosts={list(spares)}: repair the host or add a spare"
             )
         places[host.name] = free[0]
     return places
@@ -169,7 +169,5 @@ def _address_towards(host: str) -> str:
             probe.connect(address)
             found: str = probe.getsockname()[0]
     except OSError as error:
-        raise LaunchError(
-            f"no way to {host} from here ({error}): set daemon.control_host or launch.interface"
-        ) from None
+        raise LaunchError(f"no route to {host} ({error}): set daemon.control_host or launch.interface") from None
     return found

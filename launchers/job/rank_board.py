@@ -182,11 +182,11 @@ class RankBoard:
         if len(greeted) < len(self.ranks):
             if now - self._began > timeouts.launch_s:
                 missing = ", ".join(str(rank) for rank in self.ranks if rank not in greeted)
-                text = f"rank {missing} did not come up within {timeouts.launch_s:g} s"
+                text = f"rank {missing} did not start within {timeouts.launch_s:g} s"
                 news.append(self.sign(Evidence("launch", None, text)))
         elif not self._ready and (self.loads or not self._standing()) and now - self._moved > timeouts.load_stall_s:
             slowest = min(greeted, key=lambda rank: self.ranks[rank].fraction)
-            text = f"loading has not got on for {timeouts.load_stall_s:g} s"
+            text = f"loading has made no progress for {timeouts.load_stall_s:g} s"
             news.append(self.sign(Evidence("load_stalled", slowest, text)))
         for rank in greeted:
             state = self.ranks[rank]
@@ -230,7 +230,7 @@ class RankBoard:
         if sign.kind == "rank_lost" and NODE_LOST in words:
             sign = Evidence("launcher_exit", None, "mpirun lost a node, and ended the ranks on the others")
         elif sign.kind == "rank_lost" and stood_still >= SILENCE_S:
-            text = f"this process was suspended for {stood_still:.0f} s: without it ranks end themselves"
+            text = f"this process was suspended for {stood_still:.0f} s: ranks exit without it"
             sign = Evidence("consequence", None, text)
         elif sign.kind == "rank_lost":
             # connections are read in any order, so the first end that was read need not be the first that happened

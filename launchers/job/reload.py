@@ -157,7 +157,7 @@ class Reloader:
                 reason = str(error)
             self._models[index] = digest if reason is None else before
             if reason is not None:
-                kept = f"replica {index} keeps the configuration before"
+                kept = f"replica {index} keeps the old configuration"
                 return "failed", [f"{kept}{', those before it have the new one' if index else ''}: {reason}"]
             self.deployments[index] = new
         return "done", []

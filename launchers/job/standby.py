@@ -48,10 +48,12 @@ class Standby:
         if launch is None:
             return None
         if excluded != self._excluded or not launch.healthy:
-            why = "a rank of it is silent or gone" if excluded == self._excluded else "it counts on a node that is out"
+            why = "one of its ranks is silent or exited" if excluded == self._excluded else "it uses an excluded node"
             log.warning("standby: not used, %s: a cold start", why, extra={"event": "standby"})
             return None
-        log.info("standby: takes over%s", "" if phase == "ready" else ", still coming up", extra={"event": "standby"})
+        log.info(
+            "standby: takes over%s", "" if phase == "ready" else ", which is still starting", extra={"event": "standby"}
+        )
         self._launch, launch.owner = None, owner
         self._set("")
         launch.load()

@@ -147,11 +147,11 @@ class MpiJob:
                     return
             self._set_state("stopped")
         except Exception as error:
-            log.exception("the supervisor itself failed")
+            log.exception("internal error of the supervisor")
             if self._launch is not None:
                 await self._launch.end(orderly=False)
             self._report_lost(JobFailure("launch", repr(error)))
-            self._set_state("failed", reason=f"the supervisor itself failed: {error!r}")
+            self._set_state("failed", reason=f"internal error of the supervisor: {error!r}")
         finally:
             await self._standby.close()
 
@@ -239,7 +239,7 @@ class MpiJob:
         with contextlib.suppress(ValueError, OSError):
             self._command(self._excluded | {node})
             self._excluded |= {node}
-            log.warning("%s is left out from now on: a spare host takes its place", node, extra={"node": node})
+            log.warning("%s is excluded: a spare host replaces it", node, extra={"node": node})
 
     def _report_lost(self, failure: JobFailure | None) -> None:
         lost, entered = self.in_flight.lose()

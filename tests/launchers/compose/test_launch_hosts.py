@@ -191,7 +191,7 @@ def test_spares_take_the_place_of_lost_hosts() -> None:
     assert again == {"b": "s2"}
     with pytest.raises(LaunchError, match="no spare is left"):
         spare_places(share.hosts, ["a", "b", "s1"], ["s1", "s2"], again, "login")
-    with pytest.raises(LaunchError, match="localhost is out of use"):
+    with pytest.raises(LaunchError, match="localhost is excluded"):
         spare_places((Host("localhost", 2),), ["laptop"], [], {}, "laptop")
 
 
@@ -207,7 +207,7 @@ def test_a_fleet_is_ready_for_the_supervisor() -> None:
     options = fleet.options(0, restart=False)
     assert (options.world_size, options.control_host, options.max_failures) == (2, "127.0.0.1", 1)
     assert (options.timeouts.dead_s, options.timeouts.suspect_s) == (4.0, 2.0)
-    with pytest.raises(LaunchError, match="out of use"):
+    with pytest.raises(LaunchError, match="is excluded"):
         fleet.command(0, frozenset({"laptop"}))
 
 

@@ -48,11 +48,11 @@ def dump(step: int, started: int, waiting: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dumps", "words"),
     [
-        ({}, "no rank answered"),
+        ({}, "no rank responded"),
         ({"0": dump(5, 90, "collective 89 (gather)"), "1": dump(5, 88)}, "rank 1 did not arrive"),
         ({"0": dump(5, 90, "c 89"), "1": dump(4, 90)}, "rank 1 did not arrive"),
         ({"0": dump(5, 90, "c 89"), "1": dump(5, 90, "c 89")}, "all ranks wait in c 89: suspect the link"),
-        ({"0": dump(5, 90, "c 89"), "1": dump(5, 90)}, "rank 1 has not come to the wait"),
+        ({"0": dump(5, 90, "c 89"), "1": dump(5, 90)}, "rank 1 is not waiting"),
         ({"0": dump(5, 90), "1": dump(5, 90)}, "none waits"),
     ],
 )

@@ -367,7 +367,7 @@ def test_ranks_that_never_come_up_and_loading_that_stands_still() -> None:
     board.heard(1, Beat(), 30.0)
     (sign,) = board.look(30.5)
     assert isinstance(sign, Evidence)
-    assert sign.text == "rank 0, 2 did not come up within 30 s"
+    assert sign.text == "rank 0, 2 did not start within 30 s"
 
     board = RankBoard(2, timeouts, 0.0)
     for rank, fraction in ((0, 0.5), (1, 0.25)):

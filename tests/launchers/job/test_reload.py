@@ -135,7 +135,7 @@ def test_it_refuses_with_each_reason_and_takes_what_it_can(tmp_path: Path, caplo
             second, daemon.made = daemon.made[0], [_Broken("broken")]
             await daemon.ask()
             assert daemon.said()["outcome"] == "failed"
-            assert daemon.said()["reasons"] == ["replica 0 keeps the configuration before: no such weights"]
+            assert daemon.said()["reasons"] == ["replica 0 keeps the old configuration: no such weights"]
             assert daemon.rolling.job is second
             assert daemon.outcomes == ["refused", "refused", "done", "failed"]
         finally:

@@ -203,7 +203,7 @@ def test_a_starved_one_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
         assert left(waiting) == []
 
     bounded(run)
-    assert "standby: not used, a rank of it is silent or gone: a cold start" in said(caplog)
+    assert "standby: not used, one of its ranks is silent or exited: a cold start" in said(caplog)
 
 
 def test_one_of_another_version_is_refused_while_the_job_serves_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -596,7 +596,7 @@ def test_ranks_that_do_not_come_up_are_numbered() -> None:
     async def run() -> None:
         async with story(sleeper, restart=False, timeouts=JobTimeouts(launch_s=0.3)) as s:
             await s.phase("failed")
-            assert "rank 0, 1 did not come up within 0.3 s" in s.job.state.reason
+            assert "rank 0, 1 did not start within 0.3 s" in s.job.state.reason
 
     bounded(run)
 
