@@ -26,9 +26,10 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE / "cross_node"), str(HERE)]
 
 from common import table, to_and_fro  # noqa: E402
-from laddertron.engine.step.memory import MemoryKeys, StoredTypes  # noqa: E402
+from laddertron.engine.step.memory import MemoryKeys  # noqa: E402
 from laddertron.models.config.model_config import from_folder  # noqa: E402
 from laddertron.tools.plan.layouts import Devices, Work, fullest_stage, group_of  # noqa: E402
+from laddertron.tools.plan.memory import StoredTypes  # noqa: E402
 from laddertron.tools.plan.mixtures import BATCHES, mixture_layouts  # noqa: E402
 from laddertron.tools.plan.roofline import ComputeRates, Links, Load  # noqa: E402
 from laddertron.tools.plan.step_simulator import Wire  # noqa: E402

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from ...engine.schedule.step_planner import LEAST_CHUNK
-from ...engine.step.memory import Memory, MemoryKeys, StoredTypes, memory
+from ...engine.step.memory import MemoryKeys
 from ...models.config.known_models import half_ladder
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring, make_wiring
@@ -34,6 +34,7 @@ from .layouts import (
     hop,
     layouts,
 )
+from .memory import Memory, StoredTypes, memory
 from .mixtures import MixtureLayout, messages_of, mixture_layouts
 from .roofline import Links, Load, SimulatedGroup, cpu_rates, emulated_links, gpu_rates, links
 from .step_simulator import StepTime, law

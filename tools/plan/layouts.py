@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from ...engine.step.memory import Memory, MemoryKeys, StoredTypes, memory
+from ...engine.step.memory import MemoryKeys
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring, make_wiring
 from ...models.config.quantisation import BYTES
@@ -16,6 +16,7 @@ from ...models.config.shapes import WHOLE, Sharing, splits
 from ...models.stages import RankShard, Stage, choose_layers, head_in_layers, make_stages
 from ...topology.cost.cost import Shape, predict
 from ...topology.cost.prices import reference
+from .memory import Memory, StoredTypes, memory
 from .roofline import ComputeRates, Links, Load, SimulatedGroup
 from .step_simulator import StepTime
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from ...engine.step.memory import Memory, MemoryKeys, StoredTypes, memory
+from ...engine.step.memory import MemoryKeys
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring
 from ...models.config.quantisation import BYTES
@@ -16,6 +16,7 @@ from ...models.residual import plan
 from ...topology.cost.cost import Backend, predict, sent_bytes
 from ...topology.cost.prices import reference
 from .layouts import Devices, Work, fullest_stage, group_of, hop
+from .memory import Memory, StoredTypes, memory
 from .roofline import Load, SimulatedGroup
 from .step_simulator import Wire, simulate_step
 

@@ -15,7 +15,7 @@ from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, rea
 from ...engine.config.rules import emulated_link
 from ...engine.config.schema import CPU_KV_CACHE_MEMORY
 from ...engine.schedule.speculation import MOST
-from ...engine.step.memory import MemoryKeys, StoredTypes, memory
+from ...engine.step.memory import MemoryKeys
 from ...launchers.cli.fabric_source import backend_of, lay_out, read_fabric, suits
 from ...models.config.known_models import PUBLISHED_FP8, by_folder, half_ladder, known, published_fp8
 from ...models.config.model_config import ModelConfig, from_folder
@@ -34,6 +34,7 @@ from ...topology.hardware.presets import preset
 from ...topology.placement.placement import place
 from .estimate import Question
 from .layouts import Work
+from .memory import StoredTypes, memory
 
 FP8, FP8_EXPERTS = Quantisation("fp8"), Quantisation("fp8", block=(128, 128))
 """The assumed forms of fp8 weights that are not on this machine: of dense models, of mixtures of experts."""

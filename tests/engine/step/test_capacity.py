@@ -28,9 +28,7 @@ from laddertron.engine.step.memory import (
     GRAPH_BYTES,
     NCCL_BUFFERS,
     MemoryKeys,
-    StoredTypes,
     graph_sizes,
-    memory,
     working_memory,
 )
 from laddertron.models.attention import KVCache
@@ -39,6 +37,7 @@ from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.cuda.flashinfer import FlashInferAttention
 from laddertron.models.cuda.workspace import WRAPPER_BYTES, partial_bytes, workspace_bytes
 from laddertron.models.stages import RankShard
+from laddertron.tools.plan.memory import StoredTypes, memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB, MIB = 1 << 30, 1 << 20

@@ -10,13 +10,13 @@ import checkpoints
 import pytest
 import torch
 from laddertron.engine.config.load import ConfigError, read
-from laddertron.engine.step.memory import memory
 from laddertron.models import reference
 from laddertron.models.cpu.kernels import Kernels
 from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.ops import Norm, TorchOps
 from laddertron.models.ops_choice import WeightsError, make_ops
 from laddertron.tools.plan.layouts import Work
+from laddertron.tools.plan.memory import memory
 from laddertron.tools.plan.plan_source import Asked, from_deployment
 from safetensors.torch import save_file
 from torch import Tensor

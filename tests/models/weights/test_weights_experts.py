@@ -9,7 +9,7 @@ import checkpoints
 import pytest
 import torch
 from laddertron.engine.config.load import read
-from laddertron.engine.step.memory import MemoryKeys, memory
+from laddertron.engine.step.memory import MemoryKeys
 from laddertron.launchers.cli.__main__ import main
 from laddertron.models import ops_choice
 from laddertron.models.config.model_config import from_folder
@@ -22,6 +22,7 @@ from laddertron.models.weights.quantised import scale_shape
 from laddertron.models.weights.rank_files import sizes_of
 from laddertron.models.weights.slices import expected_shapes, plan_fills
 from laddertron.tools.plan.layouts import Work
+from laddertron.tools.plan.memory import memory
 from laddertron.tools.plan.plan_source import Asked, from_deployment
 from laddertron.topology.hardware.presets import preset
 from safetensors.torch import load_file, save_file

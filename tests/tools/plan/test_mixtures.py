@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from laddertron.engine.config.load import read
-from laddertron.engine.step.memory import MemoryKeys, StoredTypes, memory
+from laddertron.engine.step.memory import MemoryKeys
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.cli.commands.check import model_faults
 from laddertron.models.config.known_models import known
@@ -20,6 +20,7 @@ from laddertron.models.residual import flow, plan
 from laddertron.models.stages import RankShard
 from laddertron.tools.plan.estimate import CapacityEstimate, make_plan
 from laddertron.tools.plan.layouts import Devices, Work, hop
+from laddertron.tools.plan.memory import StoredTypes, memory
 from laddertron.tools.plan.mixtures import BATCHES, NOT_BUILT, MixtureLayout, best_of, messages_of
 from laddertron.tools.plan.plan_source import Asked, from_deployment, from_names
 from laddertron.tools.plan.roofline import Links, cpu_rates, distinct_experts, most_on_a_rank

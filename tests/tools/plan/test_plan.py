@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from laddertron.engine.config.load import ConfigError, read
-from laddertron.engine.step.memory import MemoryKeys, StoredTypes, memory
+from laddertron.engine.step.memory import MemoryKeys
 from laddertron.launchers.cli.__main__ import group, main
 from laddertron.models.config.known_models import architecture, by_folder, known, known_models, published_fp8
 from laddertron.models.config.model_config import ModelConfig
@@ -26,6 +26,7 @@ from laddertron.tools.plan.advice import deployment_text, describe
 from laddertron.tools.plan.answer import basis, headline
 from laddertron.tools.plan.estimate import CapacityEstimate, Question, group_in, make_plan, memory_in
 from laddertron.tools.plan.layouts import Work
+from laddertron.tools.plan.memory import StoredTypes, memory
 from laddertron.tools.plan.plan_source import Asked, from_deployment, from_names
 from laddertron.tools.plan.roofline import ATTENTION_CALLS, Load, SimulatedGroup, gpu_rates, links
 from laddertron.tools.plan.tables import as_json, markdown, sheets
