@@ -62,6 +62,9 @@ def report(error: BaseException) -> int | None:
         case click.Abort():
             click.echo("interrupted", err=True)
             return INTERRUPTED
+        case FileNotFoundError() if error.filename is None:  # os.getcwd
+            show_error("the current folder was removed: change to one that exists")
+            return USAGE
         case OSError() if error.errno in _MACHINE:
             where = error.filename2 or error.filename or "the output, or a file that it needs"
             show_error(f"{where} cannot be written or read: {error.strerror}")

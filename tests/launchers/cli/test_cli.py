@@ -500,6 +500,16 @@ def test_a_full_disk_under_the_output_is_one_line(words: tuple[str, ...]) -> Non
     assert (done.returncode, done.stderr) == (FAILED, said)
 
 
+def test_a_removed_current_folder_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cli.main(["check", str(CONFIGS / "demo.yaml")]) == 2
+    assert capsys.readouterr().err == "error: the current folder was removed: change to one that exists\n"
+
+
 def test_any_terminal_shows_something() -> None:
     """One of no width, and one whose encoding lacks a character."""
     for words in (("topo",), ("metrics",), ("plan", "--model", "llama-3.1-8b", "--nodes", "1xH100")):
