@@ -210,7 +210,7 @@ def test_drafts_are_the_answers_of_freed_slots(monkeypatch: pytest.MonkeyPatch) 
     runner = SimpleNamespace(
         tokens=np.arange(20, dtype=np.int32).reshape(2, 10), length=[6, 0], _apply=lambda batch: None
     )
-    monkeypatch.setattr(law_rank.runners, "look_up", None)
+    monkeypatch.setattr(runners, "look_up", None)
     for right, drafts in ((1.0, [3, 4, 5]), (0.0, [4, 5, 6])):
         law_rank.give_drafts(runner, 2, right)
         look_up: Any = vars(runners)["look_up"]
