@@ -15,6 +15,8 @@ from ...engine.config.schema import Deployment
 from ...engine.openai.batch_input import read_lines
 from ...engine.openai.body import Body
 from ...engine.text.tokenizer import TextModel
+from ...launchers.cli.errors import UsageError
+from ...models.config.model_config import from_folder
 from ...topology.comm.ledger import overlap_ratio
 from ..slo import percentile
 from .bench import Case, interleaved, spread, step_bytes
@@ -53,6 +55,17 @@ def roomy(deployment: Deployment, cases: Sequence[Case], drafts: bool = False) -
     if not drafts:
         engine = replace(engine, speculation=False, draft_model=None)
     return replace(deployment, engine=engine)
+
+
+def check_lengths(deployment: Deployment, cases: Sequence[Case]) -> None:
+    """Raises UsageError for a case that is longer than the model's context: nothing of it would run."""
+    longest = deployment.model.max_model_len or from_folder(deployment.model.path).max_position_embeddings
+    for case in cases:
+        if (tokens := case.prompt + case.generate) > longest:
+            raise UsageError(
+                f"--prompt {case.prompt} and --generate {case.generate} are {tokens} tokens, more than the "
+                f"max_model_len of {longest}: lower one of them"
+            )
 
 
 class Job(Protocol):

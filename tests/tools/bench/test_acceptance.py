@@ -169,7 +169,7 @@ def test_a_step_without_a_result(
     """One line names it, the page says it, the exit code is 1, and no process is left."""
     stand_in(script)
     before, out = {p.pid for p in descendants(os.getpid())}, tmp_path / "page.md"
-    assert main(["acceptance", str(CONFIG), "-o", str(out), "--set", "acceptance.timeout=1s"]) == 1
+    assert main(["acceptance", str(CONFIG), "-o", str(out), *SHORT, "--set", "acceptance.timeout=1s"]) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert errors == [f"error: {reason}"]
     assert "**Not accepted: preflight.**" in out.read_text()
@@ -184,7 +184,7 @@ def test_a_busy_machine_is_named(
     stand_in("exit 1")
     monkeypatch.setattr(acceptance, "busy_share", lambda seconds: 0.5)
     for more, busy in (((), True), (("--set", "acceptance.max_load=0.6"), False)):
-        assert main(["acceptance", str(CONFIG), *more]) == 1
+        assert main(["acceptance", str(CONFIG), *SHORT, *more]) == 1
         said = capsys.readouterr()
         assert ("processors in use by others, " in said.out) == busy
         assert (
@@ -196,7 +196,7 @@ def test_nothing_starts_where_the_page_cannot_be_written(
     stand_in: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in(f"touch {tmp_path}/began")
-    assert main(["acceptance", str(CONFIG), "-o", str(tmp_path / "no" / "page.md")]) == 2
+    assert main(["acceptance", str(CONFIG), *SHORT, "-o", str(tmp_path / "no" / "page.md")]) == 2
     assert "page.md: cannot write there" in capsys.readouterr().err
     assert not (tmp_path / "began").exists()
 

@@ -33,6 +33,8 @@ from ...plan.estimate import CapacityEstimate, make_plan, memory_in
 from ...plan.layouts import Work
 from ...plan.plan_source import question
 from .. import acceptance as pages
+from ..bench import Case
+from ..bench_measure import check_lengths
 
 LOAD_S = 2.0
 """How long other processes are watched before anything is measured."""
@@ -229,6 +231,7 @@ def command(
     Exit codes: 0 every bound of CONFIG's `acceptance` section is met; 1 one is not, or could not be measured; 2 the
     command line or CONFIG is wrong."""
     deployment = read_model(config, overrides)
+    check_lengths(deployment, [Case(1, prompt, generate)])
     if output is not None:
         check_output(output, "--output")
     plan = _predict(config, deployment, overrides, prompt, generate)

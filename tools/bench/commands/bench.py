@@ -29,7 +29,7 @@ from ....topology.json_codec import write_file
 from ....topology.placement.identity import IdentityError, identify
 from ...slo import Slo, slo_option
 from ..bench import Case
-from ..bench_measure import Row, Say, Variant, measure, measure_mix, read_items, roomy
+from ..bench_measure import Row, Say, Variant, check_lengths, measure, measure_mix, read_items, roomy
 from ..bench_view import case_table, mix_table, plot
 from ..paper import SWEEPS, Asked, compared, paper_plot, paper_table, run
 
@@ -66,6 +66,7 @@ def _run(
     warm_ups: int, as_json: str | None, picture: str | None,
 ) -> None:  # fmt: skip
     deployment = roomy(read_model(config, overrides), cases)
+    check_lengths(deployment, cases)
     _check_variants(deployment, variants)
     console = Console(stderr=as_json == "-", highlight=False)
     with ended_by_term(), ExitStack() as stack:
