@@ -12,23 +12,23 @@ from annotated_types import MaxLen
 from .request import Count, ModelLimits, Request, TokensEvent
 
 StandbyPhase = Literal["", "starting", "ready"]
-"""Phase of the hot standby; "": there is none."""
+"""Phase of the hot standby; "" if there is none."""
 JobPhase = Literal[
     "starting", "loading", "ready", "suspect", "restarting", "draining", "stopped", "failed", "standby", "reloading"
 ]
 
 
 CULPRIT = ("rank", "node", "stage", "device", "collective")
-"""The fields, of a JobState or a failure, that say who is to blame: in the log, in /ready, labels of a metric."""
+"""Fields of a JobState or a failure that identify the cause, for the log, /ready, and the labels of a metric."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """A job's state. `ready` alone takes requests; `suspect` is a rank whose heartbeat or step is overdue;
-    `failed` is final (crash loop, bad weights) and `reason` says why, naming rank and node where one is to blame.
-    While it starts again they are the last failure's; `collective` is what that rank last waited in or had started,
-    `device` what it computed on. `standby`: its ranks are up and wait for the word to load; `reloading`: they make room
-    for others, requests wait. The field `standby` is of the launch that would take over."""
+    """A job's state. Only in phase `ready` it accepts requests. `suspect`: the heartbeat or step of a rank is overdue;
+    `failed`: final (crash loop, bad weights), with `reason`, and with rank and node if one is the cause. While the job
+    starts again, these fields describe the last failure; `collective`: in which that rank last waited, or which it
+    started last; `device`: its device. Phase `standby`: the ranks wait for Load; `reloading`: they are being replaced,
+    and requests wait. The field `standby` is the phase of the hot standby's launch."""
 
     phase: JobPhase
     reason: str = ""
@@ -67,8 +67,8 @@ class JobListener(Protocol):
     """Callbacks of a job's owner."""
 
     def on_tokens(self, events: list[TokensEvent]) -> None:
-        """Tokens that all ranks agreed on, in order within a choice. After a relaunch nothing is replayed: what
-        had no `finish` is reported through `on_lost`."""
+        """Called with tokens on which all ranks agreed, in order within a choice. After a relaunch none are repeated:
+        unfinished requests are reported through `on_lost`."""
 
     def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:
         """Requests, by id with their epochs, that were in flight in a job that died. The owner submits them again (with
@@ -94,16 +94,16 @@ class EngineJob(Protocol):
         is `ready`."""
 
     def cancel(self, request_id: str) -> None:
-        """Ends all choices with finish "cancelled"; unknown ids are ignored (it may just have ended)."""
+        """Ends all choices of a request with finish "cancelled"; ignores unknown ids (it may just have ended)."""
 
     def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
-        """A stop string matched: the choice ends with finish "stop" after n_tokens; what it overran is cut."""
+        """Ends a choice with finish "stop" after n_tokens, because a stop string matched; discards later tokens."""
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes no new requests, waits for those in flight; True if all ended in time."""
+        """Accepts no new requests and waits for those in flight; True if all ended in time."""
 
     async def close(self) -> None:
-        """Ends every process of the job on every node. Returns when they are gone."""
+        """Ends every process of the job on every node; returns when they have exited."""
 
     async def bundle(self) -> dict[str, Any]:
         """Diagnostics for `laddertron bundle`: per rank the last collectives and stacks, as JSON values."""

@@ -1,4 +1,4 @@
-"""Answer and error files of `laddertron run`: appended in whole lines; `--resume` reads back what is complete."""
+"""Answer and error files of `laddertron run`: appended in whole lines; `--resume` reads complete lines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from .past import LINE_BYTES, Past, RunFileError, read_past, whole_lines
 
 _GROUP_BYTES = 1 << 18
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"PK": "zip"}
-"""By a file's first two bytes; no line of JSON begins so."""
+"""Compression formats by a file's first two bytes, with which no line of JSON begins."""
 
 
 class LineFile:
-    """A file that grows by whole lines, locked against a second run. Lines wait until `flush` (or 256 KiB of them)."""
+    """A file to which whole lines are appended, locked against a second run. Lines are buffered until `flush`, or up to
+    256 KiB."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self._descriptor = path, descriptor
@@ -37,18 +38,18 @@ class LineFile:
 
     @property
     def unwritten(self) -> int:
-        """Lines that are not in the file (yet)."""
+        """Number of lines that are not in the file yet."""
         return len(self._waiting)
 
     def append(self, line: bytes) -> None:
-        """`line` ends in its line break. Raises OSError as `flush` does."""
+        """Appends a line with its line break. Raises OSError like `flush`."""
         self._waiting.append(line)
         self._waiting_bytes += len(line)
         if self._waiting_bytes >= _GROUP_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what waits. If a write fails (disk full), the file stays as it was; raises OSError with its name."""
+        """Writes buffered lines. If that fails (disk full), the file stays unchanged; raises OSError with its name."""
         if not self._waiting:
             return
         data = memoryview(b"".join(self._waiting))
@@ -63,7 +64,7 @@ class LineFile:
         self._size, self._waiting, self._waiting_bytes = end, [], 0
 
     def close(self) -> None:
-        """Flushes to the disk and unlocks. Raises OSError."""
+        """Flushes, syncs and unlocks the file. Raises OSError."""
         try:
             self.flush()
             os.fsync(self._descriptor)
@@ -90,8 +91,7 @@ class RunFiles:
         self.errors.flush()
 
     def close(self) -> None:
-        """Closes all three, whichever fails, unless they are closed; an errors file without lines is removed. Raises
-        the last of their OSErrors."""
+        """Closes all three files, even if one fails; removes an error file without lines. Raises the last OSError."""
         with contextlib.ExitStack() as stack:
             if self.input.closed:
                 return
@@ -102,7 +102,7 @@ class RunFiles:
 
 
 class _Lines(frozenset[bytes]):
-    """Digests of lines, shortened as in their answers' ids."""
+    """A set of digests of lines, shortened as in their answers' ids."""
 
     def __contains__(self, digest: object) -> bool:
         return isinstance(digest, bytes) and super().__contains__(digest[:LINE_BYTES])
@@ -165,7 +165,7 @@ def open_run(
 
 
 def _same(first: Path, second: Path) -> bool:
-    """Whether both are one file, by symbolic or hard links too."""
+    """Whether both are the same file, also by symbolic or hard links."""
     if os.path.realpath(first) == os.path.realpath(second):
         return True
     return first.exists() and second.exists() and first.samefile(second)
@@ -183,7 +183,7 @@ def _input(source: Path) -> BinaryIO:
 
 
 def input_fault(source: Path, file: BinaryIO) -> str:
-    """Why no line of the file can be read, "" if some can; rewinds."""
+    """The reason why no line of the file can be read, or ""; rewinds the file."""
     start = file.read(4)
     wrong = ""
     if packed := _COMPRESSED.get(start[:2]):
@@ -215,8 +215,8 @@ def _open_locked(path: Path) -> int:
 
 
 def _set_aside(path: Path, descriptor: int, aside: Path, outdated: Container[str]) -> int:
-    """Appends the answers with these ids to `aside` and removes them from `path`, whole or not at all; the new file's
-    locked descriptor, the old one is closed. Raises RunFileError."""
+    """Moves the answers with these ids from `path` to the end of `aside`, atomically. Returns the new file's locked
+    descriptor and closes the old one. Raises RunFileError."""
     home = path.resolve()
     part = home.with_name(f".{home.name}.part")
     replacing = _open_locked(part)
@@ -240,7 +240,7 @@ def _set_aside(path: Path, descriptor: int, aside: Path, outdated: Container[str
 
 
 def _count_lines(file: BinaryIO) -> int:
-    """Lines of a file that are not blank, the last one with or without its line break; rewinds."""
+    """Counts lines that are not blank, the last one with or without line break; rewinds the file."""
     file.seek(len(BOM_UTF8) if file.seek(0) == 0 and file.read(len(BOM_UTF8)) == BOM_UTF8 else 0)
     count, filled = 0, False
     while piece := file.readline(1 << 20):

@@ -20,7 +20,7 @@ from ..text.tokenizer import text_digest
 _LASTING = {"numerical_error", "constraint_error", "quarantined"}  # a second run would only repeat them
 _BEGINNING = b'{"id":"batch_req_'
 _NAME = re.compile(r"batch_req_([0-9a-f]{14})-([0-9a-f]{10})")
-"""An answer's id: digest of its line, digest of what answered it (`model_digest`)."""
+"""An answer's id: digest of its line, digest of its model (`model_digest`)."""
 LINE_BYTES = 7
 """Bytes of a line's digest in its answer's id."""
 
@@ -30,7 +30,7 @@ class RunFileError(ValueError):
 
 
 def answer_name(digest: bytes, model: str) -> str:
-    """An answer's id: which line (digest_of) and which model (model_digest) it is of."""
+    """Makes an answer's id from the digests of its line (digest_of) and its model (model_digest)."""
     return f"{digest[:LINE_BYTES].hex()}-{model}"
 
 
@@ -47,7 +47,8 @@ class Past(NamedTuple):
 def read_past(
     file: BinaryIO, answers: Path, answers_fd: int, errors: Path, errors_fd: int, model: str, max_line_bytes: int
 ) -> Past:
-    """Changes nothing but torn last lines. Raises RunFileError for answers of another model."""
+    """Reads earlier results; changes the files only to remove a torn last line. Raises RunFileError for answers of
+    another model."""
     lines = {digest[:LINE_BYTES] for digest, _, _ in line_digests(file, max_line_bytes)}
     done, kept, others, failed = set[bytes](), [], dict[str, bytes](), set[bytes]()
     for number, (line, _) in enumerate(whole_lines(answers, answers_fd), 1):
@@ -89,7 +90,7 @@ def _another_model(before: str | None, now: str) -> str:
 
 
 def _keys(file: BinaryIO, max_line_bytes: int, wanted: set[bytes]) -> set[bytes]:
-    """Those of `wanted` (key_of) that are custom_ids of the input."""
+    """The keys in `wanted` (see key_of) of custom_ids that are in the input."""
     file.seek(0)
     found = set()
     for _, _, raw in line_digests(file, max_line_bytes):
@@ -101,7 +102,7 @@ def _keys(file: BinaryIO, max_line_bytes: int, wanted: set[bytes]) -> set[bytes]
 
 
 def whole_lines(path: Path, descriptor: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The good lines of an output file, in order; a torn last one is cut off, any other bad one is an error."""
+    """Yields the lines of an output file in order; removes a torn last line. Any other invalid line is an error."""
     with path.open("rb") as file:
         good = 0
         for number, raw in enumerate(file, 1):
@@ -117,13 +118,13 @@ def whole_lines(path: Path, descriptor: int) -> Iterator[tuple[dict[str, Any], b
 
 
 def _torn(raw: bytes) -> bool:
-    """Whether a file's bad line is the beginning of one of ours (or what a disk left of it: zeros)."""
+    """Whether an invalid line is the beginning of an output line (or zeros, after a disk error)."""
     ours = raw.startswith(_BEGINNING) or _BEGINNING.startswith(raw) or not raw.strip(b"\0")
     return ours and not raw.endswith(b"\n")
 
 
 def _read_line(raw: bytes) -> dict[str, Any] | None:
-    """An output line, if it is whole."""
+    """Parses an output line; None if it is not valid."""
     if not raw.endswith(b"\n"):
         return None
     try:
@@ -139,8 +140,8 @@ _BYTES = 5
 
 
 def model_digest(deployment: Deployment) -> str:
-    """10 hex digits of the weights, config.json, the tokenizer and chat template, and the settings that decide which
-    tokens are drawn. How the model is spread is not part of it: a run may resume on other ranks. Raises OSError."""
+    """A digest (10 hex digits) of the weights, config.json, the tokenizer, the chat template, and the settings that
+    determine sampled tokens. Independent of the layout: a run may resume on other ranks. Raises OSError."""
     model, engine = deployment.model, deployment.engine
     settings = model.dtype, model.weights, model.wiring, model.ladder_layers, engine.kv_cache_dtype, engine.seed
     made = () if deployment.dummy_seed is None else (model.load_format,)

@@ -1,4 +1,4 @@
-"""Progress and outcome of a run, as data, for display. Made by engine/run/run.py; knows no terminal."""
+"""Progress and outcome of a run as data, made by engine/run/run.py. Knows no terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FailureCause:
 
 @dataclass(frozen=True, slots=True)
 class RankKind:
-    """Ranks that compute with the same. `cpu_tier`: as topology/hardware/cpu_tier.py has it."""
+    """Ranks with the same device, tier and threads. `cpu_tier`: see topology/hardware/cpu_tier.py."""
 
     ranks: int
     device: str
@@ -101,7 +101,7 @@ class Communication:
         return bool(self._last)
 
     def add(self, replica: int, report: RankHeartbeat, before: bool) -> None:
-        """`before`: no request has been submitted yet."""
+        """Adds a heartbeat; `before`: no request has been submitted yet."""
         self._last[replica, report.rank] = report
         if before:
             self._first[replica, report.rank] = report
@@ -116,14 +116,14 @@ class Communication:
         return (found.get("hidden", 0.0), found.get("exposed", 0.0)) if self._last else (None, None)
 
     def layers(self) -> tuple[LayerTime, ...]:
-        """By kind of layer and link class, what travelled longest first."""
+        """Seconds by kind of layer and link class, the longest in flight first."""
         found = self._means("layer_collective_seconds_total", lambda *labels: labels)
         places = {(layer, link) for layer, link, _ in found}
         times = [LayerTime(*at, found.get((*at, "hidden"), 0.0), found.get((*at, "exposed"), 0.0)) for at in places]
         return tuple(sorted(times, key=lambda t: (-t.hidden_seconds - t.exposed_seconds, t.layer, t.link)))
 
     def drafts(self) -> tuple[int, int]:
-        """(verified, right)."""
+        """The numbers of (verified, accepted) drafts."""
         names = ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
         drafted, accepted = (int(sum(self._means(name, lambda *_: "").values())) for name in names)
         return drafted, accepted
@@ -135,7 +135,7 @@ class Communication:
         return tuple(RankKind(ranks, *labels) for labels, ranks in found.most_common())
 
     def _means(self, series: str, key: Callable[[str, str, str], K]) -> dict[K, float]:
-        """Growth since before the first request, by what `key` makes of a row's labels."""
+        """Increase of a series since before the first request, mean over the ranks, by `key` of a row's labels."""
         grown: defaultdict[K, defaultdict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
         for sign, reports in ((1, self._last), (-1, self._first)):
             for rank, report in reports.items():

@@ -1,4 +1,4 @@
-"""`laddertron run`: lines of a file in, answers out, through jobs that are never relaunched. Memory is bounded."""
+"""`laddertron run`: answers the lines of a file with jobs that are never relaunched. Memory is bounded."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .progress import Communication, FailureCause, Snapshot, Summary
 _FLUSH_SECONDS = 0.5
 _LAST_REPORT_SECONDS = 2.5
 _PHASES = ("failed", "stopped", "starting", "loading", "restarting", "suspect", "draining", "ready")
-"""The replica whose phase comes first here is the one that is shown."""
+"""Phases in the order of display: the replica whose phase is first here is shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """`run_id` goes into the seeds of requests that bring none: the same run, interrupted or not, gives the same
-    answers. `drain_s`: how long what is under way may go on, in seconds, once the run is asked to stop."""
+    """`run_id`: part of the seeds of requests without one, so that a run gives the same answers whether interrupted or
+    not. `drain_s`: seconds for requests in flight to finish after a stop."""
 
     served_model_name: str
     run_id: str = "run-0"
@@ -111,12 +111,12 @@ class BatchRun(LineFlights):
         self._show()
 
     def quarantined(self) -> None:
-        """Never: nothing runs again."""
+        """Never called: lost requests do not run again."""
 
     # what the run does
 
     async def _needs_model(self) -> bool:
-        """Whether a line is left that the model can answer; those before it are refused or passed over here."""
+        """Whether a line is left that the model can answer. Handles the lines before it: refused or finished ones."""
         for count, line in enumerate(self._unread, 1):
             if count % 32 == 0:
                 await asyncio.sleep(0)  # ^C must not wait for the whole file
@@ -132,7 +132,8 @@ class BatchRun(LineFlights):
         return False
 
     async def _go(self, stop: asyncio.Event) -> None:
-        """Until every line is answered or none can be; once `stop` is set, what is under way, for at most `drain_s`."""
+        """Runs until every line is answered or none can be; once `stop` is set, only lines in flight, for at most
+        `drain_s`."""
         answering, stopping = asyncio.create_task(self._answer_all()), asyncio.create_task(stop.wait())
         try:
             await _first({answering, stopping, self._ended})
@@ -159,7 +160,7 @@ class BatchRun(LineFlights):
             self._show()
 
     def _close_files(self) -> None:
-        """Never raises: what could not be written does not count, and is the run's reason."""
+        """Closes the files. Never raises: lines that could not be written do not count, and become the run's reason."""
         try:
             self._files.close()
         except OSError as error:
@@ -208,7 +209,7 @@ class BatchRun(LineFlights):
             await self._moved.wait()
 
     def _lines(self) -> Iterator[BatchLine | None]:
-        """The file's lines, None for those that are finished."""
+        """Yields the file's lines, None for finished ones."""
         for line in read_lines(self._files.input, LineRules(max_line_bytes=self._options.max_line_bytes, digests=True)):
             self._requests += 1
             if line.digest in self._files.finished:
@@ -251,7 +252,7 @@ class BatchRun(LineFlights):
             self._end_unwritten(error)
 
     async def _last_reports(self) -> None:
-        """Counters of the last steps arrive with the next heartbeat."""
+        """Waits for the next heartbeats, which have the counters of the last steps."""
         if self._communication.reported and self._last:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._reported.wait(), _LAST_REPORT_SECONDS)

@@ -1,5 +1,5 @@
-"""The time that deletion and expiry go by: the wall clock while it agrees with the newest time that the store has seen
-and with the monotonic clock. A jump pauses both, since either side of it may be right.
+"""The clock for deletion and expiry: the wall clock while it agrees with the newest time in the store and with the
+monotonic clock. A jump pauses deletion and expiry, because the time before or after it may be right.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ log = logging.getLogger(__name__)
 
 JUMP_SECONDS = 3600.0
 TRUST_SECONDS = 86400.0
-"""A clock that has run evenly for so long after its jump is right: the daemon was off, or the clock was set."""
+"""A clock that has run evenly for this long after a jump is trusted: the daemon was off, or the clock was set."""
 
 
 class TrustedClock:
-    """`seen`: the newest trusted time of an earlier daemon, None in a new store. Any thread."""
+    """`seen`: the newest trusted time of an earlier daemon, None in a new store. Thread-safe."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class TrustedClock:
         self._jumped, self._even = 0.0, TRUST_SECONDS
         self._starting = True
         self.jump = 0.0
-        """Seconds that the wall clock is off (negative: behind); 0 while it is trusted."""
+        """Seconds by which the wall clock is ahead, negative if it is late; 0 while it is trusted."""
 
     def now(self) -> float:
-        """Unix seconds: the wall clock, or where that has jumped, how the time went on without the jump."""
+        """Unix seconds: the wall clock, or after a jump the time without the jump."""
         with self._lock:
             wall, monotonic = self._wall(), self._monotonic()
             expected = self._at + monotonic - self._since
@@ -61,10 +61,10 @@ class TrustedClock:
 
     @property
     def paused(self) -> bool:
-        """Whether deletion and expiry wait."""
+        """Whether deletion and expiry are paused."""
         self.now()
         return self.jump != 0.0
 
     def stamp(self) -> int:
-        """For a new row: the later of both times, so that nothing made during a jump is old when it is over."""
+        """The time for a new row: the later of both times, so that rows made during a jump are not old after it."""
         return int(max(self.now(), self._wall()))

@@ -1,4 +1,4 @@
-"""A connection to the store's file with its settings, and what is asked of the whole store when it is opened."""
+"""Connections to the store's file with its settings, and queries of the whole store when it is opened."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .schema import KEYS, columns
 
 
 def connect_store(folder: Path, connect: Callable[..., sqlite3.Connection]) -> sqlite3.Connection:
-    """A connection with the store's settings; makes the file if there is none."""
+    """Opens a connection with the store's settings; makes the file if there is none."""
     db = connect(folder / "store.db", isolation_level=None, timeout=10.0, check_same_thread=False)
     db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # has its say only before the first page
     db.execute("PRAGMA journal_mode = WAL")
@@ -46,7 +46,7 @@ def note_position(db: sqlite3.Connection, export: Export) -> None:
 
 
 def newest_time(db: sqlite3.Connection) -> float | None:
-    """The newest time that the store knows; None if it knows none."""
+    """The newest time in the store; None if there is none."""
     row = db.execute(
         "SELECT coalesce((SELECT value FROM meta WHERE key = 'seen'), (SELECT max(created_at) FROM "
         "(SELECT created_at FROM files UNION ALL SELECT created_at FROM batches)))"
@@ -55,7 +55,7 @@ def newest_time(db: sqlite3.Connection) -> float | None:
 
 
 def snapshot(db: sqlite3.Connection) -> Iterator[Change]:
-    """Every row, as the changes that would make it."""
+    """Yields every row as the change that inserts it."""
     for table in KEYS:
         names = columns(db, table)
         for row in db.execute(f"SELECT {', '.join(names)} FROM {table} ORDER BY rowid"):

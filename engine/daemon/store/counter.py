@@ -29,7 +29,7 @@ def _packed(count: int) -> bytes:
 
 
 def read_count(folder: Path) -> int | None:
-    """None where there is no file. Raises DiskError where neither slot can be read."""
+    """Reads the count; None if there is no file. Raises DiskError if neither slot is readable."""
     path = count_file(folder)
     if not path.exists():
         return None
@@ -51,8 +51,9 @@ def reset_count(folder: Path, count: int, files: Files) -> None:
 
 
 def copy_log(db: sqlite3.Connection, folder: Path) -> None:
-    """Copies the log into store.db, page by page: a store that is killed meanwhile may have the newest count and not
-    what it counts, except in its log. A mark next to the count says so. Raises OSError or sqlite3.Error."""
+    """Copies the log into store.db, page by page. If the process is killed meanwhile, store.db may have the newest
+    count without its commits, which are only in the log; a mark next to the count records that. Raises OSError or
+    sqlite3.Error."""
     at, mark = _COPYING
     descriptor = os.open(count_file(folder), os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
     try:
@@ -64,8 +65,8 @@ def copy_log(db: sqlite3.Connection, folder: Path) -> None:
 
 
 def clear_mark(folder: Path) -> None:
-    """Called after the last connection was closed: SQLite deletes the log once it has copied all of it. A mark is left
-    where `copy_log` failed or was never reached. Raises OSError."""
+    """Clears the mark after the last connection was closed: SQLite deletes the log once it has copied all of it. Keeps
+    the mark if `copy_log` failed or was not called. Raises OSError."""
     if interrupted(folder) and not (folder / "store.db-wal").exists():
         at, mark = _COPYING
         with count_file(folder).open("r+b") as file:
@@ -76,7 +77,7 @@ def clear_mark(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> bool:
-    """Whether the store was killed while its log was copied: it is incomplete without the log."""
+    """True if the process was killed while it copied the log: store.db is incomplete without the log."""
     at, mark = _COPYING
     path = count_file(folder)
     return path.exists() and path.read_bytes()[at : at + len(mark)] == mark
@@ -88,7 +89,7 @@ def _frames(head: bytes) -> int:
 
 
 def check_count(folder: Path, export_dir: Path | None) -> None:
-    """Raises DiskError unless the store has what was acknowledged; leaves it and its log unchanged."""
+    """Raises DiskError unless the store has all acknowledged commits. Does not change the store or its log."""
     wanted, marked, log = read_count(folder), interrupted(folder), folder / "store.db-wal"
     incomplete = (
         f"{folder}: the daemon was killed while store.db-wal was copied into store.db, which is incomplete without it, "
@@ -131,7 +132,7 @@ def _ways(folder: Path, export_dir: Path | None) -> str:
 
 
 class Counter:
-    """Writes the count; the store's thread alone. Each write is on the disk when it returns."""
+    """Writes and syncs the count. Only for the store's thread."""
 
     def __init__(self, folder: Path, files: Files) -> None:
         self._files = files
@@ -148,7 +149,7 @@ class Counter:
 
 
 class Watched:
-    """Whether the files of an open store are unchanged. Made after the first connection; any thread."""
+    """Detects changes of the files of an open store. Make it after the first connection. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._log = folder / "store.db-wal"

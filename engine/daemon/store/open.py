@@ -1,4 +1,4 @@
-"""Opening the store: the folder checked and held, the schema brought up to date, or all rebuilt from an export."""
+"""Opens the store: checks and locks the folder, migrates the schema, or rebuilds the store from an export."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
 
 
 def _set_log_aside(folder: Path) -> None:
-    """SQLite would replay a removed store's log into the new one."""
+    """Renames the log of a removed store, which SQLite would replay into the new one."""
     log_file = folder / "store.db-wal"
     if log_file.exists() and log_file.stat().st_size:
         aside = folder / "unknown" / f"store.db-wal.{secrets.token_hex(4)}"
@@ -91,13 +91,13 @@ def _identity_file(folder: Path) -> Path:
 
 
 def _belongs_to(folder: Path) -> str | None:
-    """The number of the folder's store."""
+    """The number of the store to which the folder belongs."""
     path = _identity_file(folder)
     return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
 
 
 def _refuse_empty(folder: Path, options: StoreOptions) -> None:
-    """An empty store is right in an empty folder alone. Raises DiskError."""
+    """Raises DiskError if the store is empty but the folder is not."""
     held = sorted(path.name for path in (folder / "files").iterdir() if not path.name.startswith("."))
     if (held or _identity_file(folder).exists()) and not options.adopt:
         raise DiskError(
@@ -108,7 +108,7 @@ def _refuse_empty(folder: Path, options: StoreOptions) -> None:
 
 
 def _check_identity(folder: Path, db: sqlite3.Connection, options: StoreOptions, rebuilt: bool) -> None:
-    """The number that the store and its folder share; made where neither has one. Raises DiskError."""
+    """Checks that the store and its folder have the same number; makes one if neither has. Raises DiskError."""
     row = db.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()
     number = secrets.randbits(62) if row is None else int(row[0])
     wanted = _belongs_to(folder)

@@ -46,7 +46,7 @@ def add_file(rows: Rows, file: FileRow) -> None:
 
 
 def get_file(db: sqlite3.Connection, file_id: str, owner: str | None = None) -> FileRow | None:
-    """None where there is none, or it is another's; `owner=None` sees all."""
+    """A file, or None if it does not exist or belongs to another owner; `owner=None`: any owner's."""
     row = db.execute(f"SELECT {_FILE} FROM files WHERE id = ?", (file_id,)).fetchone()
     return _file(row) if row is not None and owner in (None, row["owner"]) else None
 
@@ -54,7 +54,7 @@ def get_file(db: sqlite3.Connection, file_id: str, owner: str | None = None) -> 
 def list_files(
     db: sqlite3.Connection, owner: str, limit: int, after: str | None, purpose: str | None, newest_first: bool = True
 ) -> list[FileRow] | None:
-    """One more than `limit` where there are more; None where `after` is not one of the owner's."""
+    """An owner's files: one more than `limit` if there are more; None if `after` is not one of the owner's."""
     where, values = "", [owner]
     if purpose is not None:
         where, values = " AND purpose = ?", [owner, purpose]
@@ -63,7 +63,8 @@ def list_files(
 
 
 def drop_file(rows: Rows, file: FileRow) -> str | None:
-    """With the results that it was made of, if it was. The batch that still needs it, which then stays, or None."""
+    """Deletes a file, and the results of which it was made. If a batch still needs it, deletes nothing and returns the
+    batch; else None."""
     query = f"SELECT id FROM batches WHERE input_file_id = ? AND NOT {_HAS_ENDED}"
     if (user := rows.db.execute(query, (file.id,)).fetchone()) is not None:
         return str(user["id"])
@@ -81,7 +82,8 @@ def drop_file(rows: Rows, file: FileRow) -> str | None:
 
 
 def add_batch(rows: Rows, batch: BatchRow, repeat_key: str | None = None, digest: str = "") -> BatchRow | None:
-    """The batch; or the one that the same idempotency key made; None if the key was used for another body."""
+    """Adds a batch. Returns it, or the earlier one with the same idempotency key; None if that key was used with
+    another body."""
     if repeat_key is not None:
         name = {"owner": batch.owner, "key": repeat_key}
         row = {**name, "digest": digest, "batch_id": batch.id, "created_at": batch.created_at}
@@ -98,14 +100,14 @@ def get_batch(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -
 
 
 def batch_of(db: sqlite3.Connection, batch_id: str) -> BatchRow:
-    """Raises KeyError if it is gone."""
+    """Reads a batch. Raises KeyError if it does not exist."""
     if (batch := get_batch(db, batch_id)) is None:
         raise KeyError(batch_id)
     return batch
 
 
 def why_not_reuse(db: sqlite3.Connection, batch_id: str, owner: str, model: str) -> str | None:
-    """Why answers of a batch cannot be taken over, by a model of this digest; None where they can."""
+    """The reason why a model with this digest cannot reuse a batch's answers; None if it can."""
     batch = get_batch(db, batch_id, owner)
     if batch is None or get_file(db, batch.input_file_id, owner) is None:
         return "no batch of this key with an existing input file"
@@ -121,7 +123,7 @@ def list_batches(db: sqlite3.Connection, owner: str, limit: int, after: str | No
 
 
 def open_batches(db: sqlite3.Connection) -> list[BatchRow]:
-    """Those that have not ended, oldest first."""
+    """The batches that have not ended, oldest first."""
     return [_batch(row) for row in db.execute(f"SELECT * FROM batches WHERE NOT {_HAS_ENDED} ORDER BY no")]
 
 
@@ -145,7 +147,8 @@ def batch_view(db: sqlite3.Connection) -> BatchView:
 
 
 def change_batch(rows: Rows, batch_id: str, only_if: Sequence[Status] = (), **values: Any) -> BatchRow:
-    """The batch afterwards; unchanged where its status is none of `only_if`. Raises KeyError if it is gone."""
+    """Changes a batch if its status is one of `only_if` (empty: any); returns the batch. Raises KeyError if it does not
+    exist."""
     batch = batch_of(rows.db, batch_id)
     if only_if and batch.status not in only_if:
         return batch
@@ -154,8 +157,8 @@ def change_batch(rows: Rows, batch_id: str, only_if: Sequence[Status] = (), **va
 
 
 def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int, day: int | None = 0) -> BatchRow:
-    """Stores those that have none yet and counts them, in the batch and in its owner's `day` (None: nothing was
-    computed); a line's second result changes nothing."""
+    """Stores results of lines that have none yet, and counts them in the batch and in its owner's usage of `day` (None:
+    nothing was computed). Ignores a second result of a line."""
     batch, done, tokens = batch_of(rows.db, batch_id), [0, 0], Tokens()
     for result in results:
         row = {"custom_id": result.custom_id, "number": result.number, "ok": int(result.ok), "line": result.line}
@@ -172,7 +175,7 @@ def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int
 
 
 def add_usage(rows: Rows, owner: str, day: int, requests: int, tokens: Tokens) -> None:
-    """`day`: since 1970, UTC."""
+    """Adds to an owner's usage of a day; `day`: days since 1970 (UTC)."""
     names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
     query = f"SELECT {', '.join(names)} FROM usage WHERE owner = ? AND day = ?"
     found = rows.db.execute(query, (owner, day)).fetchone()
@@ -182,7 +185,7 @@ def add_usage(rows: Rows, owner: str, day: int, requests: int, tokens: Tokens) -
 
 
 def read_usage(db: sqlite3.Connection, owner: str | None, since: int) -> list[dict[str, Any]]:
-    """By day, newest first; `owner=None`: of all."""
+    """Usage by day, newest first; `owner=None`: of all owners."""
     query = "SELECT * FROM usage WHERE day >= ? AND (owner = ? OR ? IS NULL) ORDER BY day DESC, owner"
     return [dict(row) for row in db.execute(query, (since, owner, owner))]
 
@@ -196,8 +199,8 @@ def finished_numbers(db: sqlite3.Connection, batch_id: str) -> set[int]:
 
 
 def answers_after(db: sqlite3.Connection, batch_id: str, number: int, limit: int) -> tuple[list[Result], int | None]:
-    """The readable answers of the next lines behind one, in order, their tokens not looked at; and the number of the
-    last of these lines, None where there are no more."""
+    """The readable answers of up to `limit` lines after line `number`, in order and without their tokens; and the
+    number of the last of these lines, None if there are no more."""
     query = f"SELECT *, {_READABLE} FROM results WHERE batch_id = ? AND ok = 1 AND number > ? ORDER BY number LIMIT ?"
     rows = db.execute(query, (batch_id, number, limit)).fetchall()
     good = [row for row in rows if _readable(row)]
@@ -206,7 +209,7 @@ def answers_after(db: sqlite3.Connection, batch_id: str, number: int, limit: int
 
 
 def _readable(row: sqlite3.Row) -> bool:
-    """The _READABLE column, the last of the row."""
+    """The value of the _READABLE column, the row's last."""
     return bool(row[-1]) and isinstance(row["line"], str) and isinstance(row["custom_id"], str)
 
 
@@ -224,13 +227,13 @@ def count_results(db: sqlite3.Connection, batch_id: str) -> int:
 
 
 def unreadable_results(db: sqlite3.Connection, batch_id: str) -> list[Result]:
-    """Errors in place of the results that cannot be read."""
+    """Error results that replace the unreadable results of a batch."""
     rows = db.execute(f"SELECT *, {_READABLE} FROM results WHERE batch_id = ? ORDER BY number", (batch_id,))
     return [_unreadable(batch_id, row) for row in rows if not _readable(row)]
 
 
 def fail_results(rows: Rows, batch_id: str, errors: Sequence[Result], epoch: int) -> BatchRow:
-    """Puts errors in the place of lines' results, and counts those that were answers as failed."""
+    """Replaces results of lines by errors, and counts replaced answers as failed."""
     batch, answers = batch_of(rows.db, batch_id), 0
     for error in errors:
         key = {"batch_id": batch_id, "number": error.number}
@@ -243,14 +246,14 @@ def fail_results(rows: Rows, batch_id: str, errors: Sequence[Result], epoch: int
 
 
 def result_lines(db: sqlite3.Connection, batch_id: str, ok: bool) -> Iterator[bytes]:
-    """Lines of the output file (or the error file), in the order of the input: the same bytes every time."""
+    """Yields lines of the output file (or the error file) in the order of the input: always the same bytes."""
     query = f"SELECT *, {_READABLE} FROM results WHERE batch_id = ? AND ok = ? ORDER BY number"
     for row in db.execute(query, (batch_id, int(ok))):
         yield (row["line"] if _readable(row) else _unreadable(batch_id, row).line).encode()
 
 
 def add_deaths(rows: Rows, batch_id: str, deaths: dict[int, int]) -> None:
-    """How often each line was in a step that a rank died in."""
+    """Stores how often each line was in a step in which a rank died."""
     for number, count in deaths.items():
         row = {"batch_id": batch_id, "number": number, "deaths": count}
         if not rows.insert("suspects", row):
@@ -263,7 +266,7 @@ def read_deaths(db: sqlite3.Connection, batch_id: str) -> dict[int, int]:
 
 
 def error_codes(db: sqlite3.Connection, batch_id: str, limit: int) -> dict[str, int]:
-    """How often each error code occurs in a batch's first error lines, the most frequent first."""
+    """Counts the error codes of a batch's first error lines, the most frequent first."""
     code = "coalesce(json_extract(line, '$.error.code'), json_extract(line, '$.response.body.error.code'))"
     where = f"batch_id = ? AND ok = 0 AND {_READABLE}"
     query = f"SELECT {code} AS code FROM results WHERE {where} ORDER BY number LIMIT ?"
@@ -276,7 +279,7 @@ def old_batches(db: sqlite3.Connection, before: int) -> list[BatchRow]:
 
 
 def old_files(db: sqlite3.Connection, before: int, now: int) -> list[FileRow]:
-    """Uploads from before a time, and files that have expired; none that an open batch needs."""
+    """Uploads from before `before` and expired files, without those that an open batch needs."""
     query = (
         f"SELECT {_FILE} FROM files WHERE (created_at < ? AND batch_id IS NULL OR expires_at <= ?) AND id NOT IN "
         f"(SELECT input_file_id FROM batches WHERE NOT {_HAS_ENDED}) ORDER BY no LIMIT 100"
@@ -285,7 +288,7 @@ def old_files(db: sqlite3.Connection, before: int, now: int) -> list[FileRow]:
 
 
 def drop_batch(rows: Rows, batch: BatchRow) -> list[str]:
-    """The batch, its results and its files' rows; the names of the files to remove."""
+    """Deletes a batch, its results and its files' rows; returns the names of the files to remove."""
     gone = [name for name in (batch.output_file_id, batch.error_file_id) if name is not None]
     for name in gone:
         rows.delete("files", {"id": name})

@@ -23,12 +23,12 @@ _STAMPS = (
 
 
 def new_id(kind: str) -> str:
-    """`file-…`, `batch_…`: 128 random bits; says nothing, cannot be guessed."""
+    """Makes an id, `file-…` or `batch_…`, of 128 random bits."""
     return f"{kind}{secrets.token_hex(16)}"
 
 
 class Tokens(NamedTuple):
-    """Tokens computed for an answer, as its usage counts it; `cached` of the `prompt` were not computed again."""
+    """Tokens of an answer, as counted in its usage; `cached` tokens of the `prompt` were cache hits."""
 
     prompt: int = 0
     cached: int = 0
@@ -46,7 +46,7 @@ NO_TOKENS = Tokens()
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """`batch_id`: whose output or error file it is. `digest`: of an upload's bytes (files.py)."""
+    """A file. `batch_id`: the batch whose output or error file it is. `digest`: of an upload's bytes (files.py)."""
 
     id: str
     owner: str

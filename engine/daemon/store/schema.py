@@ -18,7 +18,7 @@ SUM_TOKENS = "".join(
     """
     for name, said in _TOKENS
 )
-"""Usage of batches of earlier versions, from their answers: their rows and exports do not have it."""
+"""Computes the usage of batches of earlier versions from their answers: their rows and exports have none."""
 
 MIGRATIONS: tuple[str, ...] = (
     """
@@ -79,7 +79,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "repeats": ("owner", "key"),
     "usage": ("owner", "day"),
 }
-"""The key of each table that is exported (`meta` belongs to one data folder alone)."""
+"""The key of each exported table (`meta` belongs to one data folder and is not exported)."""
 
 
 class SchemaVersionError(RuntimeError):
@@ -87,7 +87,8 @@ class SchemaVersionError(RuntimeError):
 
 
 def migrate(db: sqlite3.Connection, to: int = VERSION) -> int:
-    """Brings the database to version `to`, each step a transaction; returns where it was. Raises SchemaVersionError."""
+    """Migrates the database to version `to`, one transaction a step; returns its earlier version. Raises
+    SchemaVersionError."""
     was = int(db.execute("PRAGMA user_version").fetchone()[0])
     if was > VERSION:
         raise SchemaVersionError(
@@ -113,23 +114,23 @@ class Rows:
         self._columns = {table: columns(db, table) for table in KEYS}
 
     def insert(self, table: str, row: Mapping[str, Any]) -> bool:
-        """False, and nothing changed, if there is a row of that key."""
+        """Inserts a row; False, without a change, if a row with that key exists."""
         names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
         query = f"INSERT INTO {table} ({names}) VALUES ({marks}) ON CONFLICT DO NOTHING"
         return bool(self._change("insert", table, row, query))
 
     def update(self, table: str, row: Mapping[str, Any]) -> bool:
-        """Sets the columns of the row that `row`'s key columns name; False if there is none."""
+        """Updates the row with `row`'s key; False if there is none."""
         keys = KEYS.get(table, ())
         sets = ", ".join(f"{name} = :{name}" for name in row if name not in keys)
         return bool(self._change("update", table, row, f"UPDATE {table} SET {sets} WHERE {_where(keys)}"))
 
     def delete(self, table: str, row: Mapping[str, Any]) -> int:
-        """Removes the rows that agree with all of `row`'s columns; how many there were."""
+        """Deletes the rows that equal `row` in its columns; returns their number."""
         return self._change("delete", table, row, f"DELETE FROM {table} WHERE {_where(tuple(row))}")
 
     def apply(self, change: object) -> None:
-        """One change as `changes` has it. Raises ValueError on anything else."""
+        """Applies one change of the form of `changes`. Raises ValueError for other values."""
         match change:
             case ["insert" | "update" | "delete" as verb, str(table), dict(row)]:
                 getattr(self, verb)(table, row)
@@ -137,7 +138,7 @@ class Rows:
                 raise ValueError(f"not a change of a row: {str(change)[:80]}")
 
     def _change(self, verb: str, table: str, row: Mapping[str, Any], statement: str) -> int:
-        """Executes a statement, which may contain names of the schema alone; returns the rows changed."""
+        """Executes a statement, which may contain only names of the schema; returns the number of changed rows."""
         known = self._columns.get(table)
         if known is None or not set(row) <= set(known) or not row:
             raise ValueError(f"{table!r} has no such columns: {sorted(row)[:20]}")

@@ -1,5 +1,5 @@
-"""The store: one SQLite file in the data folder, written by one thread in group commits. What an awaited `write(work)`
-returned is on the disk (and in the export). After a disk error writes are refused until a trial write succeeds.
+"""The store: one SQLite file in the data folder, written by one thread in group commits. When `write(work)` returns,
+its changes are on the disk (and in the export). After a disk error writes are refused until a trial write succeeds.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _NOTE_SECONDS = 60.0
 
 
 class StoreUnavailable(RuntimeError):
-    """The disk did not take it: nothing of it is stored."""
+    """The write failed: none of its changes is stored."""
 
 
 class StoreFenced(StoreUnavailable):
-    """Another daemon holds the store now: this one must end."""
+    """Another daemon has taken over the store: this one must exit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Work:
 
 
 class Store:
-    """Opened by open.py, on the loop that uses it; `close` it there."""
+    """open.py opens it on the event loop that uses it; call `close` on the same loop."""
 
     def __init__(self, folder: Path, lock: FolderLock, export: Export | None, options: StoreOptions) -> None:
         self.folder, self._lock, self.export, self._options = folder, lock, export, options
@@ -85,12 +85,12 @@ class Store:
         self._owed: list[tuple[_Work, Any, BaseException | None]] = []
         self.generation = 0
         self.failure: str | None = None
-        """Why writes are refused, or None."""
+        """The reason why writes are refused, or None."""
         self.fenced = False
         self._writable = asyncio.Event()
         self._writable.set()
         self.on_change: Callable[[], None] = lambda: None
-        """Called on the loop when `failure` came or went."""
+        """Called on the event loop when `failure` has changed."""
         self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
 
     @property
@@ -98,11 +98,11 @@ class Store:
         return self.folder / "files"
 
     def path_of(self, file_id: str) -> Path:
-        """Where a file's bytes are. `file_id` comes from the store, never from a client."""
+        """The path of a file's bytes. `file_id` must come from the store, never from a client."""
         return self.files_folder / file_id
 
     def remove_bytes(self, file_id: str) -> None:
-        """Here and in the export; the row is gone already."""
+        """Deletes a file's bytes, also in the export, after its row was deleted."""
         self.path_of(file_id).unlink(missing_ok=True)
         if self.export is not None:
             self.export.forget(file_id)
@@ -112,8 +112,8 @@ class Store:
         return self._options.files
 
     async def write(self, work: Callable[[Rows], T]) -> T:
-        """Runs `work` within a group's transaction; returns once the group is committed. What `work` raises undoes it
-        alone. Raises StoreUnavailable if the disk failed."""
+        """Runs `work` within a group's transaction; returns once the group is committed. If `work` raises, only its own
+        changes are rolled back. Raises StoreUnavailable if the disk failed."""
         if self.failure is not None:
             raise (StoreFenced if self.fenced else StoreUnavailable)(self.failure)
         item = _Work(work, self._loop.create_future())
@@ -122,7 +122,7 @@ class Store:
         return value
 
     async def read(self, query: Callable[[sqlite3.Connection], T], owner: str | None = None) -> T:
-        """Runs `query` on what is committed; with an owner `in_turn`. Raises StoreUnavailable."""
+        """Runs `query` on committed data; with an owner by `in_turn`. Raises StoreUnavailable."""
 
         def work() -> T:
             return query(self._reader())
@@ -133,20 +133,20 @@ class Store:
             raise StoreUnavailable(str(error)) from error
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Work on files, concurrent with the readers."""
+        """Runs work on files, concurrently with the readers."""
         return await self._loop.run_in_executor(self._readers, work)
 
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
-        """The same for work that takes its time: one thread an owner, and others left for the readers."""
+        """Like `in_thread`, for long work: one thread for each owner at a time, and others reserved for the readers."""
         async with self._turns[owner], self._long:
             return await self.in_thread(work)
 
     async def usable(self) -> None:
-        """Waits until writes are taken again."""
+        """Waits until writes are accepted again."""
         await self._writable.wait()
 
     async def close(self) -> None:
-        """Commits what waits, lets go of the folder."""
+        """Commits queued writes and unlocks the folder."""
         self._queue.put(None)
         await self._loop.run_in_executor(None, self._thread.join)
         await asyncio.to_thread(self._readers.shutdown)  # a reader may wait for this loop
@@ -162,7 +162,7 @@ class Store:
         self._lock.release()
 
     def start(self) -> None:
-        """Fences off earlier holders, clears what an earlier daemon left half made, begins the export."""
+        """Fences off earlier daemons, removes their unfinished files, begins the export."""
         db = self._connect()
         with db:
             db.execute("INSERT INTO meta VALUES ('generation', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
@@ -183,7 +183,7 @@ class Store:
         self._thread.start()
 
     def _clear(self, unknown: set[Path]) -> None:
-        """Deletes half-made files; moves whole ones aside, since the store may be wrong."""
+        """Deletes unfinished files; moves complete unknown ones aside, since the store may be incomplete."""
         for path in sorted(unknown):
             if path.name.startswith(".") and path.name.endswith(".part"):
                 path.unlink()
@@ -196,7 +196,7 @@ class Store:
             log.warning("the store knows no file %s: moved to %s", path.name, aside, extra={"event": "store"})
 
     def check_there(self) -> bool:
-        """Whether the folder still is the one that was opened; if not, nothing is acknowledged any more. Any thread."""
+        """Whether the folder is still the one that was opened; else no write is acknowledged any more. Thread-safe."""
         wrong = self._watched.wrong()
         if wrong is not None and not self.fenced:
             self.fenced = True
@@ -238,7 +238,7 @@ class Store:
         db.close()
 
     def _note_time(self, db: sqlite3.Connection) -> None:
-        """For the next daemon's TrustedClock; a disk that refuses is found out by the next commit."""
+        """Stores the time for the next daemon's TrustedClock; ignores errors, which the next commit detects."""
         self._noted = time.monotonic()
         if self.failure is None:
             with contextlib.suppress(sqlite3.Error):
@@ -281,7 +281,7 @@ class Store:
         return db
 
     def _copy_log(self, db: sqlite3.Connection) -> None:
-        """Where that fails, it is done after the next commit."""
+        """Copies the log; after a failure retries after the next commit."""
         try:
             copy_log(db, self.folder)
         except (sqlite3.Error, OSError) as error:
@@ -289,7 +289,8 @@ class Store:
             log.warning("the log cannot be copied into store.db: %s", error, extra={"event": "store"})
 
     def _acknowledge(self) -> bool:
-        """Answers what is committed, once its count is on the disk; until then it waits, since it cannot be undone."""
+        """Acknowledges committed writes once their count is on the disk; until then they wait, since a commit cannot be
+        undone."""
         try:
             self._counter.write(self._commits)
         except OSError as error:
@@ -315,7 +316,7 @@ class Store:
         rows.db.execute("RELEASE work")
 
     def _check_export(self, db: sqlite3.Connection) -> None:
-        """Between commits, each of which checks by itself."""
+        """Checks the export between commits; each commit also does."""
         try:
             if self.export is not None:
                 self.export.check()
@@ -330,7 +331,7 @@ class Store:
         self._say(f"the store cannot be written: {error}")
 
     def _trial(self, db: sqlite3.Connection) -> sqlite3.Connection:
-        """Whether the disk takes writes again."""
+        """Tries whether writes succeed again."""
         if self.fenced or (self._owed and not self._acknowledge()):
             return db
         try:
@@ -348,7 +349,7 @@ class Store:
         return db
 
     def _current(self, db: sqlite3.Connection) -> sqlite3.Connection:
-        """`db`, or a new connection after a failure: its view of its own pages is not to be trusted."""
+        """Returns `db`, or after a failure a new connection, since the old one's cached pages may be wrong."""
         if self.failure is None or self.fenced:
             return db
         new = self._connect()

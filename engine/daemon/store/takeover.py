@@ -27,7 +27,7 @@ _REBUILD = "to rebuild from the export, move the data folder aside and start wit
 
 
 def refusal(owner: Owner, store: int, positions: Mapping[int, int]) -> str | None:
-    """Why a store must not continue an export, or None."""
+    """The reason why a store must not continue an export, or None."""
     if owner.store != store:
         return (
             f"the export belongs to {owner}, the data folder to store {store}: set another daemon.export_dir; "
@@ -42,13 +42,13 @@ def refusal(owner: Owner, store: int, positions: Mapping[int, int]) -> str | Non
 
 
 def detach(db: sqlite3.Connection) -> None:
-    """The store is written without an export from now on."""
+    """Records that the store is written without an export from now on."""
     db.execute("UPDATE meta SET value = 0 WHERE key = 'export_claim'")
 
 
 def continue_export(db: sqlite3.Connection, folder: Path, export: Export, options: StoreOptions) -> None:
-    """Claims the export for the store and brings the store up to it. Raises ExportError (another's, newer, damaged)
-    or OSError; a refusal before the claim disturbs no other daemon."""
+    """Claims the export for the store and applies changes that only the export has. Raises ExportError (another's,
+    newer, damaged) or OSError; a refusal before the claim does not affect other daemons."""
     if not export.claim:
         _check(db, folder, export, options)
         export.take()
@@ -70,8 +70,8 @@ def continue_export(db: sqlite3.Connection, folder: Path, export: Export, option
 
 
 def rebuild(folder: Path, export: Export, options: StoreOptions, own: str | None) -> None:
-    """Makes the store of an empty folder from the export; `own`: the store that the folder belonged to. Raises
-    ExportError or OSError; interrupted, the next start begins it again."""
+    """Makes the store of an empty folder from the export; `own`: the store to which the folder belonged. Raises
+    ExportError or OSError. If interrupted, the next start repeats it."""
     owner = found_in(export.folder)[-1].owner
     if owner is not None and own not in (None, str(owner.store)) and not options.adopt:
         raise ExportError(refusal(owner, int(own) if own and own.isdigit() else 0, {}))
@@ -101,7 +101,7 @@ def rebuild(folder: Path, export: Export, options: StoreOptions, own: str | None
 def _replayed(
     scratch: Path, found: Found, options: StoreOptions, left_out: list[Damage] | None
 ) -> tuple[sqlite3.Connection, int]:
-    """A store of the export's changes, and the last frame before the first that was left out."""
+    """Makes a store from the export's changes; returns it and the last frame before the first skipped one."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(mode=0o700)
     db = connect_store(scratch, options.connect)
@@ -130,7 +130,8 @@ def _replayed(
 
 
 def _check(db: sqlite3.Connection, folder: Path, export: Export, options: StoreOptions) -> Found | None:
-    """The latest generation, which the store may continue; None where there is none. Raises ExportError."""
+    """Finds the latest generation and checks that the store may continue it; None if there is none. Raises
+    ExportError."""
     known = _known(db)
     if not (every := found_in(export.folder)):
         if known:
@@ -147,7 +148,8 @@ def _check(db: sqlite3.Connection, folder: Path, export: Export, options: StoreO
 
 
 def _check_without_owner(db: sqlite3.Connection, folder: Path, found: Found, options: StoreOptions) -> None:
-    """An earlier version wrote it: the store's own if every file, batch and result in it is in the store."""
+    """Checks a generation of an earlier version: it is the store's own if the store has all its files, batches and
+    results."""
     scratch = folder / "compared"
     try:
         _replayed(scratch, found, options, None)[0].close()
@@ -167,8 +169,8 @@ def _check_without_owner(db: sqlite3.Connection, folder: Path, found: Found, opt
 
 
 def _catch_up(db: sqlite3.Connection, folder: Path, export: Export, found: Found, options: StoreOptions) -> None:
-    """Applies the groups that the export has and the store has not: its last commit, or more where the data folder is
-    an earlier copy. Raises ExportError."""
+    """Applies the groups that only the export has: the last commit, or more if the data folder is an earlier copy.
+    Raises ExportError."""
     assert found.owner is not None
     claim, left_out, count = found.owner.claim, list[Damage](), 0
     current, position = _meta(db, "export_claim"), _known(db)[claim]
@@ -202,7 +204,7 @@ def _catch_up(db: sqlite3.Connection, folder: Path, export: Export, found: Found
 
 
 def _behind(db: sqlite3.Connection, earlier: Found) -> bool:
-    """Whether an earlier generation is this store's and contains nothing that it lacks."""
+    """Whether an earlier generation belongs to this store, which has all its changes."""
     assert earlier.owner is not None
     position = _known(db).get(earlier.owner.claim)
     if position is None:
@@ -236,6 +238,6 @@ def _meta(db: sqlite3.Connection, key: str) -> int:
 
 
 def _known(db: sqlite3.Connection) -> dict[int, int]:
-    """The last frame that the store committed, by claim."""
+    """The last frame that the store has committed, by claim."""
     rows = db.execute("SELECT key, value FROM meta WHERE key LIKE 'export:%'")
     return {int(row[0].removeprefix("export:")): int(row[1]) for row in rows}
