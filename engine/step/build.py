@@ -1,6 +1,6 @@
-"""From a deployment and a communicator to a loaded runner: share, memory check, model, cache, draws, warm-up. Every
-rank runs this with the same Deployment; what differs between ranks (free memory) is agreed on before anything is
-allocated.
+"""Builds a loaded runner from a deployment and a communicator: share, memory check, model, cache, sampling, warm-up.
+Every rank runs this with the same Deployment; the ranks agree on values that may differ (free memory) before they
+allocate anything.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 SCORED_LOGITS = 1 << 26
-"""A rank's logits of prompt positions in one step: some 400 MB besides the caches, an upper bound."""
+"""Upper bound of a rank's logits of prompt positions in one step: about 400 MB in addition to the caches."""
 
 FIRST_TIMEOUT_S = 60.0
 """A collective's timeout until a step has been measured."""
@@ -65,7 +65,7 @@ FIRST_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A rank ready to step. scheduler_limits is what rank 0 makes its scheduler from; warnings are for people."""
+    """A rank that is ready to run steps. scheduler_limits: for rank 0's scheduler; warnings: for the user."""
 
     runner: Runner
     config: ModelConfig
@@ -73,17 +73,17 @@ class Built:
     scheduler_limits: SchedulerLimits
     warnings: tuple[str, ...]
     digest: str
-    """Digest of the checkpoint's tensors by name, type, shape and place (and bytes, with a manifest): ranks that read
-    different files differ here."""
+    """Digest of the checkpoint's tensors by name, type, shape and offset (with a manifest also of the bytes); differs
+    if ranks read different files."""
     weights_file: int
-    """The descriptor of HeldPages that a hot standby may use; -1: there are none."""
+    """The descriptor of the HeldPages that a hot standby may use; -1: none."""
 
 
 def drawn_on_device(
     communicator: Communicator, device: torch.device, attention: AttentionBackend, deterministic: bool
 ) -> tuple[OnDevice | None, str]:
-    """How plain rows are drawn without the host, so that a step may be set off before the ids of the one before are
-    known; None where every id passes through the host; why, in a few words."""
+    """How plain rows are sampled on the device, so that a step can start before the previous step's ids are on the
+    host; None if ids must pass through the host. The second value is the reason, in a few words."""
     if communicator.pipeline is not None:
         return None, "through the host: the first stage embeds what the last one draws"
     gather = device_gather(communicator.gathers, communicator.size)
@@ -108,8 +108,8 @@ def split_rule(
     device: torch.device,
     graphs: DecodeGraphs | None,
 ) -> SplitRule | None:
-    """Which steps may be computed in two streams; None where none may, or `auto` expects nothing of it: inside a node
-    an all-reduce is over before half a sub-block is, and on GPUs two streams were never measured."""
+    """The rule for steps in two streams; None if they are disabled, or `auto` expects no gain: inside a node an
+    all-reduce takes less time than half a sub-block, and on GPUs split steps were never measured."""
     near = device.type != "cpu" or (len(communicator.layout.nodes) == 1 and keys.collective != "emulated")
     if keys.split_steps == "never" or communicator.size == 1 or not keys.overlap or not config.wiring.waits:
         return None
@@ -125,7 +125,7 @@ def split_rule(
 
 
 def make_grammars(folder: Path, config: ModelConfig, max_whitespace: int) -> Grammars:
-    """Structured output with the model's tokenizer, or a stand-in that refuses each request for it."""
+    """Makes grammars for the model's tokenizer; if that fails, a substitute that refuses structured output."""
     try:
         return GrammarSlots(folder, config.vocab_size, config.eos_token_ids, max_whitespace)
     except (ValueError, OSError) as fault:
@@ -138,7 +138,7 @@ def _mute(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """Reports of a start: the log (rank 0's alone) and the start's progress."""
+    """Output of a start: the log (only on rank 0) and progress."""
 
     say: Callable[[str], None] = _mute
     warn: Callable[[str], None] = _mute
@@ -153,8 +153,8 @@ def build(
     tell: Callable[[str], None] = lambda doing: None,
     weights_file: int = -1,
 ) -> Built:
-    """Loads this rank's share, and on a GPU runs first steps. progress(done, total) in bytes of weights; tell: called
-    with what it does afterwards; weights_file: of retained weights, see Built. Raises CheckpointError, CapacityError,
+    """Loads this rank's share, and on a GPU warms up. progress(done, total) in bytes of weights; tell: called with the
+    later phases; weights_file: descriptor of retained weights, see Built. Raises CheckpointError, CapacityError,
     ShapeError, StageError, WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
     give_back_freed()
     leads, keys, parallel = communicator.rank == 0, deployment.engine, deployment.parallel
@@ -220,7 +220,7 @@ def build(
 
 
 def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voice: Voice) -> list[str]:
-    """Logs what the share leads to; returns the start's warnings."""
+    """Logs the choices that follow from the share; returns warnings."""
     stage, stored, deterministic = share.stage, share.stored, parallel.deterministic
     if parallel.pipeline_parallel_size > 1:
         first = stage.first_layer
@@ -241,7 +241,7 @@ def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voic
 
 
 def _check(share: Share, deployment: Deployment, communicator: Communicator, device: torch.device) -> Mapping[str, int]:
-    """Refuses what cannot run or does not fit; returns what steps take besides weights and KV, by name."""
+    """Refuses a deployment that cannot run or does not fit; returns bytes that steps need besides weights and KV."""
     keys, size = deployment.engine, share.shard.size
     if keys.speculation and device.type != "cpu":
         raise CapacityError(
@@ -266,7 +266,7 @@ def _check(share: Share, deployment: Deployment, communicator: Communicator, dev
 
 
 def _model(share: Share, parallel: ParallelConfig, communicator: Communicator, device: torch.device) -> LlamaModel:
-    """The model without weights."""
+    """Makes the model without weights."""
     replicate = parallel.embedding == "replicate"
     if parallel.embedding == "auto":
         replicate = replicates_embedding(share.config, share.dtype.itemsize, len(communicator.layout.nodes) > 1)
@@ -296,7 +296,7 @@ def _cache(
     working: Mapping[str, int],
     voice: Voice,
 ) -> tuple[KVCache, int]:
-    """The KV cache in what is free now, and how many blocks sequences may have."""
+    """Allocates the KV cache in the free memory; returns it and the number of blocks for sequences."""
     budget = agreed_budget(keys, communicator, device, working)
     one = block_bytes(share.shard, keys.block_size, share.kv_dtype)
     one += 0 if share.draft is None else share.draft.block_bytes(keys.block_size)
@@ -334,7 +334,7 @@ def _warmed_up(
     reserved: int,
     voice: Voice,
 ) -> DecodeGraphs | None:
-    """First steps, then the collectives' timeouts, then graphs. reserved: bytes that were kept free for them."""
+    """Warms up, sets the collectives' timeouts and records graphs. reserved: bytes kept free for the graphs."""
     if compiles(device):
         # NOTE: compilation times differ between ranks: collectives still have the timeout of a load.
         warm_up(runner, limits, voice.tell)
@@ -358,8 +358,8 @@ def make_graphs(
     reserved: int | None = None,
     voice: Voice = Voice(),
 ) -> DecodeGraphs | None:
-    """Recorded decode steps, where the deployment and the device have them; the cache's last block must be unassigned.
-    emulated: whether collectives are; reserved: bytes kept free for the graphs. Raises GraphsError."""
+    """Records decode steps, if the deployment and the device support it. The cache's last block must be unassigned.
+    emulated: whether collectives are emulated; reserved: bytes kept free for the graphs. Raises GraphsError."""
     model, attention, cache, sampler = runner.model, runner.attention, runner.cache, runner.sampler
     refused = collectives_refuse(communicator.backend, communicator.size, emulated) or experts_refuse(model.config)
     use, why = graphed(keys.cuda_graphs, runner.device.type, isinstance(attention, Capturable), attention.name, refused)

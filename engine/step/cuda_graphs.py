@@ -26,14 +26,15 @@ from .memory import padded_size
 
 
 class GraphsError(Refusal, ValueError):
-    """engine.cuda_graphs: true cannot be had; the message says why."""
+    """engine.cuda_graphs is true but not possible; the message has the reason."""
 
 
 def graphed(
     wanted: bool | str, device: str, capturable: bool, attention: str, collectives: str | None
 ) -> tuple[bool, str]:
-    """Whether decode steps are recorded, and why. wanted: engine.cuda_graphs; capturable: whether `attention` may be
-    recorded; collectives: why all else may not. Raises GraphsError where graphs are required and impossible."""
+    """Whether to record decode steps, and the reason. wanted: engine.cuda_graphs; capturable: whether `attention` can
+    be recorded; collectives: the reason why the rest cannot, or None. Raises GraphsError if graphs are required but
+    impossible."""
     if wanted is False:
         return False, "off, as configured"
     if device != "cuda":
@@ -50,20 +51,21 @@ def graphed(
 
 
 def fell_back(device: torch.device, wanted: str | bool, got: bool) -> bool:
-    """Whether a GPU runs without graphs although the configuration does not ask for that: worth a warning."""
+    """Whether a GPU runs without graphs although the configuration allows them, which deserves a warning."""
     return device.type == "cuda" and wanted == "auto" and not got
 
 
 def collectives_refuse(backend: str, size: int, emulated: bool) -> str | None:
-    """Why the steps of a group of `size` cannot be recorded, or None. Those of nccl run on a stream; other backends
-    work on the host, where a group of one has nothing to do unless it plays a larger one."""
+    """The reason why steps of a group of `size` cannot be recorded, or None. NCCL's collectives run on a stream; other
+    backends run on the host, where a group of one has no collectives unless it emulates a larger group."""
     if backend == "nccl" or (size == 1 and not emulated):
         return None
     return f"collectives of backend {backend} run on the host: it needs nccl"
 
 
 def experts_refuse(config: ModelConfig) -> str | None:
-    """Why steps over experts cannot be recorded, or None: torch's products read on the host how many rows each has."""
+    """The reason why steps with experts cannot be recorded, or None: torch's products read the numbers of rows on the
+    host."""
     fault = None if config.experts is None else triton_missing()
     return None if fault is None else f"products over experts on the device need Triton: {fault}"
 
@@ -72,17 +74,18 @@ class GraphRecorder(Protocol):
     """Records device work: CudaRecorder, or a stand-in on the CPU in the tests."""
 
     def record(self, compute: Callable[[], None]) -> Replay:
-        """Runs `compute` (at least once), recorded; what is returned repeats its device work on the same memory."""
+        """Runs `compute` (at least once) and records it; the returned Replay repeats its device work on the same
+        memory."""
 
     def memory(self) -> int:
-        """Bytes of device memory held by now."""
+        """Bytes of device memory in use now."""
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Waits until the device has finished all queued work."""
 
 
 class CudaRecorder:
-    """CUDA graphs that share one memory pool; recorded largest first, the smaller ones fit into it."""
+    """Records CUDA graphs that share one memory pool: the largest first, so that the smaller ones fit into it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -115,8 +118,8 @@ class CudaRecorder:
 
 
 class FixedBoundary:
-    """A stage's boundary as its recorded steps see it: rows come from and go to memory that never moves. What crosses
-    does so before and after a replay, through `inner`."""
+    """The boundary of a stage for recorded steps, which read and write rows in fixed memory. Transfers by `inner` take
+    place before and after a replay."""
 
     def __init__(self, inner: Boundary, model: LlamaModel, most: int) -> None:
         self._own, self._copies = model.config.lanes is not None, model.shard.num_lanes
@@ -139,7 +142,7 @@ class FixedBoundary:
         self._next = (self._next + 1) % len(self._left)
 
     def take(self, count: int) -> None:
-        """Receives the stage before's rows of a step."""
+        """Receives the rows of a step from the previous stage."""
         if self._received:
             shape, dtype = (self._copies * count, self._received[0].shape[2]), self._received[0].dtype
             coming = self._inner.receive(shape, dtype, len(self._received), self._own)
@@ -167,9 +170,9 @@ class DecodeGraphs:
         reserved: int | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """scratch_block: a block of the cache that no sequence ever has: padding writes its keys there. most_blocks:
-        of one sequence. latest: the ids drawn last on the device, by slot (Sampler.latest), which steps take theirs
-        from where they are told to. reserved: bytes kept free for the graphs. say: called with progress."""
+        """scratch_block: a block of the cache that no sequence uses, for the keys of padding. most_blocks: of one
+        sequence. latest: the last ids sampled on the device, by slot (Sampler.latest), from which steps may read their
+        ids. reserved: bytes kept free for the graphs. say: called with log lines."""
         self.sizes = tuple(sorted(sizes))
         self._model, self._recorder, self._scratch, self._say = model, recorder, scratch_block, say
         self._latest, self._reserved = latest, reserved
@@ -188,7 +191,7 @@ class DecodeGraphs:
         self._draws: dict[int, Replay] = {}
 
     def record(self, tell: Callable[[str], None] = lambda doing: None) -> None:
-        """Records all sizes, the largest first. Steps may run only after it. tell: the start's progress."""
+        """Records all sizes, the largest first; required before `run`. tell: called with progress."""
         before, began = self._recorder.memory(), time.monotonic()
         crossing, self._model.boundary = self._model.boundary, self._boundary
         with torch.inference_mode():
@@ -209,13 +212,13 @@ class DecodeGraphs:
         return words if held <= self._reserved else f"{words}: too few; lower engine.gpu_memory_utilization"
 
     def drop(self) -> None:
-        """Gives the recordings up, once the device is through with them."""
+        """Waits for the device and frees the recordings."""
         self._recorder.wait()
         for replays in (self._replays, self._draws):
             replays.clear()
 
     def record_draws(self, sampler: Sampler) -> None:
-        """Records the draws of greedy and plainly sampled rows too, behind all of `record`."""
+        """Also records sampling of greedy and plainly sampled rows; call it after `record`."""
         if self._latest is not None:
             with torch.inference_mode():
                 self._draws = sampler.record(self._out, self.sizes, self._recorder.record)
@@ -224,8 +227,8 @@ class DecodeGraphs:
         return sequences <= self.sizes[-1]
 
     def run(self, layout: StepLayout, tokens: Tensor) -> Tensor:
-        """Sets off a step of decodes: layout and token ids [B], or what device_draw.feed takes for them, on the host ->
-        what LlamaModel.forward gives of all rows, on the device, which the next run overwrites."""
+        """Starts a decode-only step from its layout and token ids [B] (or placeholders for device_draw.feed) on the
+        host. Returns the result of LlamaModel.forward for all rows on the device; the next run overwrites it."""
         count = layout.decode
         size = padded_size(self.sizes, count)
         if size is None or count != len(layout.kv_len):
@@ -247,7 +250,7 @@ class DecodeGraphs:
         return self._out[:count]
 
     def _padding(self, size: int) -> tuple[list[int], Tensor]:
-        """Lengths and block table of a step that is nothing but padding."""
+        """Lengths and block table of a step that has only padding."""
         staged = self._part(self._staged, size)
         staged.zero_()
         staged[2] = self._scratch
@@ -255,11 +258,11 @@ class DecodeGraphs:
 
     @staticmethod
     def _part(buffer: Tensor, size: int) -> Tensor:
-        """[4, size] of a buffer: ids, positions, blocks, offsets."""
+        """The part [4, size] of a buffer: ids, positions, blocks, offsets."""
         return buffer[: 4 * size].view(4, size)
 
     def _stage(self, sequences: tuple[list[int], Tensor], size: int) -> None:
-        """Copies the staged integers and plans: all that must happen before a replay."""
+        """Copies the staged integers and makes the plan, before a replay."""
         stage(self._inputs[: 4 * size], self._staged[: 4 * size])
         _, positions, blocks, offsets = self._part(self._inputs, size)
         kv_len, table = sequences

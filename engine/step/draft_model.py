@@ -37,14 +37,15 @@ from .kv_capacity import CapacityError
 PIECE = 32
 """The most tokens of a decode left uncomputed while it gets no drafts: together they cost little more than one."""
 REDONE = 2 * PIECE
-"""Positions of a shared prefix that are computed again: the sequence that left it may have ended earlier."""
+"""Positions of a shared prefix that are computed again: the draft model may not have computed the last ones of the
+sequence that left it."""
 
 Layout = Callable[[list[Chunk]], tuple[StepLayout, Tensor, Tensor]]
 """Layout, ids and rows of chunks of the runner's slots."""
 
 
 class DraftWeights:
-    """The draft model's folder, opened. Raises OSError, ValueError, CheckpointError or ShapeError."""
+    """Opens the draft model's folder. Raises OSError, ValueError, CheckpointError or ShapeError."""
 
     def __init__(self, folder: Path, config: ModelConfig, dtype: torch.dtype, length: int) -> None:
         self.config, self.dtype = from_folder(folder), dtype
@@ -60,7 +61,7 @@ class DraftWeights:
     def load(
         self, positions: int, num_blocks: int, block_size: int, max_slots: int, grammars: Grammars | None
     ) -> DraftModel:
-        """On this rank's CPU."""
+        """Loads the model on this rank's CPU."""
         device, deterministic = torch.device("cpu"), Kernels.find() is not None
         group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
         ops = make_ops(device, self.dtype, deterministic=deterministic)
@@ -79,8 +80,8 @@ class DraftWeights:
 
 
 def check_alike(communicator: Communicator, key: str, would: str) -> None:
-    """Raises CapacityError where ranks compute in different CPU tiers, or with different versions of torch or of this
-    package: what each of them decides by itself would differ. key, would: what needs it, and for what."""
+    """Raises CapacityError if ranks have different CPU tiers, or versions of torch or laddertron: their own decisions
+    could differ. key, would: for the error, the key that requires equality, and what would differ."""
     kernels = Kernels.find()
     tier = "torch alone" if kernels is None else kernels.tier
     own = np.frombuffer(f"{tier} (torch {torch.__version__}, laddertron {__version__})".ljust(96).encode(), np.uint8)
@@ -93,7 +94,7 @@ def check_alike(communicator: Communicator, key: str, would: str) -> None:
 
 
 class DraftModel:
-    """One rank's; the runner passes on to it all that it learns of slots and blocks."""
+    """The draft model of one rank. The runner informs it of all changes of slots and blocks."""
 
     def __init__(
         self,
@@ -122,8 +123,8 @@ class DraftModel:
         length: NDArray[np.int64],
         layout: Layout,
     ) -> dict[int, list[int]]:
-        """Computes prompts as far as the step does, and drafts, so many for each slot; `tokens` [slots, positions], of
-        which `length` are known, is written to behind them."""
+        """Computes prompts as far as the step does, and makes `wanted` drafts for each slot. Writes them into `tokens`
+        [slots, positions] after the `length` known ones."""
         due = in_order(self._due(chunks, wanted, length))
         if not due:
             return {}
@@ -151,7 +152,7 @@ class DraftModel:
             slot, known = chunk.slot, int(length[chunk.slot])
             if self._computed[slot] < 0:
                 self._computed[slot] = max(0, chunk.start - REDONE)
-            start = min(int(self._computed[slot]), known - 1)  # behind a draft that was wrong it begins again
+            start = min(int(self._computed[slot]), known - 1)  # resumes after the last accepted draft
             drafts = wanted[slot] > 0
             end = known if drafts else chunk.start + chunk.count
             decodes = chunk.samples and chunk.count == 1

@@ -1,5 +1,5 @@
-"""The load of a group's weights, with the line of the log that says what it took; and where they lie on a CPU beside
-which another launch stands by: its ranks may go on with them as they are.
+"""Loads a group's weights and logs the time; on a CPU with a hot standby, retains them in shared memory, where the
+standby's ranks can use them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_MOST = 32 << 20
-"""The largest value that glibc takes: blocks beyond always come from the system. Zeroing their pages costs little
-against the work done on a tensor of that size."""
+"""The largest value that glibc accepts; larger blocks are always mapped. Zeroing their pages costs little compared with
+the work on a tensor of that size."""
 _KEPT = 256 << 20
 
 
 def held_weights(
     source: Source, model: ModelSection, p: ParallelConfig, communicator: Communicator, file: int
 ) -> HeldPages | None:
-    """The pages of this rank's packed weights: those in `file` (-1: none), if they are what this rank would make of the
-    checkpoint now. None where the system has no such files."""
+    """The pages for this rank's packed weights: the retained ones in `file` (-1: none) if they match the checkpoint and
+    deployment, else new ones. None if memfd is unavailable."""
     files = sorted({stored.file for stored in source.tensors.values()})
     stats = [(str(path), (found := path.stat()).st_size, found.st_ctime_ns, found.st_ino) for path in files]
     pipeline = communicator.pipeline
@@ -47,11 +47,11 @@ def held_weights(
         try:
             held = HeldPages(file)
         except (OSError, ValueError) as error:
-            log.warning("weights are loaded, as what was held of them cannot be had: %s", error)
+            log.warning("cannot map the retained weights, loading them: %s", error)
         else:
             if held.label == label:
                 return held
-            log.warning("weights are loaded, as those held are of another checkpoint, deployment or CPU tier")
+            log.warning("the retained weights do not match the checkpoint, deployment or CPU tier, loading them")
     try:
         fresh = HeldPages()
     except OSError as error:  # a container that forbids the call
@@ -69,9 +69,9 @@ def load_weights(
     progress: Progress | None,
     say: Callable[[str], None],
 ) -> None:
-    """Fills the model and says what that took. All ranks of the group call it at once. Raises CheckpointError or
-    CommunicationError. Collectives wait as long as a load may take from here on: a node's storage may be slow, and a
-    rank that ends is noticed at once."""
+    """Fills the model and logs the time. All ranks of the group call it at once. Sets the collectives' timeout to the
+    longest load: a node's storage may be slow, and a lost rank is detected at once anyway. Raises CheckpointError or
+    CommunicationError."""
     communicator.set_timeout(timeout_s)
     per_node, nodes, began = communicator.layout.per_node, len(communicator.layout.nodes), time.monotonic()
     # Nodes may have different copies: each verifies all of its own, divided between its ranks.
@@ -92,15 +92,15 @@ def load_weights(
 
 
 def give_back_freed() -> None:
-    """Blocks of a MiB and more come from the system and go back to it when freed. glibc raises that bound whenever a
-    bigger block is freed, and then keeps the weights that were just repacked."""
+    """Makes glibc map blocks of a MiB or more, and unmap them when freed. By default it raises that threshold whenever
+    a larger block is freed, and would keep the memory of weights after they were repacked."""
     _mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def keep_freed() -> None:
-    """Freed blocks of up to 32 MiB stay with the process for the next step's activations: a fresh block's pages are
-    zeroed one by one as they are touched, which took a tenth of a prompt's step. Only what is free at the heap's end
-    goes back, beyond 256 MiB; below a block in use all of it stays, so count with what the largest step needed."""
+    """Makes glibc keep freed blocks of up to 32 MiB for the next step's activations: zeroing the pages of new blocks
+    took a tenth of a prompt's step. Only free memory at the heap's end beyond 256 MiB is returned; memory below a block
+    in use stays, so expect the process to keep what its largest step needed."""
     _mallopt(_M_MMAP_THRESHOLD, _MMAP_MOST)
     _mallopt(_M_TRIM_THRESHOLD, _KEPT)
 

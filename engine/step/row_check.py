@@ -1,5 +1,5 @@
-"""Whether a row's result depends on what else is in its step, which `parallel.deterministic` excludes. Sequences are
-computed alone, then in random steps: chunks of random lengths and order, some preempted and recomputed, some resumed
+"""Checks that a row's result does not depend on the rest of its step, as `parallel.deterministic` guarantees. Computes
+sequences alone, then in random steps: chunks of random lengths and order, some preempted and recomputed, some resumed
 from full blocks, every other step in two streams. Every sub-block's sum must have the same bits. All ranks run this
 with the same seed.
 """
@@ -22,11 +22,11 @@ from ..sampling.digest import Digests, row_digests
 from .runner import Runner
 
 NAMED_ROWS = (1, 2, 7, 64, 65, 300)
-"""Row counts at which code paths change: every other case has one of these as its limit of rows a step."""
+"""Row counts at which code paths change: every other case limits its steps to one of these."""
 _PREEMPTED, _HITS = 0.05, 0.3
 
 Trace = list[tuple[str, Digests]]
-"""What each sub-block yields, in order, and the logits: name and digests of the rows [T]."""
+"""The outputs of each sub-block, in order, and the logits: name and digests of the rows [T]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Difference:
 
 @dataclass(slots=True)
 class _Going:
-    """A sequence in a case: in `slot`, `done` of its tokens computed; `hit`: it has had its chance of a second turn
-    over its own full blocks."""
+    """A sequence in a case: in `slot`, with `done` tokens computed; `hit`: whether it was already considered for a
+    restart with its own full blocks as cached prefix."""
 
     slot: int
     sequence: int
@@ -60,7 +60,7 @@ class _Going:
 
 
 class RowCheck:
-    """Over a runner that is otherwise unused. sequences: token ids; each must fit the runner's cache."""
+    """Runs the check on a runner that is otherwise unused. sequences: token ids; each must fit the runner's cache."""
 
     def __init__(self, runner: Runner, sequences: list[list[int]]) -> None:
         self.runner, self.sequences = runner, sequences
@@ -70,15 +70,15 @@ class RowCheck:
         self._alone: dict[int, Trace] = {}
 
     def run(self, cases: int, seed: int) -> Iterator[Difference | None]:
-        """One result a case; None where all bits are equal."""
+        """Yields a result for each case; None if all bits are equal."""
         random = Random(seed)
         for case in range(cases):
             rows = random.choice(NAMED_ROWS) if case % 2 == 0 else random.randint(1, 300)
             yield self._case(case, rows, random)
 
     def digests(self, sequence: int) -> list[tuple[str, list[int]]]:
-        """Each sub-block's name, and the head, with its rows' digests, of a sequence computed alone: the same for
-        every layout that promises the same bits. All ranks call it at once."""
+        """The name and the rows' digests of each sub-block and the head, for a sequence computed alone: equal in all
+        layouts that guarantee the same bits. All ranks call it at once."""
         self._reference(sequence)
         return [(name, rows.tolist()) for name, rows in self._alone[sequence]]
 
@@ -104,7 +104,7 @@ class RowCheck:
         raise AssertionError("a case has an end")
 
     def _count(self, most_rows: int, random: Random) -> int:
-        """Sequences of a case: enough that its steps are full, of decodes alone too."""
+        """The number of sequences of a case: enough to fill its steps, also decode-only ones."""
         return min(self._slots, random.choice((most_rows, max(1, most_rows // 16))))
 
     def _schedule(self, going: list[_Going], most_rows: int, random: Random) -> list[Chunk]:
@@ -125,7 +125,7 @@ class RowCheck:
         return chunks
 
     def _admit(self, going: list[_Going]) -> None:
-        """Each sequence into its slot, with blocks of its own: permuted, so that no case has the same places."""
+        """Admits each sequence into a slot with its own blocks, permuted so that places differ between cases."""
         admitted, blocks = [], []
         for one in going:
             tokens = tuple(self.sequences[one.sequence])
@@ -167,7 +167,8 @@ class RowCheck:
         return [*digests, ("logits", runner.sampler.digests(logits))] if model.shard.samples else digests
 
     def _differs(self, trace: Trace, row: int, chunk: Chunk, sequence: int) -> tuple[int, int] | None:
-        """Which entry of the trace, and the position. A step of decodes in a CUDA graph has the logits alone."""
+        """The first differing entry of the trace and the position, or None. A decode step in a CUDA graph has only the
+        logits."""
         alone = dict(self._alone[sequence])
         for number, (name, got) in enumerate(trace):
             if name not in alone:

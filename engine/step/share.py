@@ -1,5 +1,5 @@
-"""A rank's share of a deployment: its layers and shard, the checkpoint that they come from, dtypes, operators, and what
-the weights need. Settled from headers, before a weight is read.
+"""A rank's share of a deployment: its layers and shard, their checkpoint, dtypes, operators, and the bytes of the
+weights. Determined from headers, before weights are read.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Share:
 def model_config(
     keys: ModelSection, parallel: ParallelConfig, nodes: int = 1
 ) -> tuple[ModelConfig, Sharing, list[str]]:
-    """The checkpoint's configuration with its wiring settled, how a group on so many nodes shares it, and warnings.
-    Raises ConfigError, WiringError or ShapeError."""
+    """The checkpoint's config with its resolved wiring, how a group on `nodes` nodes shares it, and warnings. Raises
+    ConfigError, WiringError or ShapeError."""
     config, warnings = choose_wiring(
         from_folder(Path(keys.path)),
         keys.wiring,
@@ -70,7 +70,7 @@ def model_config(
 
 
 def model_length(config: ModelConfig, wanted: int | None) -> int:
-    """The longest sequence that is served. Raises CapacityError."""
+    """The length of the longest sequence that is served. Raises CapacityError."""
     most = config.max_position_embeddings
     if config.rope.kind == "dynamic" and config.rope.original_max_position_embeddings:
         most = min(most, config.rope.original_max_position_embeddings)
@@ -82,8 +82,8 @@ def model_length(config: ModelConfig, wanted: int | None) -> int:
 def make_share(
     deployment: Deployment, communicator: Communicator, device: torch.device, held: int | None = None
 ) -> Share:
-    """Reads the checkpoint's headers, no weight. This is where `auto` and null become values. held: the descriptor of
-    retained weights, -1 where there is none; None: nothing will be loaded. Raises as `build`."""
+    """Reads the checkpoint's headers, no weights, and resolves `auto` and null. held: the descriptor of retained
+    weights, -1 if there are none; None: nothing will be loaded. Raises like `build`."""
     keys, parallel, engine = deployment.model, deployment.parallel, deployment.engine
     config, sharing, warnings = model_config(keys, parallel, len(communicator.layout.nodes))
     dtype = DTYPES[config.dtype if keys.dtype == "auto" else keys.dtype]
@@ -114,7 +114,7 @@ def has_room(
     deployment: Deployment, communicator: Communicator, device: torch.device, ranks_here: int, weights_file: int = -1
 ) -> bool:
     """Whether the weights and KV caches of this host's ranks fit into free memory. On a GPU they never do: the serving
-    ranks have taken what engine.gpu_memory_utilization allows. weights_file: as of `build`. Raises as `build`."""
+    ranks use all that engine.gpu_memory_utilization allows. weights_file: see `build`. Raises like `build`."""
     share = make_share(deployment, communicator, device, None if weights_file < 0 else os.dup(weights_file))
     kv = deployment.engine.cpu_kv_bytes
     return device.type == "cpu" and (share.needed + kv) * ranks_here <= available_bytes(device)

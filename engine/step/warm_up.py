@@ -1,5 +1,5 @@
-"""A rank's first steps, before it reports ready: what compiles, loads or connects at first use does so now. All ranks
-of a job call it at once.
+"""Runs a rank's first steps before it reports ready, so that everything that compiles, loads or connects at first use
+does so before serving. All ranks of a job call it at once.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from ..schedule.scheduler import SchedulerLimits
 from .runner import Runner
 
 PROMPT = 33
-"""Tokens: more than a block, so that a page table has several entries."""
+"""Tokens of a prompt: more than a block, so that a page table has several entries."""
 DRAWS = (
     SamplingParams(max_tokens=8, seed=1, temperature=0.0),
     SamplingParams(max_tokens=8, seed=2, temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, logprobs=1),
     SamplingParams(max_tokens=8, seed=3, temperature=0.8, repetition_penalty=1.1, logit_bias=((0, 1.0),)),
     SamplingParams(max_tokens=8, seed=4, temperature=0.8),
 )
-"""One sequence of each kind of draw."""
+"""One sequence for each kind of sampling."""
 
 
 def compiles(device: torch.device) -> bool:
-    """Whether operators are compiled at their first use here; a CPU's were when laddertron was installed."""
+    """Whether operators are compiled at first use on this device; a CPU's were compiled at installation."""
     return device.type == "cuda"
 
 
 def warm_up(runner: Runner, limits: SchedulerLimits, tell: Callable[[str], None]) -> None:
-    """Steps of every kind on slots and blocks that are empty again afterwards. Raises what a step raises."""
+    """Runs steps of every kind; slots and blocks are empty again afterwards. Raises what a step raises."""
     began = time.monotonic()
     for name, batch in first_steps(limits):
         tell(f"compiling kernels for {name}, {time.monotonic() - began:.0f} s")
@@ -41,7 +41,8 @@ def warm_up(runner: Runner, limits: SchedulerLimits, tell: Callable[[str], None]
 
 
 def first_steps(limits: SchedulerLimits) -> Iterator[tuple[str, Batch]]:
-    """A prompt, then for each kind of draw a prompt with the decodes of those before, decodes alone, an empty step."""
+    """Yields a prompt, then for each kind of sampling a prompt together with earlier sequences' decodes, then decodes
+    alone and an empty step."""
     each = -(-(PROMPT + 2 * len(DRAWS)) // limits.block_size)
     room = min(limits.max_num_seqs, limits.num_blocks // each, len(DRAWS))
     count = min(PROMPT, limits.max_num_batched_tokens - room + 1, limits.max_model_len - 2 * len(DRAWS))
