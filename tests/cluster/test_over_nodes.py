@@ -152,6 +152,7 @@ def run_of_four(cluster: Cluster, config: Path, folder: Path, *words: str) -> st
     return " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 def test_preflight_names_who_cannot_have_rdma(link: Cluster, tmp_path: Path) -> None:
     """require_transport: ib on a cluster of sockets: exit 1, every rank named with its node, no tuning file."""
     tuning = tmp_path / "tuning.json"

@@ -117,7 +117,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_number_of_ranks_changes_no_bit(ranks: Ranks, dtype: str, tmp_path: Path, run_seed: int) -> None:
     same_everywhere(run_seed, ranks, checkpoints.save(tmp_path / "m", "llama_bias", dtype=dtype), dtype, EVERYWHERE)
 
