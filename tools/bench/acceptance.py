@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.config.schema import AcceptanceConfig
 from ...topology.cost.cost import predict
 from ...topology.cost.prices import reference
-from ..plan.answer import Sheet, binary
+from ..plan.answer import Sheet, binary, predicted_for
 from ..plan.estimate import CapacityEstimate
 from ..plan.tables import sheet_lines
 
@@ -164,7 +164,9 @@ def speed_part(rows: Sequence[Mapping[str, Any]], plan: CapacityEstimate, limits
     checks += at_least("prefill over predicted", rows[0]["prefill_tok_s"][0] / prompt.tokens_per_s, limits.min_speed)
     pairs = ("prefill", "decode", "hidden", "exposed")
     columns = ("batch", *(f"{name} {kind}" for name in pairs for kind in ("predicted", "measured")))
+    devices, assumed = predicted_for(plan)
     note = (
+        f"Predicted for {devices}{', assumed: set launch.fabric to your machines' if assumed else ''}. "
         f"Tokens/s, medians of {rows[0]['repeats']}; prompts of {rows[0]['prompt']}, {rows[0]['generate']} new tokens; "
         f"{wiring} wiring. Prefill is predicted for one prompt. Hidden: of the all-reduces' time; exposed: of all time."
     )
@@ -178,7 +180,9 @@ def recovery_part(found: Recovery, limits: AcceptanceConfig) -> Part:
         ("start of the daemon until it is ready", "-", f"{found.start_s:.1f} s"),
         ("kill of a rank to the next token", f"{most:.1f} s at most", f"{found.next_s:.1f} s"),
     )
-    note = f"The daemon reported: {found.reason}. The stream {'has ' + text if found.complete else 'broke'}."
+    note = (
+        f"The daemon reported: {found.reason.rstrip('.')}. The stream {'has ' + text if found.complete else 'broke'}."
+    )
     lines = sheet_lines(Sheet("A killed rank", ("", "predicted", "measured"), cells, 1, note))
     checks = (
         Check("kill to the next token", f"{found.next_s:.1f} s", f"≤ {most:.1f} s", found.next_s <= most),

@@ -43,10 +43,14 @@ def binary(count: float) -> str:
 
 def basis(plan: CapacityEstimate) -> str:
     """Which machines the answer is for, and the error of such predictions."""
-    q = plan.question
-    assumed = any("no fabric was named" in note for note in q.notes)
-    where = f"{_devices(plan)} assumed; name yours with --fabric" if assumed else f"{_devices(plan)}, as named"
-    return f"{where}. {_MISSED[q.keys.gpu]}"
+    devices, assumed = predicted_for(plan)
+    where = f"{devices} assumed; name yours with --fabric" if assumed else f"{devices}, as named"
+    return f"{where}. {_MISSED[plan.question.keys.gpu]}"
+
+
+def predicted_for(plan: CapacityEstimate) -> tuple[str, bool]:
+    """The devices that the answer is for, and whether they are assumed."""
+    return _devices(plan), any("no fabric was named" in note for note in plan.question.notes)
 
 
 _MISSED = {

@@ -69,6 +69,7 @@ def test_speed_is_held_to_the_plan(plan: CapacityEstimate) -> None:
     """Every batch size is judged by its own prediction; with a limit of 0, none is."""
     assert missed(pages.speed_part(rows(plan, 0.71), plan, LIMITS)) == []
     slow = pages.speed_part(rows(plan, 0.69), plan, LIMITS)
+    assert "Predicted for CPU cores, assumed: set launch.fabric" in "".join(slow.lines)
     assert missed(slow) == [*(f"decode of {n} over predicted" for n in BATCHES), "prefill over predicted"]
     assert pages.speed_part(rows(plan, 0.69), plan, replace(LIMITS, min_speed=0.0)).checks == ()
     hidden = replace(LIMITS, min_hidden=0.6)
