@@ -31,14 +31,14 @@ ENV_SECRET = "LADDERTRON_SECRET"
 
 PING_S = 1.0
 WATCHDOG_S = 2.0
-"""So long after a rank's silence_s it has ended, even if only its watchdog could."""
+"""Seconds after a rank's silence_s by which it has exited, even if only its watchdog could end it."""
 QUIET_S = 3.0
-"""A rank that has said nothing for so long hears nothing either until it speaks again: were it cut off, every ping that
-still reached it would put off its end, and with it the time from which its place can be taken."""
+"""A rank that has sent nothing for this long gets no pings until it sends again. If only the direction from it is
+broken, each ping would delay its exit, and with it the time at which it can be replaced."""
 HANDSHAKE_S = 5.0
 SPARE_PEERS = 32
-"""Unproven connections beyond one a rank. When more come the oldest is dropped: an honest handshake takes a
-millisecond, one that has waited longest is the likeliest to be idle on purpose."""
+"""Unauthenticated connections in addition to one for each rank. If there are more, the oldest is dropped: a handshake
+takes a millisecond, so the oldest one is most likely idle on purpose."""
 BACKLOG_LIMIT = 256 << 20
 LOGGED_REFUSALS = 20
 
@@ -51,10 +51,10 @@ class ControlHandler(Protocol):
     """Callbacks of the server's owner, on the event loop."""
 
     def on_message(self, rank: int, message: messages.RankMessage) -> None:
-        """A checked message of an authenticated rank; Hello is its first."""
+        """Called with a valid message of an authenticated rank; the first one is Hello."""
 
     def on_gone(self, rank: int, reason: str) -> None:
-        """The rank's connection ended, for good. `reason` is "" for a plain end, else what was wrong with it."""
+        """Called when the rank's connection has ended. `reason`: "" for a normal end, else the error."""
 
 
 class ControlServer:
@@ -90,7 +90,7 @@ class ControlServer:
         return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The loop tries to accept again each second while there is no descriptor, and would log each try."""
+        """Limits log lines: while no descriptor is free, the loop retries to accept each second and would log each."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and "accept" in context.get("message", "")):
             loop.default_exception_handler(context)
@@ -103,8 +103,8 @@ class ControlServer:
         return frozenset(self._ranks)
 
     def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
-        """To one rank, or to all; a rank that is not connected is passed over (its end was or will be reported), and so
-        is a quiet one where nothing is lost by it (Ping, Dump)."""
+        """Sends to one rank, or to all. Skips ranks that are not connected (their end was or will be reported), and
+        sends no Ping and Dump to quiet ones."""
         peers = list(self._ranks.values()) if rank is None else [p for p in [self._ranks.get(rank)] if p]
         if isinstance(message, messages.Ping | messages.Dump):
             peers = [peer for peer in peers if not peer.quiet]
@@ -113,7 +113,7 @@ class ControlServer:
             peer.send_payload(payload)
 
     def finish_sending(self) -> None:
-        """Ends the sending direction of every connection: a rank that sees it ends itself, which ends the other."""
+        """Closes the sending direction of every connection: a rank that detects it exits, which closes the other."""
         for peer in [*self._ranks.values(), *self._unproven]:
             peer.finish_sending()
 
@@ -235,7 +235,7 @@ class _Peer(asyncio.Protocol):
             self._transport.write_eof()
 
     def drop(self, reason: str) -> None:
-        """Ends the connection at once; `connection_lost` reports it. Later bytes of the peer are not looked at."""
+        """Closes the connection at once; `connection_lost` reports it. Ignores later bytes of the peer."""
         if self._ended:
             return
         self._ended = True
@@ -272,9 +272,9 @@ class _Peer(asyncio.Protocol):
 
 
 class ControlThread:
-    """A ControlServer on a thread and an event loop of its own: pings go out, and signs of life are stamped, however
-    busy the caller's loop is. Its methods are for the loop that calls `start`, on which the handler is called in the
-    order in which things came; `close` is always called last."""
+    """A ControlServer on its own thread and event loop: it sends pings and records arrival times even if the caller's
+    loop is busy. Its methods are for the loop that calls `start`, on which the handler is called in the order of
+    arrival; `close` must be called last."""
 
     def __init__(self, handler: ControlHandler, secret: bytes, welcome: messages.Welcome, host: str) -> None:
         self._handler = handler
@@ -284,7 +284,7 @@ class ControlThread:
         self._owner: asyncio.AbstractEventLoop
         self._news: deque[Callable[[], None]] = deque()
         self.heard: dict[int, float] = {}
-        """When each rank last said something, in monotonic seconds: known even while the caller's loop is busy."""
+        """Arrival time of each rank's last message, in monotonic seconds; current even if the caller's loop is busy."""
 
     async def start(self) -> str:
         """Returns the address as host:port. Raises OSError if it cannot listen there."""

@@ -142,12 +142,12 @@ class ControlClient:
         self.flush(2.0)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until everything queued is handed to the kernel; True if that came about."""
+        """Waits until everything queued was passed to the kernel; False after the timeout."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._outgoing_bytes or self._over, timeout_s)
 
     def close(self) -> None:
-        """Sends what is queued (up to 5 s) and closes the channel in order, after Shutdown."""
+        """Sends queued messages (for up to 5 s) and closes the channel, after Shutdown."""
         self.flush(5.0)
         with self._lock:
             self._closing = True

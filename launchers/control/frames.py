@@ -27,7 +27,7 @@ Side = Literal["server", "rank"]
 
 
 class FrameError(ValueError):
-    """Not a frame of this channel: the connection must end."""
+    """Invalid frame: the connection must be closed."""
 
 
 def _mac(secret: bytes, label: str, *parts: bytes) -> bytes:
@@ -40,7 +40,7 @@ def answer_mac(secret: bytes, server_nonce: bytes, rank_nonce: bytes, rank: int)
 
 
 def proof_mac(secret: bytes, server_nonce: bytes, rank_nonce: bytes, rank: int) -> str:
-    """The server's, as hex."""
+    """The server's proof that it knows the secret, as hex."""
     return _mac(secret, "proof", server_nonce, rank_nonce, _LENGTH.pack(rank)).hex()
 
 
@@ -53,14 +53,14 @@ def direction_key(secret: bytes, server_nonce: bytes, rank_nonce: bytes, sender:
 
 
 class FrameWriter:
-    """Payloads to frames, in the order of sending; unsealed until there is a `key`."""
+    """Makes frames of payloads, in the order of sending; unsealed until `key` is set."""
 
     def __init__(self) -> None:
         self.key: bytes | None = None
         self._count = 0
 
     def frame(self, payload: bytes) -> bytes:
-        """Raises ValueError for a payload beyond the limit."""
+        """Makes the next frame. Raises ValueError for a payload beyond the limit."""
         limit = HANDSHAKE_LIMIT if self.key is None else MESSAGE_LIMIT
         if len(payload) > limit:
             raise ValueError(f"a message of {len(payload)} bytes is longer than {limit}")
@@ -72,7 +72,8 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Bytes to payloads, sealed once `key` is set. Buffers one message and the rest of one read."""
+    """Extracts payloads from bytes; frames must be sealed once `key` is set. Buffers one message and the rest of one
+    read."""
 
     def __init__(self) -> None:
         self.key: bytes | None = None
@@ -83,7 +84,7 @@ class FrameReader:
         self._buffer += data
 
     def next(self) -> bytes | None:
-        """The next whole payload, or None until more is fed. Raises FrameError: too long, or a wrong seal."""
+        """The next payload, or None until more is fed. Raises FrameError if it is too long or its seal is wrong."""
         buffer = self._buffer
         if len(buffer) < 4:
             return None

@@ -31,7 +31,7 @@ MAX_NAME = 512
 MAX_WAITING = 256
 MAX_MESSAGE = 4096
 LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity: a logprob of a masked token is written as this, as OpenAI's API does."""
+"""The JSON value of the logprob of a masked token, as in OpenAI's API: JSON has no infinity."""
 
 Index = Annotated[int, Ge(0), Lt(65536)]
 Pid = Annotated[int, Ge(1), Lt(2**31)]
@@ -41,19 +41,19 @@ Hex = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 
 
 SILENCE_S = 10.0
-"""The least silence that ends a rank."""
+"""The shortest silence after which a rank exits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """Server -> stranger, first."""
+    """Server -> unauthenticated peer, first."""
 
     nonce: Hex
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Stranger -> server."""
+    """Unauthenticated peer -> server."""
 
     nonce: Hex
     rank: Index
@@ -62,16 +62,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Server -> rank: from here on frames are sealed."""
+    """Server -> rank; later frames are sealed."""
 
     mac: Hex
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Server -> rank, first: what to run. `config` is the resolved configuration as JSON text. `standby`: come up
-    as far as that goes without weights, say Standing, and wait for Load. `silence_s`: a rank that has heard nothing for
-    so long ends itself."""
+    """Server -> rank, first: what to run. `config`: the resolved configuration as JSON text. `standby`: start without
+    weights, send Standing, and wait for Load. `silence_s`: the rank must exit if it receives nothing for this long."""
 
     type: Literal["welcome"] = field(default="welcome", kw_only=True)
     config: Annotated[str, MaxLen(16 * MAX_TEXT)]
@@ -91,8 +90,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Server -> a standby rank: the process on its host that has its weights, packed, in a file of memory, and
-    by which descriptor (see Ready)."""
+    """Server -> a standby rank: the process on its host that retains its packed weights in a memfd, and the descriptor
+    (see Ready)."""
 
     type: Literal["held_weights"] = field(default="held_weights", kw_only=True)
     pid: Pid
@@ -102,7 +101,7 @@ class HeldWeights:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Server -> rank, every second: the channel is alive."""
+    """Server -> rank, every second, to show that the channel works."""
 
     type: Literal["ping"] = field(default="ping", kw_only=True)
 
@@ -135,21 +134,21 @@ class StopChoice:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Server -> rank 0: no more requests will come."""
+    """Server -> rank 0: no more requests will be submitted."""
 
     type: Literal["drain"] = field(default="drain", kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Server -> every rank: end in order; from now on the end of the channel is no accident."""
+    """Server -> every rank: shut down; the end of the channel is no error from now on."""
 
     type: Literal["shutdown"] = field(default="shutdown", kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """Server -> every rank: answer with a DumpReply of the same id. The client does that by itself."""
+    """Server -> every rank: reply with a DumpReply of the same id. ControlClient does that by itself."""
 
     type: Literal["dump"] = field(default="dump", kw_only=True)
     dump_id: Count
@@ -157,8 +156,8 @@ class Dump:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Rank -> server, in answer to Welcome: who I am. `boot_id` and `start_time` (ticks since boot, /proc/self/stat)
-    tell this very process from a later one with its pid."""
+    """Rank -> server, in reply to Welcome: the identity of the rank's process. `boot_id` and `start_time` (ticks since
+    boot, /proc/self/stat) distinguish it from a later process with the same pid."""
 
     type: Literal["hello"] = field(default="hello", kw_only=True)
     rank: Index
@@ -172,7 +171,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Rank -> server: digests that must be the same on every rank, by name (config, weights, ...)."""
+    """Rank -> server: digests by name (config, weights, ...), which must be equal on all ranks."""
 
     type: Literal["announce"] = field(default="announce", kw_only=True)
     digests: Annotated[dict[ShortText, Annotated[str, MaxLen(256)]], MaxLen(64)]
@@ -180,7 +179,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Rank -> server: `fraction` of the start-up is done; `detail` says what it is doing."""
+    """Rank -> server: `fraction` of the start is done; `detail`: the current activity."""
 
     type: Literal["loading"] = field(default="loading", kw_only=True)
     fraction: float
@@ -189,8 +188,8 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Rank -> server: the group is connected, and this rank waits for Load. `resident`: bytes that it holds; `room`:
-    whether its weights and KV cache fit in what its device has free now."""
+    """Rank -> server: the group is connected, and this rank waits for Load. `resident`: bytes of resident memory;
+    `room`: whether its weights and KV cache fit into its device's free memory."""
 
     type: Literal["standing"] = field(default="standing", kw_only=True)
     resident: Count
@@ -199,8 +198,8 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Rank -> server: loaded and waiting for steps. `file`: its descriptor of a file of memory with its packed weights,
-    for ranks of a hot standby; -1: there is none."""
+    """Rank -> server: loaded and waiting for steps. `file`: its descriptor of the memfd with its packed weights, for
+    ranks of a hot standby; -1: none."""
 
     type: Literal["ready"] = field(default="ready", kw_only=True)
     limits: ModelLimits
@@ -209,7 +208,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Rank 0 -> server: what all ranks agreed on."""
+    """Rank 0 -> server: tokens on which all ranks agreed."""
 
     type: Literal["tokens"] = field(default="tokens", kw_only=True)
     events: Annotated[tuple[TokensEvent, ...], MaxLen(MAX_EVENTS)]
@@ -217,7 +216,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Rank 0 -> server: requests that enter the coming step for the first time, and those put back to wait."""
+    """Rank 0 -> server: requests that enter the next step for the first time, and preempted ones."""
 
     type: Literal["running"] = field(default="running", kw_only=True)
     started: Annotated[tuple[Name, ...], MaxLen(MAX_EVENTS)] = ()
@@ -226,10 +225,10 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Rank -> server, every second, from a thread of its own. Times in seconds. `step` counts finished steps;
+    """Rank -> server, every second, from a separate thread. Times in seconds. `step` counts finished steps;
     `last_tokens` and `last_s` describe the last one: step timeouts are derived from them. `busy_s`: since the last
-    progress, 0 when waiting for work; `step_tokens`: of the step under way, 0 outside one. `collective` counts those
-    started, in program order; `waiting` names the one that the rank waits in ("" if it computes)."""
+    progress, 0 when waiting for work; `step_tokens`: of the running step, 0 outside one. `collective` counts started
+    collectives, in program order; `waiting` names the one in which the rank waits ("" if none)."""
 
     type: Literal["beat"] = field(default="beat", kw_only=True)
     step: Count = 0
@@ -244,7 +243,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Rank -> server, last. `consequence`: of another rank's failure. `refused`: the model or configuration cannot
+    """Rank -> server, last. `consequence`: another rank failed first. `refused`: the model or configuration cannot
     run."""
 
     type: Literal["failure"] = field(default="failure", kw_only=True)
@@ -255,7 +254,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class DumpReply:
-    """Rank -> server: stacks by thread name, and what the worker adds (its last collectives)."""
+    """Rank -> server: stacks by thread name, and the worker's additions (its last collectives)."""
 
     type: Literal["dump_reply"] = field(default="dump_reply", kw_only=True)
     dump_id: Count
@@ -280,22 +279,22 @@ M = TypeVar("M", Challenge, Answer, Proof)
 
 
 def to_wire(message: Message | Challenge | Answer | Proof) -> bytes:
-    """Raises ValueError on NaN and infinities but for log-probabilities."""
+    """Encodes a message. Raises ValueError for non-finite numbers, except log-probabilities."""
     return _encoder.encode(message).encode()
 
 
 def from_wire(payload: bytes, sender: Direction) -> Message:
-    """Raises ReadError for what `sender` may not send, or sends wrongly."""
+    """Decodes a message. Raises ReadError for one that `sender` may not send, or an invalid one."""
     return cast("Message", json_codec.from_json(_FROM[sender], payload))
 
 
 def from_unproven(cls: type[M], payload: bytes) -> M:
-    """The same for those who have proved nothing yet. Raises ReadError."""
+    """Decodes a message of a peer that is not authenticated yet. Raises ReadError."""
     return json_codec.build(cls, json_codec.parse(payload))
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """A dataclass's fields. What has its default is left out of what is sent often."""
+    """A dataclass's fields; frequent messages leave out fields that have their defaults."""
     if type(value) is TokensEvent:
         return _event(value)
     if type(value) is SamplingParams:

@@ -31,14 +31,14 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """None if there is no such process, or only its zombie."""
+    """The start time of a process; None if it does not exist or is a zombie."""
     fields = _stat(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
 @contextlib.contextmanager
 def ended_by_term() -> Iterator[None]:
-    """SIGTERM becomes SystemExit(143) meanwhile, so that contexts end what they started. For the main thread alone."""
+    """Raises SystemExit(143) on SIGTERM, so that context managers end what they started. Only for the main thread."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
@@ -47,18 +47,19 @@ def ended_by_term() -> Iterator[None]:
 
 
 def boot_id() -> str:
-    """The same for all processes of one running kernel."""
+    """The boot id, equal for all processes of one running kernel."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
 def is_alive(process: ProcessId) -> bool:
-    """False for a zombie: it holds neither memory nor devices."""
+    """Whether the process exists; False for a zombie, which has neither memory nor devices."""
     return start_time(process.pid) == process.started
 
 
 def kill(process: ProcessId, signum: int = signal.SIGKILL) -> bool:
-    """Sends the signal to this very process; False if it is gone. The pidfd holds the pid while it is compared."""
+    """Sends the signal to exactly this process; False if it has exited. The pidfd keeps the pid valid while the start
+    time is compared."""
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -74,7 +75,7 @@ def kill(process: ProcessId, signum: int = signal.SIGKILL) -> bool:
 
 
 def wait_for(process: ProcessId, timeout_s: float) -> bool:
-    """Until this very process has ended; False if it has not in time."""
+    """Waits until exactly this process has exited; False after the timeout."""
     with contextlib.suppress(ProcessLookupError):
         handle = os.pidfd_open(process.pid)
         try:
@@ -88,7 +89,7 @@ def wait_for(process: ProcessId, timeout_s: float) -> bool:
 
 
 def descendants(ancestor: int) -> list[ProcessId]:
-    """Children, their children and so on, zombies left out; as of now: what forks meanwhile needs another look."""
+    """All current descendants without zombies. Processes that are forked meanwhile may be missing."""
     children: dict[int, list[int]] = {}
     started: dict[int, int] = {}
     for name in os.listdir("/proc"):
@@ -107,7 +108,7 @@ def descendants(ancestor: int) -> list[ProcessId]:
 
 
 def words_of(pid: int) -> list[str]:
-    """A process's command line; [] once it is gone."""
+    """A process's command line; [] if it has exited."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().decode(errors="replace").split("\0")
@@ -122,10 +123,10 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
-    """Has the kernel kill this process when its parent (mpirun or its daemon) exits. A rank calls it first."""
+    """Makes the kernel kill this process when its parent (mpirun or its daemon) exits. A rank calls it first."""
     _prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def adopt_orphans() -> None:
-    """Orphaned descendants become children of this process, so that none can slip away."""
+    """Makes orphaned descendants children of this process, so that it can find all of them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
