@@ -87,8 +87,11 @@ class Usage:
         self._today[owner] += tokens.prompt + tokens.completion
         self._observer.used(owner, requests, tokens.prompt, tokens.completion)
         if not stored:
-            had, before = self._unwritten.get((owner, day), (0, Tokens()))
-            self._unwritten[owner, day] = had + requests, before.plus(tokens)
+            self._owe(owner, day, requests, tokens)
+
+    def _owe(self, owner: str, day: int, requests: int, tokens: Tokens) -> None:
+        had, before = self._unwritten.get((owner, day), (0, Tokens()))
+        self._unwritten[owner, day] = had + requests, before.plus(tokens)
 
     @property
     def today(self) -> int:
@@ -109,8 +112,7 @@ class Usage:
             await asyncio.shield(self._store.write(work))  # once queued it is written, even if the caller is cancelled
         except Exception:
             for (owner, day), (requests, tokens) in found.items():
-                had, before = self._unwritten.get((owner, day), (0, Tokens()))
-                self._unwritten[owner, day] = had + requests, before.plus(tokens)
+                self._owe(owner, day, requests, tokens)
             raise
 
     def _turn(self) -> int:

@@ -34,10 +34,6 @@ class SchedulerLimits:
     """How decodes get drafts; None: they get none."""
 
     def __post_init__(self) -> None:
-        sizes = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks", "microbatches")
-        for name in (*sizes, "max_scored_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is below 1: a step needs at least one of each")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "

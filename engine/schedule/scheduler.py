@@ -73,7 +73,9 @@ class Scheduler:
 
     def take_ended(self) -> list[RequestTimes]:
         """The requests that ended since the last call (at most the latest 4096)."""
-        return self._open.take_ended()
+        ended = list(self._open.ended)
+        self._open.ended.clear()
+        return ended
 
     @property
     def has_work(self) -> bool:

@@ -236,7 +236,7 @@ class OpenRequests:
         self.events: list[TokensEvent] = []
         self._limits, self._waiting, self._residency, self._spawn = limits, waiting, residency, spawn
         self._deadlines: list[tuple[float, int, str]] = []
-        self._ended: deque[RequestTimes] = deque(maxlen=_RECORDS)
+        self.ended: deque[RequestTimes] = deque(maxlen=_RECORDS)
         self._arrivals = 0
 
     def add(self, request: Request, now: float) -> None:
@@ -261,11 +261,6 @@ class OpenRequests:
     def take_events(self) -> list[TokensEvent]:
         events, self.events = self.events, []
         return events
-
-    def take_ended(self) -> list[RequestTimes]:
-        ended = list(self._ended)
-        self._ended.clear()
-        return ended
 
     def finish(
         self,
@@ -337,7 +332,7 @@ class OpenRequests:
         self._residency.unhold(group)
         self._waiting.leave(group)
         del self.groups[group.request.request_id]
-        self._ended.append(RequestTimes(group.arrival, group.admitted, group.first_token, self.now))
+        self.ended.append(RequestTimes(group.arrival, group.admitted, group.first_token, self.now))
 
     def expire(self, now: float) -> None:
         """Ends requests past their deadline with "timeout"."""

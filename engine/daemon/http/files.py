@@ -7,6 +7,7 @@ import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
@@ -124,12 +125,9 @@ def files_router(services: Services) -> APIRouter:
         purpose: Annotated[str | None, Query(max_length=64)] = None,
     ) -> Response:
         """Your files, newest first."""
-        owner = owner_of(request)
-
-        def query(db: sqlite3.Connection) -> list[FileRow] | None:
-            return records.list_files(db, owner, limit, after, purpose, order == "desc")
-
-        return await listed(services, owner, query, limit, FileRow.to_json, "file", after)
+        owner, newest = owner_of(request), order == "desc"
+        rows = partial(records.list_files, owner=owner, limit=limit, after=after, purpose=purpose, newest_first=newest)
+        return await listed(services, owner, rows, limit, FileRow.to_json, "file", after)
 
     @router.get("/v1/files/{file_id}")
     async def look(request: Request, file_id: str) -> dict[str, Any]:

@@ -432,8 +432,6 @@ def test_refused_at_the_door() -> None:
         limits(max_num_batched_tokens=3)
     with pytest.raises(ValueError, match="a prompt must fit a step"):
         limits(max_num_batched_tokens=63, enable_chunked_prefill=False)
-    with pytest.raises(ValueError, match="block_size=0 is below 1"):
-        limits(block_size=0)
 
 
 def test_prefix_cache_leaves_one_token_and_keeps_tenants_apart() -> None:
