@@ -43,11 +43,15 @@ class ReadError(ValueError):
 
 
 def write_file(path: Path, text: str) -> None:
-    """Writes `text` whole or not at all: a reader sees the old file or the new one. Raises OSError naming `path`."""
+    """Writes `text` whole or not at all: a reader sees the old file or the new one, behind a link too. A device or pipe
+    such as /dev/stdout is written to, not replaced. Raises OSError naming `path`."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"the folder {path.parent} does not exist, make it first", str(path))
     try:
-        _replace(path, text)
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(Path(os.path.realpath(path)), text)
     except OSError as error:
         # the caller does not know the temporary file's name
         raise OSError(error.errno, error.strerror, str(path)) from error

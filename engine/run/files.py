@@ -122,7 +122,7 @@ def open_run(
     this time. `model`: digest of what answers; answers of another one are refused. Raises RunFileError."""
     if "-" in (str(source), str(answers), str(errors)):
         raise RunFileError("'-' cannot be used: a run must be able to read its files again to resume; name files")
-    outdated = answers.with_name(f"{answers.name.removesuffix('.jsonl')}.outdated.jsonl")
+    outdated = answers.parent / f"{answers.name.removesuffix('.jsonl')}.outdated.jsonl"
     if any(_same(*pair) for pair in combinations((source, answers, errors), 2)):
         raise RunFileError(f"input, output and errors must be three files: {source}, {answers}, {errors}")
     if resume and overwrite:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import secrets
 import ssl
 import time
@@ -122,8 +123,9 @@ class BatchClient:
         return found
 
     def download(self, file_id: str, path: Path, replace: bool = True) -> int:
-        """Its bytes; the file is whole or not there. Raises FileExistsError where it is there and is not to be
-        replaced."""
+        """Its bytes; the file is whole or not there, behind a link too. Raises FileExistsError where it is there and
+        is not to be replaced."""
+        path = Path(os.path.realpath(path))
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         size = 0
         try:

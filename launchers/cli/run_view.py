@@ -32,7 +32,7 @@ _BAR_SECONDS, _LINE_SECONDS = 0.1, 10.0
 
 def default_errors(output: Path) -> Path:
     """Where failed lines go: OUT.errors.jsonl."""
-    return output.with_name(f"{output.name.removesuffix('.jsonl')}.errors.jsonl")
+    return output.parent / f"{output.name.removesuffix('.jsonl')}.errors.jsonl"
 
 
 def clock(seconds: float) -> str:

@@ -225,6 +225,17 @@ def test_the_clients_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         again = tmp_path / "again.jsonl"
         assert run_cli(*url, "fetch", batch_id, "-o", str(again))[0] == 0
         assert again.read_bytes() == out.read_bytes()
+        os.mkfifo(pipe := tmp_path / "pipe")
+        (linked := tmp_path / "linked.jsonl").symlink_to(target := tmp_path / "target.jsonl")
+        for place in (str(pipe), str(tmp_path), ".", "-"):
+            code, said = run_cli(*url, "fetch", batch_id, "-o", place)
+            assert (code, "is not a regular file" in said, pipe.is_fifo()) == (2, True, True), said
+        assert run_cli(*url, "fetch", batch_id, "-o", str(linked))[0] == 0
+        assert (linked.is_symlink(), target.read_bytes() == out.read_bytes()) == (True, True)
+        assert run_cli(*url, "submit", str(pipe)) == (
+            2,
+            f"{pipe} is not a regular file: its size is sent first, and it is read twice",
+        )
         assert run_cli(*url, "cancel", batch_id) == (1, "409: the batch is completed already")
         for typed in ("batch_x", "batch_1f…", "a b/../c", "\udcff", ""):
             code, said = run_cli(*url, "wait", typed)

@@ -156,6 +156,8 @@ def cancel(client: BatchClient, batch_id: str) -> None:
 @API_FAILS
 def fetch(client: BatchClient, batch_id: str, output: Path) -> int:
     """Download a batch's answers, and its errors to OUT.errors.jsonl."""
+    _check_kind(output)
+    _check_kind(default_errors(output))
     batch = client.batch(batch_id)
     if batch["status"] not in ENDED:
         raise click.ClickException(f"{batch_id} is {batch['status']}: wait for it")
@@ -199,6 +201,8 @@ def _look_at(client: BatchClient, file: Path) -> str | None:
     """The first line's url, if it has one. Refuses before the upload what the server would refuse afterwards."""
     from ....engine.run.files import input_fault  # pydantic, which the other commands need not wait for
 
+    if not file.is_file():
+        raise UsageError(f"{file} is not a regular file: its size is sent first, and it is read twice")
     with file.open("rb") as lines:
         if fault := input_fault(file, lines):
             raise UsageError(fault)
@@ -224,6 +228,12 @@ def _look_at(client: BatchClient, file: Path) -> str | None:
             f"{file}: no line names a served model: the lines have {asked}, the server has {', '.join(served)}"
         )
     return url if isinstance(url, str) else None
+
+
+def _check_kind(path: Path) -> None:
+    """A download is renamed to its name: a device such as /dev/null would be lost, and - would be a file."""
+    if str(path) == "-" or not path.name or (path.exists() and not path.is_file()):
+        raise UsageError(f"{path} is not a regular file: name one for the answers")
 
 
 def _check_output(output: Path | None) -> None:

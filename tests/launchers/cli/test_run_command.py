@@ -82,7 +82,7 @@ def test_wrong_files_are_exit_2_with_the_mend(lines: Path, tmp_path: Path, capsy
     assert "out.jsonl:1: not a line" in capsys.readouterr().err
     assert out.read_text() == "precious\n"
     assert lines.read_text() == '{"custom_id": "a"}\n'
-    for other in (tmp_path, "/dev/null"):
+    for other in (tmp_path, ".", "/dev/null"):
         assert run(DEMO, "-i", lines, "-o", other) == 2
         assert f"{other} is not a regular file" in capsys.readouterr().err
     lines.write_bytes(gzip.compress(b'{"custom_id": "a"}\n'))

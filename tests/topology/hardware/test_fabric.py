@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +143,22 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
         write_file(target, "new \ud800")
     assert target.read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_pipe_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
+    """By root /dev/stdout and /dev/null were replaced by files."""
+    pipe, target, link = tmp_path / "pipe", tmp_path / "f.json", tmp_path / "link"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_file(pipe, "text")
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    link.symlink_to(target)
+    write_file(link, "text")
+    assert (link.is_symlink(), target.read_text()) == (True, "text")
 
 
 def test_a_large_file_is_not_read(tmp_path: Path) -> None:
