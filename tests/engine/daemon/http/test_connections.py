@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from tiny_text import write_folder
 from waiting import FOR_EVER_S, HANG_S, until
 
 SILENT, LINGERING = 1400, 70
-PROBE_S = 0.25
+PROBE_S = 1.0
+"""Under load too; docs/reliability.md has an idle machine's figures."""
 PATIENT = replace(LimitsConfig(), header_timeout=FOR_EVER_S, body_timeout=FOR_EVER_S)
 UNSENT = "POST {} HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n"
 
@@ -89,9 +91,13 @@ def test_connections_that_never_shake_hands(folder: Path, tmp_path: Path) -> Non
                 until(lambda: ask(daemon.port, tls=tls)[0] == 200)
                 for one in made:
                     one.setblocking(False)
-                open_now = sum(not _ended(one) for one in made)
-                assert open_now <= PATIENT.max_connections_per_address
+                until(partial(_few_are_open, made))
     assert daemon.code == 0
+
+
+def _few_are_open(made: list[socket.socket]) -> bool:
+    """Those that wait to be accepted look open."""
+    return sum(not _ended(one) for one in made) <= PATIENT.max_connections_per_address
 
 
 def _wait_for_answers(made: list[socket.socket]) -> None:

@@ -40,7 +40,7 @@ from waiting import HANG_S, until
 
 STALL_S = 0.2
 PROBE_S = 1.0
-"""Beside busy processes too; docs/reliability.md has a quiet machine's figures."""
+"""Under load too; docs/reliability.md has an idle machine's figures."""
 CLIENTS = 12
 
 
