@@ -29,7 +29,7 @@ Fetch = Callable[[Tensor], Arriving]
 
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], None]], Replay]
-"""GraphRecorder.record of engine/step/cuda_graphs.py."""
+"""CudaRecorder.record of engine/step/cuda_graphs.py."""
 
 _FAR = 2**62
 _FIELDS = 9

@@ -6,9 +6,10 @@ integers into fixed buffers stay outside; steps with prompts run eagerly.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from ...topology.comm.collectives import Boundary, Done, Pending
 from ...topology.hardware.cuda_stack import triton_missing
 from ..sampling.device_sampler import Replay, feed
 from ..sampling.sampler import Sampler
-from .memory import padded_size
 
 
 class GraphsError(Refusal, ValueError):
@@ -70,20 +70,6 @@ def experts_refuse(config: ModelConfig) -> str | None:
     return None if fault is None else f"products over experts on the device need Triton: {fault}"
 
 
-class GraphRecorder(Protocol):
-    """Records device work: CudaRecorder, or a stand-in on the CPU in the tests."""
-
-    def record(self, compute: Callable[[], None]) -> Replay:
-        """Runs `compute` (at least once) and records it; the returned Replay repeats its device work on the same
-        memory."""
-
-    def memory(self) -> int:
-        """Bytes of device memory in use now."""
-
-    def wait(self) -> None:
-        """Waits until the device has finished all queued work."""
-
-
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool: the largest first, so that the smaller ones fit into it."""
 
@@ -94,6 +80,7 @@ class CudaRecorder:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], None]) -> Replay:
+        """Runs `compute` and records it; the returned Replay repeats its device work on the same memory."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -110,6 +97,7 @@ class CudaRecorder:
         return replay
 
     def memory(self) -> int:
+        """Bytes of device memory in use now."""
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
 
@@ -161,7 +149,7 @@ class DecodeGraphs:
         self,
         model: LlamaModel,
         attention: Capturable,
-        recorder: GraphRecorder,
+        recorder: CudaRecorder,
         sizes: Sequence[int],
         *,
         scratch_block: int,
@@ -224,15 +212,14 @@ class DecodeGraphs:
                 self._draws = sampler.record(self._out, self.sizes, self._recorder.record)
 
     def fits(self, sequences: int) -> bool:
+        """Whether `run` has a graph for a step of so many decodes."""
         return sequences <= self.sizes[-1]
 
     def run(self, layout: StepLayout, tokens: Tensor) -> Tensor:
         """Starts a decode-only step from its layout and token ids [B] (or placeholders for device_draw.feed) on the
         host. Returns the result of LlamaModel.forward for all rows on the device; the next run overwrites it."""
         count = layout.decode
-        size = padded_size(self.sizes, count)
-        if size is None or count != len(layout.kv_len):
-            raise ValueError(f"{len(layout.kv_len)} sequences, {count} of them decodes: no graph was recorded for that")
+        size = self.sizes[bisect_left(self.sizes, count)]
         staged = self._part(self._staged, size)
         for row, values, padding in zip(
             staged, (tokens, layout.positions, layout.blocks, layout.offsets), (0, 0, self._scratch, 0), strict=True

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...models.config.latent import EXPANDED_SPACE, Expansion
@@ -35,12 +33,6 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     powers = [1 << k for k in range(most.bit_length())]
     halves = [power * 3 // 2 for power in powers if power >= 16]
     return tuple(sorted({most, *powers, *(half for half in halves if half <= most)}))
-
-
-def padded_size(sizes: Sequence[int], sequences: int) -> int | None:
-    """The smallest of `sizes` (rising) that holds so many sequences; None if none does."""
-    at = bisect.bisect_left(sizes, sequences)
-    return sizes[at] if at < len(sizes) else None
 
 
 @dataclass(frozen=True, slots=True)

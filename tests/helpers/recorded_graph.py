@@ -17,7 +17,7 @@ from fake_flashinfer import LIBRARY
 from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.step import share
 from laddertron.engine.step.build import Built
-from laddertron.engine.step.cuda_graphs import DecodeGraphs
+from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs
 from laddertron.engine.step.memory import graph_sizes
 from laddertron.models.attention import KVCache
 from laddertron.models.cuda.flashinfer import FlashInferAttention
@@ -55,7 +55,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
 
-class TapeRecorder:
+class TapeRecorder(CudaRecorder):
     """engine/step/cuda_graphs.py's Recorder on a CPU. `computed` counts the runs of Python code, `replayed` those of a
     tape."""
 

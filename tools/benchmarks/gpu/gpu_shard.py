@@ -23,7 +23,7 @@ import torch.distributed as dist
 from common import numbers, say
 from gpu_model import BLOCK, NAMES, TINY, device_of, make_model, of_layers, predicted_ms, rewired, wait_for
 from gpu_shard_report import shard_table
-from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs, GraphRecorder
+from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs
 from laddertron.engine.step.share import DTYPES
 from laddertron.models.attention import AttentionBackend, Capturable, KVCache, StepLayout
 from laddertron.models.attention_choice import make_attention
@@ -111,7 +111,7 @@ class Rank:
         )
         return layout, torch.arange(batch, device=device)
 
-    def step(self, model: LlamaModel, batch: int, recorder: GraphRecorder | None) -> Callable[[], Tensor]:
+    def step(self, model: LlamaModel, batch: int, recorder: CudaRecorder | None) -> Callable[[], Tensor]:
         """Makes the function that computes one step's logits as the engine does, from a CUDA graph if available."""
         if recorder is not None and isinstance(self.attention, Capturable):
             most = -(-self.context // BLOCK)
@@ -129,7 +129,7 @@ class Rank:
 class Variant:
     """One wiring over one emulated fabric."""
 
-    def __init__(self, rank: Rank, wiring: str, held: int, batch: int, recorder: GraphRecorder | None) -> None:
+    def __init__(self, rank: Rank, wiring: str, held: int, batch: int, recorder: CudaRecorder | None) -> None:
         case, self.device = rank.case, rank.device
         self.wiring, self.held = wiring, held
         self.emulation = emulation_of(case.fabric, case.ranks, held)
@@ -148,7 +148,7 @@ class Variant:
         wait_for(self.device)
         return time.perf_counter() - began
 
-    def alone_s(self, message: Tensor, recorder: GraphRecorder | None) -> float:
+    def alone_s(self, message: Tensor, recorder: CudaRecorder | None) -> float:
         """One all-reduce alone: the fastest of some rows."""
 
         def some() -> None:
@@ -181,7 +181,7 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
 
 
 def _batch(
-    rank: Rank, batch: int, args: argparse.Namespace, recorder: GraphRecorder | None, whole: int
+    rank: Rank, batch: int, args: argparse.Namespace, recorder: CudaRecorder | None, whole: int
 ) -> Iterator[dict[str, Any]]:
     """All variants of one batch, in turns."""
     config, case, gpu = rank.model.config, rank.case, rank.device.type == "cuda"
