@@ -1,4 +1,4 @@
-"""Which attention backend serves: the deployment's, or the best one here."""
+"""Chooses the attention backend: the deployment's, or the best one on this device."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .stages import RankShard
 
 
 class AttentionError(Refusal, ValueError):
-    """The attention backend that was asked for cannot serve here; the message says why."""
+    """The requested attention backend is not possible here; the message has the reason."""
 
 
 def make_attention(
     wanted: str, shard: RankShard, cache: KVCache, dtype: torch.dtype, deterministic: bool = False
 ) -> tuple[AttentionBackend, str]:
-    """The backend, and why it is this one in a few words for the log. wanted: auto, torch or flashinfer. deterministic:
-    a token's result must not depend on the step's other tokens. Raises AttentionError where flashinfer or
-    deterministic is wanted and cannot be had."""
+    """Makes the backend; returns it and the reason for the choice, for the log. wanted: auto, torch or flashinfer.
+    deterministic: a token's result must not depend on the step's other tokens. Raises AttentionError if flashinfer or
+    deterministic is requested but impossible."""
     config, device = shard.config, cache.keys[0].device
     if isinstance(cache, LatentCache):
         return _make_latent(wanted, shard, cache, dtype, deterministic)
@@ -75,7 +75,7 @@ def make_attention(
 
 
 def make_cache(shard: RankShard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """The cache of the model's attention."""
+    """Makes the KV cache of the model's attention."""
     kind = KVCache if shard.config.latent is None else LatentCache
     return kind(shard, num_blocks, block_size, dtype, device)
 
@@ -116,7 +116,7 @@ def _make_latent(
 def flashinfer_serves(
     wanted: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, config: ModelConfig, heads: int
 ) -> bool:
-    """Whether `make_attention` will choose it. heads: of this rank; kv_dtype: of keys and values."""
+    """Whether `make_attention` will choose FlashInfer. heads: of this rank; kv_dtype: of keys and values."""
     if wanted == "torch" or device.type != "cuda" or (config.latent is not None and kv_dtype != dtype):
         return False
     return not isinstance(_library(device, dtype, config, heads), str)
@@ -131,7 +131,7 @@ def _scale(config: ModelConfig) -> float:
 
 
 def _triton() -> Any:
-    """models/cuda/ops.py; None where there is no Triton, or it cannot compile."""
+    """The module models/cuda/ops.py; None if Triton is missing or cannot compile."""
     if triton_missing():
         return None
     try:
@@ -141,14 +141,14 @@ def _triton() -> Any:
 
 
 def _store(cache: KVCache) -> Store | None:
-    """Triton's, where it serves this cache."""
+    """Triton's rotate_and_store, if it supports this cache; else None."""
     ops = _triton()
     serves = ops is not None and ops.stores(cache, torch.cuda.get_device_capability(cache.keys[0].device))
     return ops.rotate_and_store if serves else None
 
 
 def _library(device: torch.device, dtype: torch.dtype, config: ModelConfig, heads: int) -> Any:
-    """The module, or the reason why it does not serve."""
+    """The module flashinfer, or the reason why it cannot be used."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     reason = (
         unfit(device, capability, dtype, config.head_dim)

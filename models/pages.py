@@ -1,4 +1,4 @@
-"""Memory of the CPU for what every step reads: weights, keys and values."""
+"""CPU memory for data that every step reads: weights and KV."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 
 class HugePages:
-    """Room in pages of 2 MiB where the kernel has them: with 4 KiB ones a core reads weights at half the speed and a
-    long context a tenth slower, as every page misses the TLB. Grows; what was given out lives as long as its tensor."""
+    """Allocates in pages of 2 MiB, if the kernel has them: with pages of 4 KiB, each of which misses the TLB, a core
+    reads weights at half the speed and a long context a tenth slower. Memory lives as long as its tensor."""
 
     CHUNK = 64 << 20
     filled = False
-    """Whether what is taken holds already what belongs there."""
+    """Whether allocated memory already has its contents."""
     whole = True
-    """Set to False by who keeps a weight elsewhere."""
+    """Set to False if a weight is stored elsewhere."""
     order: Sequence[int] = ()
-    """The layers, in the order in which the filled pages were taken."""
+    """The layers, in the order in which the filled pages were allocated."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
@@ -44,17 +44,16 @@ class HugePages:
 
 
 class HeldPages(HugePages):
-    """The same in a file in memory (memfd_create): what it holds outlives this process for as long as another
-    has the file open, and takes no more memory for that. It begins with what `seal` says of it; what is taken in the
-    same order is at the same places."""
+    """HugePages in a memfd, which outlives this process while another process has it open, without using more memory.
+    It begins with the header of `seal`. Allocations in the same order get the same places."""
 
     CHUNK = 1 << 30
-    """Reserved, not held, until it is written to."""
+    """Reserved address space; memory is used only once it is written."""
     _HEAD = 2 << 20
 
     def __init__(self, file: int | None = None) -> None:
-        """file: a descriptor of one that was sealed, whose contents are taken as they are; closed with this object.
-        Raises OSError."""
+        """file: descriptor of a sealed file, whose contents are used unchanged; closed with this object. Raises
+        OSError."""
         super().__init__()
         self.file = os.memfd_create("laddertron-weights") if file is None else file
         self.filled, self.label = file is not None, ""  # label: what the contents are
@@ -74,7 +73,8 @@ class HeldPages(HugePages):
         return pages
 
     def seal(self, order: Sequence[int]) -> None:
-        """All is there. From here on a stray write ends this process, instead of the next one's answers being wrong."""
+        """Marks the contents as complete and read-only: a stray write then ends this process instead of corrupting the
+        weights of the next one."""
         os.pwrite(self.file, json.dumps([self.label, *order]).encode(), 0)
         for address, length in self._chunks:
             ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(length), mmap.PROT_READ)

@@ -16,11 +16,11 @@ _OURS = ("laddertron_wiring", "laddertron_family", "laddertron_model", "ladder_l
 
 
 class DialectError(Refusal, ValueError):
-    """A format that cannot say this model; the message says what of it, and which format can."""
+    """A format cannot express this model; the message names the feature and a format that can."""
 
 
 def dialect_of(config: ModelConfig) -> str:
-    """The format that can say a model's wiring to programs that never heard of us, else ours."""
+    """The format for a model: "hf" if other programs compute its wiring, else "laddertron"."""
     stock = config.layout == _stock_layout(config.family)
     return "hf" if config.wiring.name == "standard" and stock else "laddertron"
 
@@ -30,7 +30,7 @@ def _stock_layout(family: str) -> Layout:
 
 
 def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> dict[str, Any]:
-    """config.json in `dialect`. `data`: the folder's own. Raises DialectError."""
+    """The model's config.json in `dialect`. `data`: the folder's config.json. Raises DialectError."""
     if dialect not in DIALECTS:
         raise DialectError(f"format {dialect!r} must be one of {', '.join(DIALECTS)}")
     if config.lanes is not None:
@@ -74,7 +74,7 @@ def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> di
 
 
 def _remote(config: ModelConfig, data: Mapping[str, Any], model_type: str, name: str) -> dict[str, Any]:
-    """With a model_type that stops a program which does not know it, and the code for transformers, which may."""
+    """A config.json with a model_type that other programs refuse as unknown, and remote code for transformers."""
     module = MODELING_FILE.removesuffix(".py")
     return {
         **data,
@@ -114,7 +114,7 @@ def _common(config: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stock(config: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
-    """A stock Llama's keys for a model that was described in others."""
+    """A stock Llama's keys for a model whose config.json has other keys."""
     if config.sliding_window or config.qkv_bias != config.o_bias:
         raise DialectError(
             "a Llama has no words for sliding windows, or for a bias of some of its attention's products"
@@ -123,7 +123,7 @@ def _stock(config: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stock_json(config: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
-    """A Llama's config.json but for its wiring; token ids are taken from `data`."""
+    """A Llama's config.json without its wiring; token ids are those of `data`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -31,9 +31,9 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """`count` gated MLPs of `ffn_size`, of which a token goes through `chosen`; layers: one entry a layer, whether it
-    has them in place of its MLP. identities: further ones that return their input; beside: layers have them and their
-    MLP."""
+    """`count` gated MLPs of `ffn_size`, of which a token uses `chosen`. layers: for each layer, whether it has experts
+    instead of its MLP. identities: number of additional experts that return their input; beside: layers have experts in
+    addition to their MLP."""
 
     count: int
     chosen: int
@@ -46,15 +46,15 @@ class Experts:
 
     @property
     def routed(self) -> int:
-        """Those that the router chooses from."""
+        """The number of experts from which the router chooses."""
         return self.count + self.identities
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """A family's words: the names of the number of experts, the first of them as published; the name of an expert's
-    size; which layers have experts; its router; the names of the numbers of shared experts, and of experts that return
-    their input, which layers have beside their MLP."""
+    """A family's keys: for the number of experts (several names, the published one first), an expert's size, the layers
+    with experts, the router, the number of shared experts, and the number of identity experts, which layers have in
+    addition to their MLP."""
 
     architecture: str
     count: tuple[str, ...]

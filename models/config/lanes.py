@@ -61,7 +61,7 @@ class Lanes:
         return (self.mlp if mlp else self.attention) and self.first + layer >= self.delay
 
     def read_later(self, layer: int, mlp: bool) -> bool:
-        """Whether the layer `delay` behind it adds its sum."""
+        """Whether the layer `delay` after it adds its sum."""
         return self.first + layer + self.delay < self.layers and self.reads(layer + self.delay, mlp)
 
 
@@ -71,8 +71,8 @@ def is_laneformer(fields: ConfigFields) -> bool:
 
 
 def read_lanes(fields: ConfigFields) -> tuple[ConfigFields, Lanes, tuple[int | None, ...]]:
-    """The rest of the model in a Llama's words, the lanes, and each layer's window. Raises ValueError, for unknown keys
-    by name: a key that is not read might change the result."""
+    """Reads the lanes; returns the rest of the model with a Llama's keys, the lanes, and each layer's window. Raises
+    ValueError, also for unknown keys, which might change the result."""
     architectures = fields.strings("architectures") if "architectures" in fields else ()
     second = "LaneformerForCausalLM" in architectures or fields.string("model_type") == "laneformer"
     known = _SHARED | _OWN[second] | _NEUTRAL

@@ -1,6 +1,6 @@
-"""Reads what config.json says about quantised weights, no torch: fp8 (E4M3) with one scale per tensor, output channel
-or block, in FBGEMM's, compressed-tensors' (float-quantized) and fp8's layouts; others are refused by name. Activations
-are scaled per token, never as calibrated.
+"""Reads the quantisation in config.json, without torch: fp8 (E4M3) with one scale per tensor, output channel or block,
+in FBGEMM's, compressed-tensors' (float-quantized) and fp8's layouts; errors name others. Activations are scaled per
+token, not by calibrated scales.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """How weights stored as F8_E4M3 are meant. `activations`: products may run on fp8 activations (W8A8), else only
-    the weights are 8-bit. `activation_bound`: FBGEMM's upper bound of a token's largest activation; infinite if none.
-    `block`: rows and columns that share a scale; None where scales are of tensors or rows."""
+    """The interpretation of weights stored as F8_E4M3. `activations`: products may use fp8 activations (W8A8), else
+    only the weights are 8-bit. `activation_bound`: FBGEMM's upper bound of a token's largest activation; infinite if
+    none. `block`: rows and columns that share a scale; None for scales of tensors or rows."""
 
     method: Method
     activations: bool = True
@@ -30,12 +30,13 @@ class Quantisation:
 
 
 def read_quantisation(folder: Path) -> Quantisation | None:
-    """None for a checkpoint that says nothing of it. Raises FileNotFoundError, or ValueError naming what is refused."""
+    """Reads the quantisation of a checkpoint; None if it has none. Raises FileNotFoundError, or ValueError, which names
+    the unsupported key."""
     return quantisation_in(read_json(folder / "config.json"))
 
 
 def quantisation_in(fields: ConfigFields) -> Quantisation | None:
-    """The same of a config.json that is read already. Raises ValueError."""
+    """Like read_quantisation, for a parsed config.json. Raises ValueError."""
     key = next((k for k in ("quantization_config", "compression_config") if k in fields), None)
     return None if key is None else _read(fields.object(key))
 

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _limit: Any = distributed_c10d._set_pg_timeout  # torch has no other name for it
 
 Parts = tuple[Collective, Gather, Callable[[float], None], Callable[[], None]]
-"""All-reduces, gathers, how to set the timeout, how to end."""
+"""All-reduces, gathers, and functions that set the timeout and close."""
 
 
 def other_backend(
@@ -44,8 +44,8 @@ def other_backend(
     ledger: Ledger,
     takes: Callable[[int], bool] | None = None,
 ) -> Parts:
-    """The parts of the backend `name` (mpi, gloo or nccl); `takes` as two_level.two_level wants it.
-    Raises ValueError for a backend that cannot be had here, and for a strategy that it does not have."""
+    """The parts of the backend `name` (mpi, gloo or nccl); `takes`: see two_level.two_level. Raises ValueError if the
+    backend is not available, or lacks the strategy."""
     has = ("auto", "flat") if name == "mpi" else ("auto", "flat", "two_level")
     if options.collective not in (*has, "emulated") and options.deterministic is not True:
         raise ValueError(
@@ -91,9 +91,9 @@ def other_backend(
 
 
 class GlooCollective:
-    """gloo's all-reduce on a torch group; its own threads make progress, if they get processor time. `deterministic`:
-    gathered and added up by ordered.py, as the order of gloo's ring depends on the size. `levels`: what carries some
-    messages instead."""
+    """gloo's all-reduce on a torch group; gloo's threads make progress if they get CPU time. `deterministic`: gathers
+    and sums by ordered.py, because the order of gloo's ring depends on the size. `levels`: the two-level all-reduce for
+    some messages."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class GlooCollective:
 
 @dataclass(slots=True)
 class _GlooPending:
-    """`ended`: when the work was over, noted by the thread that ended it; 0.0 before."""
+    """`ended`: when the work completed, recorded by the thread that completed it; 0.0 before."""
 
     owner: GlooCollective
     work: Any
@@ -193,7 +193,8 @@ class GlooGather:
 
 
 def _guard(call: Callable[[], Any], seq: int) -> Any:
-    """torch names neither peer nor collective; its words tell a time out from a lost peer."""
+    """Converts torch's errors, which name neither peer nor collective: its message distinguishes a timeout from a lost
+    peer."""
     try:
         return call()
     except RuntimeError as error:

@@ -1,5 +1,5 @@
-"""A small all-gather of bytes by which ranks first find one another, over MPI or a TCPStore (torchrun's MASTER_ADDR and
-MASTER_PORT). Carries addresses, secrets and digests at start, no tensors.
+"""An all-gather of bytes with which ranks find each other at start, over MPI or a TCPStore (torchrun's MASTER_ADDR and
+MASTER_PORT). Carries addresses, secrets and digests, no tensors.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from ..placement.identity import Identity
 
 LIMIT = 1 << 20
-"""Bytes that a rank may give at once: addresses and digests, nothing else."""
+"""The most bytes that a rank may contribute to a round, for addresses and digests."""
 
 
 class Bootstrap(Protocol):
-    """The ranks of one job before they have any connection of their own."""
+    """The all-gather of a job's ranks before they have connections of their own."""
 
     @property
     def rank(self) -> int: ...
@@ -65,8 +65,8 @@ class MpiBootstrap:
 
 
 class StarBootstrap(MpiBootstrap):
-    """MPI whose rounds go through rank 0 alone, so that a broken link between two others does not stop them (an MPI
-    collective takes any links, and cannot say which one it waits for). `waits_for`: the rank that is waited for, None
+    """MPI whose rounds only use links to rank 0, so that a broken link between two other ranks does not stop them. (An
+    MPI collective may use any link, and cannot tell for which it waits.) `waits_for`: the rank being waited for, None
     outside a round."""
 
     waits_for: int | None = None
@@ -112,9 +112,10 @@ def _finalize(mpi: Any) -> None:
 
 
 class StoreBootstrap:
-    """Ranks that know a TCPStore: torchrun's, or one that `open_store` made. The store is not authenticated: where its
-    network is shared, give CommOptions.secret as well. `attempt`: what tells these ranks from those that used the same
-    store before them. `keeps`: this process is the store, and may end after any round: it stays until all have read."""
+    """A bootstrap over a TCPStore: torchrun's, or one made by `open_store`. The store is not authenticated: on a shared
+    network also set CommOptions.secret. `attempt`: distinguishes these ranks from earlier users of the same store.
+    `keeps`: this process hosts the store and may exit after any round, so each round waits until all ranks have read.
+    """
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout_s: float = 60.0, attempt: str = "0", keeps: bool = False
@@ -139,8 +140,8 @@ class StoreBootstrap:
 
 
 def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
-    """MPI, or the store at torchrun's MASTER_ADDR and MASTER_PORT: its agent keeps one there, else rank 0 does. Raises
-    ValueError where the two are missing or broken."""
+    """The bootstrap of this job: MPI, or the store at torchrun's MASTER_ADDR and MASTER_PORT, which its agent hosts,
+    else rank 0. Raises ValueError if these variables are missing or invalid."""
     if identity.launcher != "torchrun":
         return MpiBootstrap()
     address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
@@ -156,8 +157,8 @@ def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
 
 
 def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -> Any:
-    """The TCPStore at address:port; the master makes it there and nowhere else (port 0: any free one, see its `.port`).
-    Raises OSError if it cannot listen there."""
+    """Opens the TCPStore at address:port. The master makes it, listening only on that address (port 0: a free one, see
+    its `.port`). Raises OSError if it cannot listen there."""
     import torch.distributed as dist
 
     make: Any = vars(dist)["TCPStore"]  # torch leaves its stores without public types
@@ -176,8 +177,8 @@ def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -
 
 
 def store_at(bootstrap: Bootstrap, first: int, address: str, timeout_s: float) -> Any:
-    """A store that rank `first` makes at its `address`, at a free port, and the others find through the bootstrap. All
-    ranks call it at once, several groups of them if each has a first one."""
+    """Opens a store that rank `first` makes at its `address` on a free port; the others find it by the bootstrap. All
+    ranks call it at once; there may be several groups with different first ranks."""
     if bootstrap.rank == first:
         store = open_store(address, 0, True, timeout_s)
         bootstrap.all_gather(struct.pack("<H", store.port) + address.encode())

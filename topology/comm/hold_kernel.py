@@ -13,9 +13,9 @@ import triton.language as tl
 jit: Any = triton.jit
 
 VECTOR_BYTES = 16
-"""What one thread loads and stores at once."""
+"""Bytes that a thread loads and stores at once."""
 TILE_BYTES = 64 << 10
-"""What a program has on its way at a time: enough to move some 60 GB/s behind a latency of a microsecond."""
+"""Bytes that a program has in flight: enough for about 60 GB/s at a latency of a microsecond."""
 HOLD_WARPS = 32
 BALLAST: Any = tl.constexpr(HOLD_WARPS * 32 * 32)
 """32 registers a thread. With those that the bytes pass through, a program has the whole register file: no other block
@@ -35,7 +35,7 @@ def _nap():
 
 @jit(do_not_specialize=["ns"])
 def delay(ns):
-    """One warp asleep for `ns` nanoseconds."""
+    """Lets one warp sleep for `ns` nanoseconds."""
     deadline = _nanoseconds() + ns
     while _nanoseconds() < deadline:
         _nap()
@@ -43,9 +43,8 @@ def delay(ns):
 
 @jit(do_not_specialize=["vectors", "moved", "ns"])
 def hold(x, scratch, vectors, moved, ns, VECTOR: tl.constexpr, TILE: tl.constexpr):
-    """Every program holds its multiprocessor for `ns` nanoseconds from its own begin; together they copy `moved`
-    vectors of VECTOR elements, lap after lap over x's `vectors`, to scratch, evenly over that time. x stays as it is.
-    """
+    """Every program occupies its multiprocessor for `ns` nanoseconds from its own start. Together they copy `moved`
+    vectors of VECTOR elements, cyclically from x's `vectors`, to scratch, evenly over that time. Does not change x."""
     began = _nanoseconds()
     ballast = tl.arange(0, BALLAST)
     program, programs = tl.program_id(0), tl.num_programs(0)

@@ -1,5 +1,5 @@
-"""All-reduces on GPUs: NCCL on a stream next to the computing one (gpu_stream.py), its gathers, and what is known of a
-group whose collective does not end. Never ran on several GPUs.
+"""All-reduces on GPUs: NCCL on a separate stream (gpu_stream.py), its gathers, and the diagnosis of a collective that
+does not end. Never ran on several GPUs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _DEVICE = "cuda"
 _EVENT: Any = torch.cuda.Event  # torch leaves it without types
 _POLL_S = 20e-6
 _ASK_S = 0.25
-"""How often NCCL is asked for errors while the host waits."""
+"""Interval in which the host queries NCCL for errors while it waits."""
 GRACE_S = 2.0
-"""How long ranks that timed out wait for one another's report: they began to wait at about the same time."""
+"""Seconds for which ranks that timed out wait for each other's report; they began to wait at about the same time."""
 _PATH = re.compile(r" (\d+)\[\w*\] -> (\d+)\[\w*\] (?:\[\w+\] )?via (\S+)")
 
 
 def nccl_collective(
     group: Any, ledger: Ledger, link: str, deterministic: Deterministic = False, levels: TwoLevel | None = None
 ) -> StreamCollective:
-    """All-reduces over a torch group of NCCL; its own order of summation depends on the size, that of `deterministic`
-    does not. `levels`: what carries some messages instead."""
+    """Makes all-reduces over a torch group of NCCL. NCCL's order of summation depends on the size, that of
+    `deterministic` does not. `levels`: the two-level all-reduce for some messages."""
 
     def issue(x: Tensor) -> str | None:
         if levels is not None and levels.carries(x):
@@ -57,8 +57,8 @@ def nccl_collective(
 
 
 def join(group: Any, levels: TwoLevel | None, wait: DeviceWait) -> str:
-    """Makes NCCL's communicators by a small all-reduce on every rank; returns its words on what carries this one's
-    messages, for describe_paths.
+    """Makes NCCL's communicators by a small all-reduce on every rank; returns NCCL's log lines about this rank's
+    transports, for describe_paths.
     Before weights are read: ranks arrive at one time now; what communicators hold is gone before free memory is
     counted; nothing can connect within a capture. Raises CommunicationError where a rank does not come."""
     with nccl_log("INIT,GRAPH") as log:
@@ -76,9 +76,9 @@ def nccl_log_path() -> Path:
 
 @contextmanager
 def nccl_log(subsystems: str) -> Iterator[Path | None]:
-    """NCCL says how it goes in its log alone, and reads where to before its first communicator. The file goes with the
-    context, or when this rank ends itself; where the launcher kills it, it stays. None where the user has asked for
-    that log already."""
+    """A file for NCCL's log, the only place where it names its transports; must be set before the first communicator.
+    The file is removed with the context or when this rank exits, but stays if the launcher kills the rank. None if the
+    user has configured that log already."""
     if "NCCL_DEBUG" in os.environ:
         yield None
         return
@@ -93,7 +93,7 @@ def nccl_log(subsystems: str) -> Iterator[Path | None]:
 
 
 def describe_paths(logs: Sequence[str]) -> str:
-    """The transport between ranks, by NCCL's own logs of all ranks: "P2P/CUMEM 0-1 1-2; NET/IB/0 2-3"."""
+    """The transports between ranks, from NCCL's logs of all ranks: "P2P/CUMEM 0-1 1-2; NET/IB/0 2-3"."""
     carried: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for log in logs:
         for a, b, path in _PATH.findall(log):
@@ -104,9 +104,8 @@ def describe_paths(logs: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roll:
-    """The progress of a group's ranks when one times out: each writes its place under its key. `store`: torch's;
-    None where there is none. `hosts`: of each rank of the group. `name`: of the group, since a pipeline's share a
-    store."""
+    """Exchanges the progress of a group's ranks after a timeout: each writes its count under its key. `store`: torch's,
+    or None. `hosts`: of each rank of the group. `name`: of the group, since a pipeline's groups share a store."""
 
     store: Any
     rank: int
@@ -114,7 +113,8 @@ class Roll:
     name: str = "0"
 
     def call(self, started: int, grace_s: float = GRACE_S) -> Mapping[int, int]:
-        """Collectives that each rank has set off, of those that answer. Their host's end takes the store along."""
+        """Reports `started`; returns the numbers of collectives started, by rank, of the ranks that report within
+        `grace_s`. If the store's host is lost, returns those read before."""
         found = {self.rank: started}
         with suppress(RuntimeError):  # the store's rank is gone
             if self.store is None:
@@ -135,9 +135,9 @@ class Roll:
 def verdict(
     waited: str, seconds: float, started: int, places: Mapping[int, int], hosts: Sequence[str], error: str = ""
 ) -> CollectiveTimeout | PeerLost:
-    """Whom to blame for a collective that did not end. places: collectives set off by the ranks that waited in vain as
-    well; one that does not answer computes, hangs or is gone, and one that is behind the others is in another
-    collective. error: what NCCL reported, "" if nothing. Pure."""
+    """The cause of a collective that did not end. places: numbers of collectives started by the ranks that also timed
+    out. A rank that does not report computes, hangs or has exited; a rank with fewer collectives is in another one.
+    error: of NCCL, or "". Pure."""
     silent = [rank for rank in range(len(hosts)) if rank not in places]
     least = min(places.values(), default=started)
     behind = [rank for rank, place in places.items() if place == least and place < max(places.values())]
@@ -156,16 +156,16 @@ def verdict(
 
 
 class DeviceWait:
-    """The host's waits for the device, as long as a collective may take: a rank that never comes would hold the device,
-    and with it the host, for ever. torch's own watchdog would end the process instead, without naming a rank."""
+    """Waits on the host for the device, with the timeout of a collective: without one, a missing rank would block the
+    device, and thereby the host, for ever. torch's watchdog would end the process instead, without naming a rank."""
 
     def __init__(self, group: Any, ledger: Ledger, timeout: list[float], roll: Roll) -> None:
-        """timeout: the one number [s], which others change."""
+        """timeout: a list of one number [s], which its owner changes."""
         self._group, self._ledger, self._timeout, self._roll = group, ledger, timeout, roll
 
     def __call__(self, event: Any | None, what: str) -> None:
-        """event None: for all that the current stream has been given. Raises CollectiveTimeout or PeerLost, which name
-        who did not come."""
+        """Waits for the event; None: for all queued work of the current stream. Raises CollectiveTimeout or PeerLost,
+        which name the missing rank."""
         if event is None:
             event = _EVENT()
             event.record()
@@ -188,7 +188,7 @@ class DeviceWait:
 
 
 class NcclGather:
-    """Gathers of bytes on the host, by way of the device, and of tensors on devices."""
+    """Gathers bytes on the host (through the device), and tensors on devices."""
 
     def __init__(self, group: Any, ledger: Ledger, wait: DeviceWait) -> None:
         self._group, self._ledger, self._wait = group, ledger, wait

@@ -24,9 +24,9 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class TwoLevel:
-    """Called with x (contiguous, any float type): the sum over all ranks, in place. On GPUs all three calls are issued
-    to the current stream, one after another, and the host waits for none: NCCL takes a part that is in the whole at
-    rank x part for both ends of a scatter or gather, so nothing is allocated and the whole may be captured."""
+    """Sums x (contiguous, any float type) over all ranks, in place. On GPUs all three calls are issued to the current
+    stream and the host waits for none. The part of a scatter or gather is at its place in x, which NCCL supports, so
+    nothing is allocated and the sum can be captured."""
 
     def __init__(self, intra: Any, rail: Any, takes: Callable[[int], bool], gather: Any = None) -> None:
         """Torch groups of this rank's node and rail; `takes`: message bytes -> whether to go in two levels; `gather`:
@@ -47,7 +47,7 @@ class TwoLevel:
         self.collect(whole, part)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x in one dimension, and this rank's part of it."""
+        """A flat view of x, and this rank's part of it."""
         whole = x.view(-1)
         each = whole.numel() // self.ranks
         return whole, whole[self._index * each : (self._index + 1) * each]
@@ -71,10 +71,10 @@ def two_level(subgroups: Mapping[str, Any], takes: Callable[[int], bool] | None)
 
 
 class Relay:
-    """TwoLevel over a library that works on the host, where a thread must wait for a level before the next can be set
-    off: two threads do. Several messages travel at once, as the wirings want it; and since torch matches calls of a
-    group by their order, each group is called from one thread alone, in program order: the node's from the caller's,
-    the rail from the one that waits for the scatter, a second one of the node (`gather` of TwoLevel) from the other."""
+    """TwoLevel over a library on the host, where a thread must wait for one level before it can start the next; uses
+    two threads. Several messages may be in flight, as the wirings need. torch matches the calls of a group by their
+    order, so each group is called from only one thread, in program order: the node's from the caller's thread, the
+    rail's from the thread that waits for the scatter, and a second one of the node (`gather`) from the other thread."""
 
     def __init__(self, levels: TwoLevel) -> None:
         self._levels, self._across, self._back = levels, SerialExecutor(), SerialExecutor()
@@ -97,13 +97,13 @@ class Relay:
         return self._back.submit(come_back)
 
     def close(self) -> None:
-        """Ends both threads, unless a call hangs in them; always returns, soon. Idempotent."""
+        """Ends both threads, unless a call hangs; always returns soon. Idempotent."""
         end_all(self._across, self._back)
 
 
 class SerialExecutor:
-    """A thread that makes calls one after another, in the order in which they were given, and sleeps between. A call
-    that fails fails all after it."""
+    """A thread that makes calls one after another, in the order of submission. After a failed call all later ones
+    fail."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
@@ -118,7 +118,7 @@ class SerialExecutor:
         return made
 
     def end(self) -> threading.Thread | None:
-        """The thread, which ends after the calls that it was given."""
+        """Ends the thread after its submitted calls; returns it, or None if it was ended before."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._calls.put(None)
@@ -132,7 +132,7 @@ class SerialExecutor:
 
 
 def end_all(*executors: SerialExecutor) -> None:
-    """Called after a time-out, with an error to report: a hanging thread is not waited for long."""
+    """Ends the threads; waits at most _JOIN_S for them, because a call may hang."""
     threads, until = [executor.end() for executor in executors], time.monotonic() + _JOIN_S
     for thread in threads:
         if thread is not None:
@@ -140,14 +140,14 @@ def end_all(*executors: SerialExecutor) -> None:
 
 
 class Call(Future[None]):
-    """A call under way; waited for as torch's Work is."""
+    """A submitted call, with the `wait` of torch's Work."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         super().__init__()
         self._call = call
 
     def make(self, failed: BaseException | None) -> BaseException | None:
-        """Makes it, unless one before has `failed`; why it failed itself."""
+        """Makes the call, unless an earlier one has `failed`; returns the error, or None."""
         if failed is None:
             try:
                 self._call()
@@ -163,7 +163,7 @@ class Call(Future[None]):
         return self
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Raises RuntimeError if it is not over in time (None: there is no hurry), or what the call raised."""
+        """Waits for the call (timeout None: without limit). Raises RuntimeError on a timeout, or the call's error."""
         seconds = None if timeout is None else timeout.total_seconds()
         try:
             error = self.exception(seconds)

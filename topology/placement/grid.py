@@ -1,4 +1,4 @@
-"""Divides a group's ranks over nodes: equally many on each, on as few nodes as possible, or says why not. Pure."""
+"""Divides a group's ranks among nodes: equally many on each, on as few nodes as possible. Pure."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from itertools import combinations
 from ..hardware.fabric import Fabric, Node, counted
 
 Suits = Callable[[int], str | None]
-"""Why a tensor_parallel_size does not suit the model, or None if it does."""
+"""Returns the reason why a tensor_parallel_size does not suit the model, or None if it does."""
 
 
 MAX_MIXED_REPLICAS = 16
-"""Beyond so many groups on unlike hosts, mixes of two part sizes are not tried: they would take minutes to find."""
+"""With more groups on unlike hosts, mixes of two part sizes are not tried: the search would take minutes."""
 
 
 class Problem:
-    """A layout problem on a fabric: capacities, the search, and the words for what cannot."""
+    """A layout problem on a fabric: capacities, the search, and the error messages."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Problem:
         suits: Suits | None,
         stages: int = 1,
     ) -> None:
-        """replicas: how many groups; `stages` of them make one replica in words."""
+        """replicas: the number of groups; in messages, `stages` of them form one replica."""
         self.fabric, self.replicas, self.slots, self.suits, self.stages = fabric, replicas, slots, suits, stages
         self.ranks_per_node = ranks_per_node
         self.gpus = any(n.devices for n in fabric.nodes)
@@ -73,8 +73,8 @@ class Problem:
         return None
 
     def _attempts(self, shares: Sequence[int], mixed: bool) -> Iterator[tuple[Sequence[Sequence[int]], bool]]:
-        """Attempts in order: each group as whole as it fits; all in parts of one size; among mixed hosts, some in parts
-        of one size and the rest of a smaller one."""
+        """Yields attempts in order: each group in the largest parts that fit; all in parts of one size; on unlike
+        hosts, some in parts of one size and the rest of a smaller one."""
         count = self.replicas
         yield [shares] * count, True
         for share in shares:
@@ -88,9 +88,8 @@ class Problem:
     def _deal(
         self, size: int, free: list[int], by_group: Sequence[Sequence[int]], by_preference: bool
     ) -> tuple[tuple[int, ...], ...] | None:
-        """Gives each group distinct nodes with room for the largest of its shares that there is room for. By
-        preference: nodes of one kind, in order. Else the emptiest first, which succeeds with one share for all if
-        anything does."""
+        """Assigns distinct nodes to each group, with the largest of its shares that fits. by_preference: nodes of one
+        kind, in order; else the emptiest first, which finds a solution with one share for all if there is one."""
         groups = []
         for shares in by_group:
             chosen: list[int] = []
@@ -148,7 +147,7 @@ class Problem:
         return Problem(self.fabric, replicas, self.slots, self.ranks_per_node, self.suits, self.stages)
 
     def _fewer_hosts(self, size: int) -> str:
-        """The most hosts, first ones first, that the wanted layout fits unchanged."""
+        """Suggests the largest number of first hosts on which the wanted layout fits unchanged."""
         names = [self.fabric.nodes[i].hostname for i in self.order if self.capacity[i]]
         for count in range(len(names) - 1, 0, -1):
             slots = {n: s for n, s in self.slots.items() if n in names[:count]}

@@ -1,5 +1,5 @@
-"""From a launcher's environment to an Identity, or None for a process that is not a rank. No MPI. With
-topology/hardware/cpu_tier.py the only module below launchers/ that reads the environment.
+"""Derives an Identity from a launcher's environment, or None for a process that is not a rank. Without MPI. Below
+launchers/, only this module and topology/hardware/cpu_tier.py read the environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 class IdentityError(ValueError):
-    """The environment says of a rank what cannot be; the message carries the values and the fix."""
+    """The environment describes an impossible rank; the message has the values and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Identity:
 
 
 def identify(environ: Mapping[str, str] | None = None, hostname: str | None = None) -> Identity | None:
-    """The rank that `environ` (default: this process's) describes; None if it describes none: a plain shell, or a
-    Slurm allocation without a step. Raises IdentityError where variables are broken or contradict one another."""
+    """The rank that `environ` (default: this process's) describes; None if there is none: a plain shell, or a Slurm
+    allocation without a step. Raises IdentityError if variables are invalid or contradictory."""
     env = os.environ if environ is None else environ
     node = socket.gethostname() if hostname is None else hostname
     found = [i for i in (_openmpi(env, node), _mpich(env, node), _torchrun(env, node)) if i is not None]

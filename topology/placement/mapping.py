@@ -1,4 +1,4 @@
-"""The placement against what the launcher did, and the placement as rows that people read. Pure."""
+"""Compares the placement with the launched ranks, and formats the placement as tables. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_NAMED = 8
 
 
 class MappingError(ValueError):
-    """Ranks are not where the placement has them; the message names them and the launcher's option that fixes it."""
+    """Ranks are not on their placed hosts; the message names them and the launcher's option that fixes it."""
 
 
 def verify(placement: Placement, observed: Sequence[Observed], launcher: Launcher) -> None:

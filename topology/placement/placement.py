@@ -15,13 +15,13 @@ from .seating import assign_hcas, common_interfaces, common_layer, pick_devices,
 
 
 class PlacementError(ValueError):
-    """It cannot be laid out; the message has the arithmetic and the nearest layouts that can."""
+    """The layout is impossible; the message has the arithmetic and the nearest possible layouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One rank's place. `device` is a CUDA ordinal (None: the rank computes on `cores`), `hca` the key of the port its
-    cross-node traffic takes, `path` the PCIe path to it, `interface` the one to meet the other nodes on."""
+    """One rank's place. `device`: CUDA ordinal (None: the rank computes on `cores`); `hca`: key of the port for traffic
+    between nodes; `path`: PCIe path to it; `interface`: the one that connects to the other nodes."""
 
     rank: int
     hostname: str
