@@ -236,7 +236,8 @@ class BatchClient:
             except (OSError, http.client.HTTPException) as error:
                 raise ApiError(f"{self._url}: {error or type(error).__name__}") from error
             if response.status >= 300:
-                raise ApiError(f"{response.status}: {_message(response)}", response.status)
+                where = "; it is read from LADDERTRON_API_KEY or OPENAI_API_KEY" if response.status == 401 else ""
+                raise ApiError(f"{response.status}: {_message(response)}{where}", response.status)
             try:
                 yield response
             except (ValueError, OSError, http.client.HTTPException) as error:

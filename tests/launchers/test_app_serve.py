@@ -14,6 +14,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -305,23 +306,39 @@ def test_a_waiting_client_says_that_the_daemon_is_away_and_how_to_come_back(
     assert said.count("retrying") == 1, "a pipe, which has no bar, is told once"
 
 
-def test_a_download_that_ends_early_leaves_no_file(tmp_path: Path) -> None:
-    """A daemon that is killed closes the connection as if all had been sent."""
+@contextmanager
+def answering(response: bytes) -> Iterator[BatchClient]:
+    """The client of a server that gives one request this response."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
             connection, _ = server.accept()
             with connection:
                 connection.recv(1 << 16)
-                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n{}\n")
+                connection.sendall(response)
 
-        killed = threading.Thread(target=answer)
-        killed.start()
-        client = BatchClient(f"http://127.0.0.1:{server.getsockname()[1]}/v1")
-        with pytest.raises(ApiError, match="was interrupted"):
-            client.download("file-1", tmp_path / "a.jsonl")
-        killed.join()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield BatchClient(f"http://127.0.0.1:{server.getsockname()[1]}/v1")
+        thread.join()
+
+
+def test_a_download_that_ends_early_leaves_no_file(tmp_path: Path) -> None:
+    """A daemon that is killed closes the connection as if all had been sent."""
+    with (
+        answering(b"HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n{}\n") as client,
+        pytest.raises(ApiError, match="was interrupted"),
+    ):
+        client.download("file-1", tmp_path / "a.jsonl")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_refused_key_says_where_it_is_read_from() -> None:
+    with (
+        answering(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n") as client,
+        pytest.raises(ApiError, match=r"^401: .*LADDERTRON_API_KEY or OPENAI_API_KEY$"),
+    ):
+        client.list(1)
 
 
 def test_the_pace_of_a_watched_batch() -> None:
