@@ -168,6 +168,8 @@ def _address_towards(host: str) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             found: str = probe.getsockname()[0]
+    except socket.gaierror as error:
+        raise LaunchError(f"host {host}: {error.strerror}: correct launch.hosts, or name its address") from None
     except OSError as error:
         raise LaunchError(f"no route to {host} ({error}): set daemon.control_host or launch.interface") from None
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -224,3 +225,13 @@ def test_a_fleet_over_hosts_names_its_control_address() -> None:
     gone = Fleet(deployment("launch.hosts=[a.invalid, b.invalid]", "launch.interface=nope0"), {}, "here")
     with pytest.raises(LaunchError, match="interface nope0 has no address"):
         gone.control_host()
+
+
+def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    fleet = Fleet(deployment("launch.hosts=[a.invalid, b.invalid]"), {}, "here")
+    with pytest.raises(LaunchError, match=r"host a\.invalid: Name or service not known: correct launch\.hosts"):
+        fleet.control_host()
