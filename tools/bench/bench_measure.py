@@ -61,10 +61,10 @@ def check_lengths(deployment: Deployment, cases: Sequence[Case]) -> None:
     """Raises UsageError for a case that is longer than the model's context: nothing of it would run."""
     longest = deployment.model.max_model_len or from_folder(deployment.model.path).max_position_embeddings
     for case in cases:
-        if (tokens := case.prompt + case.generate) > longest:
+        if case.prompt + case.generate > longest:
             raise UsageError(
-                f"--prompt {case.prompt} and --generate {case.generate} are {tokens} tokens, more than the "
-                f"max_model_len of {longest}: lower one of them"
+                f"{case.prompt} prompt and {case.generate} new tokens are more than max_model_len={longest}: "
+                "lower --prompt or --generate"
             )
 
 

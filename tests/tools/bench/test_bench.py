@@ -263,11 +263,11 @@ def test_variants_that_cannot_be_are_refused_before_any_is_loaded(words: list[st
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("command", [["bench", "latency"], ["bench", "sweep"], ["acceptance"]])
+@pytest.mark.parametrize("command", [["bench", "latency"], ["bench", "sweep"], ["bench", "throughput"], ["acceptance"]])
 def test_what_the_context_cannot_hold_is_refused_before_anything_is_loaded(command: list[str]) -> None:
     result = CliRunner().invoke(group, [*command, str(CONFIG), *QUICK, "--prompt", "250", "--generate", "7"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "--prompt 250 and --generate 7 are 257 tokens, more than the max_model_len of 256" in result.stderr
+    assert "250 prompt and 7 new tokens are more than max_model_len=256: lower --prompt" in result.stderr
     assert "loading" not in result.stderr
 
 

@@ -290,7 +290,9 @@ def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: s
     With --input and engine.speculation, drafts are verified and the accepted share is shown; random prompts run
     without drafts."""
     deployment = roomy(read_model(config, overrides), (), drafts=file is not None)
-    if file is not None:
+    if file is None:
+        check_lengths(deployment, [Case(1, mix["prompt"][1], mix["generate"][0])])
+    else:
         mix = {"items": read_items(deployment, Path(file), mix["rate"], mix["seed"])}
     console = Console(stderr=as_json == "-", highlight=False)
     variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)
