@@ -1,5 +1,5 @@
 """A request and its events as frozen data: token ids in, token ids out. engine/openai/ checks clients' input; the
-checks here are of what another laddertron process sent.
+checks here are for data from another laddertron process.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[TokenId, float], ...] = _param((), "biases", -100, 100)
     allowed_token_ids: TokenIds = _param((), "ids", least=1, most=1 << 14, doc="Only these ids are drawn.")
     stop_token_ids: TokenIds = _param((), "ids")
-    """Every id that ends the sequence: the model's EOS ids (unless ignore_eos) and the user's; resolved at the door."""
+    """Every id that ends the sequence: the model's EOS ids (unless ignore_eos) and the user's; set by engine/openai."""
     n: Integer = _param(1, "integer", 1, MAX_CHOICES)
     logprobs: Integer | None = _param(None, "integer", 0, MAX_LOGPROBS)
     prompt_logprobs: Integer | None = _param(None, "integer", 0, MAX_LOGPROBS)
@@ -86,7 +86,8 @@ class SamplingParams:
     grammar: str | None = _param(None, "text", api=False)
     """A structured-output grammar in the grammar library's own JSON form, or None."""
     bad_word_ids: tuple[TokenIds, ...] = _param((), "words", api=False)
-    """Sequences of ids whose last one is not drawn behind the others; made of the client's words at the door."""
+    """Sequences of ids whose last id is not sampled after the others; engine/openai makes them from the client's words.
+    """
 
     @property
     def greedy(self) -> bool:
@@ -98,13 +99,13 @@ class SamplingParams:
 
     @property
     def edits(self) -> bool:
-        """Whether logits are changed before anything is drawn (engine/sampling/penalties.py)."""
+        """Whether logits are edited before sampling (engine/sampling/penalties.py)."""
         return bool(
             self.penalised or self.logit_bias or self.allowed_token_ids or self.bad_word_ids or self.min_tokens > 0
         )
 
     def token_ids(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """The parameters that hold ids of the vocabulary."""
+        """Yields the parameters that contain token ids."""
         for name, param in PARAMS.items():
             if param.kind == "ids":
                 yield name, getattr(self, name)
@@ -119,7 +120,7 @@ _DEFAULTS = [(f.name, f.default) for f in fields(SamplingParams)]
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
-    """As plain JSON values; what has its default is left out."""
+    """Converts parameters to JSON values, without those that have their default."""
     return {name: value for name, default in _DEFAULTS if (value := getattr(params, name)) != default}
 
 
@@ -144,7 +145,7 @@ class Request:
 
     @property
     def open_choices(self) -> list[int]:
-        """Those that are still to be run."""
+        """The choices that have not ended."""
         return [c for c in range(self.params.n) if not self.emitted or self.emitted[c] is not None]
 
     @property
@@ -174,9 +175,9 @@ class TokensEvent:
     tokens: TokenIds
     finish: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
-    """If asked for: one per token, and the stop token's behind them."""
+    """If requested: one for each token, then the stop token's."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    """On the first event of choice 0 alone, if asked for: one per prompt token, None for the first."""
+    """Only on the first event of choice 0, if requested: one for each prompt token, None for the first."""
     stop_token: TokenId | None = None
     """The id from `stop_token_ids` that ended it (not part of `tokens`)."""
     message: str | None = None
@@ -186,11 +187,11 @@ class TokensEvent:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """Limits of the running engine, by which the API refuses requests."""
+    """Limits of the running engine, which the API enforces."""
 
     max_model_len: Size
     vocab_size: Size
     max_num_seqs: Size
     kv_tokens: Size
-    """KV slots of one replica, in tokens: a request of more can never run."""
+    """Capacity of one replica's KV cache in tokens: a longer request can never run."""
     eos_token_ids: TokenIds = ()

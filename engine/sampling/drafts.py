@@ -1,5 +1,5 @@
-"""Drafts by prompt look-up (what followed the last time that a sequence ended as it does now), and drafts drawn from a
-draft model's logits, of which every rank has whole rows: no gather.
+"""Drafts by prompt look-up (the tokens after an earlier occurrence of the sequence's last tokens), and drafts sampled
+from a draft model's logits, of which every rank has whole rows, so that no gather is needed.
 
 Drawn by the rule, edits, grammar and noise with which the sequence's own tokens will be drawn: with the same
 Gumbel noise added, two models that think alike draw the same id, so that sampled drafts agree nearly as often as greedy
@@ -26,14 +26,14 @@ from .slots import SlotTable
 from .step import Step, StepContext
 
 SHORTEST, LONGEST = 2, 4
-"""Tokens that must match, and from where on a longer match is no better."""
+"""The least number of tokens that must match, and the number from which a longer match is not preferred."""
 WINDOW = 1 << 15
-"""Tokens looked back."""
+"""Number of last tokens that are searched."""
 
 
 def look_up(known: npt.NDArray[np.int32], most: int) -> list[int]:
-    """At most `most` ids to follow known [n]: those behind the latest of the longest matches of its end, gone through
-    again from there where they are too few. [] where nothing matches. A pure function: every rank derives the same."""
+    """At most `most` drafts after known [n]: the ids after the latest of the longest matches of its end, repeated if
+    they are too few. [] if nothing matches. A pure function, so every rank gets the same."""
     known = known[-WINDOW:]
     count = len(known)
     if most < 1 or count <= SHORTEST:
@@ -53,7 +53,7 @@ def look_up(known: npt.NDArray[np.int32], most: int) -> list[int]:
 
 
 class _Forks(Grammars):
-    """The grammars of the sequences, gone on along the drafts."""
+    """The grammars of the sequences, advanced along the drafts."""
 
     def __init__(self, grammars: Grammars) -> None:
         self.grammars, self.forks = grammars, dict[int, GrammarState]()
@@ -65,10 +65,10 @@ class _Forks(Grammars):
 
 
 class DraftDraws:
-    """`draw` as often as there are drafts, then `rewind`."""
+    """Samples drafts: call `draw` for each draft, then `rewind`."""
 
     def __init__(self, vocab_size: int, max_slots: int, device: torch.device, grammars: Grammars | None) -> None:
-        """grammars: those of the rank's sampler, which goes on along the tokens that are drawn."""
+        """grammars: of the rank's sampler, which advances them along the sampled tokens."""
         self._forks = None if grammars is None else _Forks(grammars)
         self._slots = SlotTable(vocab_size, 0, vocab_size, max_slots, self._forks)
         work = make_shard(0, device)
@@ -85,14 +85,14 @@ class DraftDraws:
         self._slots.release(slot)
 
     def follow(self, slot: int, drawn: Sequence[int]) -> None:
-        """The tokens that were drawn for the slot's sequence since it entered, or since the last call."""
+        """Advances the slot's sequence by the tokens sampled since it entered, or since the last call."""
         self._slots.position[slot] += len(drawn)
         if slot in self._slots.edits:
             for token in drawn:
                 self._slots.edits[slot].append(token)
 
     def draw(self, logits_BV: Tensor, slots: Sequence[int]) -> list[int]:
-        """The next draft of each slot, from logits [B, vocabulary] behind the one before."""
+        """Samples the next draft of each slot, from logits [B, vocabulary] after the previous one."""
         for slot in slots:
             if slot in self._slots.edits and slot not in self._before:
                 self._before[slot] = self._slots.edits[slot]
@@ -104,7 +104,7 @@ class DraftDraws:
         return ids
 
     def rewind(self, drafted: dict[int, int]) -> None:
-        """Forgets the drafts drawn, so many of each slot: which of them are right is not known yet."""
+        """Removes each slot's number of drafts from the state: it is not known yet which are accepted."""
         for slot, count in drafted.items():
             self._slots.position[slot] -= count
         self._slots.edits |= self._before

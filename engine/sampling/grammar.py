@@ -27,12 +27,12 @@ MAX_SPEC = 1 << 19
 """Characters of a grammar; the plan that admits a request carries it to every rank."""
 MAX_PROTOTYPES = 64
 COMPILE_SECONDS, _HELD_SECONDS = 0.5, 4.0
-"""Processor time that one grammar may take to compile, which holds up a step of every request, and all prototypes that
-are held, since what costs time costs memory. A prime `multipleOf` of a million takes 5 s and 300 MB, and none of the
-library's fuel."""
+"""Limits on CPU time: to compile one grammar, which delays a step of every request, and for all cached prototypes,
+since time is a measure of memory. A prime `multipleOf` of a million takes 5 s and 300 MB, but none of the library's
+fuel."""
 _TRIAL_IDS, _STRIDE = 16, 7919  # a prime: ids from all over what is allowed
 MAX_WHITESPACE = 32
-"""Characters of white space in a row, where nothing else may be repeated: small models may emit blanks for ever."""
+"""The most white-space characters in a row where only white space may repeat: small models may emit blanks for ever."""
 _PROBES = 64
 
 
@@ -46,7 +46,7 @@ def validate(spec: str) -> None:
 
 
 def _with_options(spec: str, most: int) -> str:
-    """The spec with our options in each JSON schema that brings none. Raises ValueError if it is not JSON."""
+    """Adds laddertron's options to each JSON schema without options. Raises ValueError if the spec is not JSON."""
     try:
         tree = json.loads(spec)
     except (ValueError, RecursionError) as error:
@@ -77,14 +77,14 @@ def _brief(message: str) -> str:
 
 
 class _Blanks:
-    """A tokenizer's white space, and how much of it may come in a row."""
+    """A tokenizer's white-space tokens, and the most characters of them in a row."""
 
     def __init__(self, tokenizer: Any, most: int) -> None:
         self.most, self._tokenizer = most, tokenizer
 
     @cached_property
     def ids(self) -> npt.NDArray[np.bool_]:
-        """Tokens of white space alone, [vocabulary]."""
+        """Mask of tokens that consist of white space, [vocabulary]."""
         count = self._tokenizer.vocab_size
         return np.array([self._tokenizer.decode_bytes([token]).isspace() for token in range(count)])
 
@@ -102,7 +102,7 @@ class GrammarState:
         self._matcher, self._blanks, self._run, self._last = matcher, blanks, run, last
 
     def fork(self) -> GrammarState:
-        """Another one at the same place: this one stays there."""
+        """A copy with the same state, which advances independently."""
         return GrammarState(self._matcher.deep_copy(), self._blanks, self._run, self._last)
 
     @property
@@ -128,8 +128,8 @@ class GrammarState:
         return out
 
     def _blanks_alone(self, others: npt.NDArray[np.intp]) -> bool:
-        """Whether of these tokens, which may come next, none may be repeated between blanks: then white space is no
-        text, as in a string, but what separates others."""
+        """Whether none of these allowed tokens may repeat between blanks: then white space only separates tokens, and
+        is not text as in a string."""
         for other in others[:: len(others) // _PROBES + 1].tolist():
             words = [other, self._last, other, self._last, other]
             if self.accepts(words) == len(words):
@@ -149,23 +149,23 @@ class GrammarState:
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def failure(self) -> str | None:
-        """Why nothing may come next, or None if it works."""
+        """The reason why no token is allowed, or None."""
         return _brief(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
 class _Prototype(NamedTuple):
-    """A grammar's matcher at its beginning, and the seconds that it took to make."""
+    """A grammar's matcher in its initial state, and the seconds to make it."""
 
     matcher: Any
     seconds: float
 
 
 class Grammars:
-    """Structured output, by slot; those that keep nothing of a slot have a `state` alone."""
+    """Structured output by slot; subclasses without state per slot only define `state`."""
 
     def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
-        """A sequence of grammar `spec` that has put out `output` so far (more than nothing after a preemption). A spec
-        that fails allows nothing."""
+        """Adds a sequence with grammar `spec` and the output so far (not empty after a preemption). An invalid spec
+        allows no token."""
 
     def release(self, slot: int) -> None: ...
 
@@ -174,7 +174,7 @@ class Grammars:
 
 
 class NoGrammars(Grammars):
-    """Stands in where grammars are unavailable: every sequence's matcher, which has failed for this reason."""
+    """The substitute if grammars are unavailable: every sequence's matcher has failed for this reason."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -198,7 +198,7 @@ class NoGrammars(Grammars):
 
 
 class GrammarSlots(Grammars):
-    """The grammars of one rank's slots. One that allows nothing ends its request alone, with `failure`'s message."""
+    """The grammars of one rank's slots. A grammar that allows no token ends only its request, with `failure`."""
 
     def __init__(
         self,
@@ -217,8 +217,8 @@ class GrammarSlots(Grammars):
         self._prototypes: OrderedDict[str, _Prototype] = OrderedDict()
 
     def check(self, spec: str) -> None:
-        """For the door: `validate`, then a walk of _TRIAL_IDS ids into the grammar, which finds those that allow no
-        text, or ask more of a step than the library takes. Raises ValueError."""
+        """Checks a client's grammar: `validate`, then a trial of _TRIAL_IDS ids, which detects grammars that allow no
+        text or exceed the library's limits for a step. Raises ValueError."""
         if spec in self._prototypes:
             return
         validate(spec)

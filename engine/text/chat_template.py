@@ -21,12 +21,12 @@ _MARK = "\ue0c0\ue0c1 "  # private-use characters: no message's own text
 
 
 class TemplateError(ValueError):
-    """The checkpoint has no usable chat template, or it refused these messages; the message says why."""
+    """The checkpoint has no usable chat template, or it refused these messages; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How a chat becomes a prompt: the fields of vLLM's chat requests that act on the template."""
+    """Options for rendering a chat: the fields of vLLM's chat requests that affect the template."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -38,7 +38,7 @@ DEFAULTS = ChatOptions()
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training: here its body alone counts."""
+    """Renders the body of `{% generation %}…{% endgeneration %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
@@ -52,7 +52,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Unlike Jinja's own, without HTML escapes."""
+    """Jinja's tojson without HTML escapes."""
     allowed = {k: v for k, v in options.items() if k in ("separators", "sort_keys")}
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **allowed)
 
@@ -74,7 +74,7 @@ class ChatTemplate:
         self._special = special
 
     def render(self, messages: list[dict[str, Any]], options: ChatOptions = DEFAULTS) -> str:
-        """The prompt's text; `continue_final_message` leaves the last message open. Raises TemplateError."""
+        """Renders the prompt's text; `continue_final_message` leaves the last message open. Raises TemplateError."""
         if options.continue_final_message:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _MARK}]
         given = {"messages": messages, "add_generation_prompt": options.add_generation_prompt}
@@ -90,8 +90,8 @@ class ChatTemplate:
 
 
 def _cut_at_mark(text: str) -> str:
-    """`text` up to the end of the last message's text. The mark ends in a space: where that is gone, the template
-    strips its messages, and would have stripped that text too."""
+    """Cuts `text` after the last message's text. The mark ends in a space: if that is missing, the template strips
+    messages, and would have stripped that text, too."""
     at = text.rfind(_MARK.strip())
     if at < 0:
         raise TemplateError("continue_final_message: the chat template does not render the last message's words")

@@ -1,4 +1,4 @@
-"""Ids to text, token by token, without incomplete characters. The joined text equals the library's decode."""
+"""Converts ids to text, token by token, without incomplete characters. The joined text equals the library's decode."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Detokeniser(Protocol):
         """The characters that these ids complete; may be empty."""
 
     def finish(self) -> str:
-        """The text held back, as the library decodes it; nothing may be pushed afterwards."""
+        """Returns the held text as the library decodes it; must be the last call."""
 
 
 class Pieces:
@@ -61,7 +61,7 @@ class Pieces:
         return self.kind in _BYTES_AS_TOKENS and _fallback_byte(self.tokenizer.id_to_token(token) or "") is not None
 
     def show(self, token: int) -> str:
-        """A token as logprobs print it: its text, or `bytes:\\xNN…` where it is no whole character."""
+        """A token's name in logprobs: its text, or `bytes:\\xNN…` if that is no complete character."""
         raw = self.raw(token)
         try:
             return raw.decode()
@@ -167,8 +167,8 @@ class _Fallback:
 
 
 class _Window:
-    """Any other decoder, through the library: the new text is what a window of recent ids decodes to beyond what its
-    beginning did. Invalid bytes for longer than _MAX_HELD tokens are given out as they stand."""
+    """Any other decoder, by the library: decodes a window of recent ids, of which the new text is the part after the
+    text of the window's beginning. Invalid bytes are returned unchanged after more than _MAX_HELD tokens."""
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
         self._tokenizer, self._skip = tokenizer, skip
@@ -197,9 +197,9 @@ class _Window:
 
 
 class OutputText:
-    """The text of one choice, ended by the first of its stop strings to be complete, matched on characters.
-    `matched`: that stop string; `n_tokens`: the tokens taken, up to the match if there is one. A match within the
-    first `min_tokens` tokens does not count."""
+    """The text of one choice, up to the first complete stop string, matched on characters. `matched`: that stop string;
+    `n_tokens`: the number of tokens, up to the match if there is one. A match within the first `min_tokens` tokens does
+    not count."""
 
     def __init__(
         self, detokeniser: Detokeniser, stops: tuple[str, ...] = (), include_stop: bool = False, min_tokens: int = 0
@@ -215,7 +215,7 @@ class OutputText:
         return self.matched is not None
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids settle. After a match nothing more is taken."""
+        """Returns the text that these ids complete. Ignores ids after a match."""
         if self.ended:
             return ""
         if not self._stops:
@@ -230,7 +230,7 @@ class OutputText:
         return "".join(out)
 
     def finish(self) -> str:
-        """Everything still held back; a stop string may yet be found in it."""
+        """Returns all held text; a stop string may still match in it."""
         if self.ended:
             return ""
         settled = self._settle(self._detokeniser.finish())

@@ -1,5 +1,5 @@
-"""Text to ids in worker processes: `await pool.encode(…)`, in order, fair between owners. A worker that hangs or grows
-is killed and replaced; only its item gets an error. Items that may take long leave one worker to the others.
+"""Encodes text in worker processes: `await pool.encode(…)`, in order, fair among owners. A worker that hangs or uses
+too much memory is killed and replaced; only its item gets an error. Long items leave one worker free for the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .worker import MAX_FRAME, frame
 
 
 class WorkerDied(Exception):
-    """The worker ended in the middle of an item; `overran`: because of it, beyond doubt."""
+    """The worker exited during an item; `overran`: certainly because of that item."""
 
     def __init__(self, why: str, overran: bool = False) -> None:
         super().__init__(why)
@@ -94,7 +94,7 @@ class WorkerProcess:
 
 _BATCH_ITEMS, _BATCH_BYTES = 64, 1 << 20
 LARGE_BYTES = 64 << 10
-"""An item larger than this may take long: it travels alone, and never to every worker at once."""
+"""An item larger than this may take long: it is sent alone, and one worker is always free of such items."""
 Blob = bytes | memoryview
 _START_SECONDS = 120.0
 _MAX_FAILED_STARTS = 3
@@ -110,14 +110,14 @@ class PromptError(ValueError):
 
 
 class Encoder:
-    """Text to ids by `ask`, which a subclass defines. Every method may raise PromptError."""
+    """Encodes text by `ask`, which a subclass defines. Every method may raise PromptError."""
 
     async def ask(self, payload: dict[str, Any], size: int, blob: Blob = b"") -> dict[str, Any]:
         """Returns the result of worker.py's `answer` for one item; `size` in characters, or bytes of `blob`."""
         raise NotImplementedError
 
     async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
-        """Ids of a plain prompt, `longer` times the tokens otherwise taken at most."""
+        """Encodes a plain prompt of at most `longer` times the usual number of tokens."""
         payload = {"text": text, "add_special_tokens": add_special_tokens, "longer": longer}
         return (await self._ids(payload, len(text)))[0]
 
@@ -168,7 +168,7 @@ class _Item:
 
 
 class _Queues:
-    """Waiting items by owner, stream and whether they are large. Owners take turns, and so do the streams of each."""
+    """Queued items by owner, stream and size class. Owners take turns, and so do the streams of each owner."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, OrderedDict[tuple[str, bool], deque[_Item]]] = OrderedDict()
@@ -180,7 +180,7 @@ class _Queues:
         self.count += 1
 
     def next(self, small: bool = False) -> _Item | None:
-        """The next item, `small`: of those that are not large. None: there is none."""
+        """Takes the next item, or None; `small`: only from items that are not large."""
         for owner, queues in self._owners.items():
             for key, queue in queues.items():
                 if not (small and key[1]):
@@ -197,7 +197,7 @@ class _Queues:
 
 
 class TextPool:
-    """Workers over one checkpoint folder, an async context. `module`: another worker program."""
+    """Workers for one checkpoint folder, as an async context. `module`: another worker program."""
 
     def __init__(self, folder: Path, limits: PoolLimits = PoolLimits(), module: str = f"{__package__}.worker") -> None:
         self._folder, self._limits, self._module = folder, limits, module
@@ -222,7 +222,7 @@ class TextPool:
         self._fail_waiting("the text workers are closed")
 
     def of(self, owner: str, stream: str = "") -> OwnedPool:
-        """The pool as this owner sees it; the streams of one owner share its turns."""
+        """The pool for this owner; the streams of one owner share its turns."""
         return OwnedPool(self, owner, stream)
 
     async def ask(
@@ -238,7 +238,7 @@ class TextPool:
         return await item.future
 
     async def _serve(self, worker: WorkerProcess | None) -> None:
-        """One worker after another, for as long as the pool lives."""
+        """Runs one worker after another until the pool is closed."""
         items: list[_Item] = []
         try:
             while True:
@@ -273,8 +273,8 @@ class TextPool:
                 await worker.kill()
 
     async def _take(self) -> list[_Item]:
-        """The next items of one worker: a fair share of those that wait, so that it does not queue what another could
-        do now. A large item goes alone, and one worker is kept for the small ones."""
+        """Takes the next items for one worker: a fair share of the queue, so that no item waits for it while another
+        worker is idle. A large item is taken alone, and one worker is reserved for small ones."""
         while (first := self._waiting.next(self._large >= max(1, self._limits.workers - 1))) is None:
             self._arrived.clear()
             await self._arrived.wait()
@@ -299,8 +299,9 @@ class TextPool:
                 item.future.set_result(reply)
 
     def _blame(self, items: list[_Item], died: WorkerDied) -> None:
-        """The first unanswered item was being worked on: its error if it overran, or if a second worker died of it
-        (the first may have been killed by something else). The others wait for the next worker."""
+        """Handles the items of a dead worker, which was working on the first unanswered one. That item fails if it
+        overran, or if a second worker died during it (the first may have been killed by something else). The others
+        wait for the next worker."""
         left = [item for item in items if not item.answered]
         if left:
             left[0].deaths += 1
@@ -322,7 +323,7 @@ class TextPool:
                 item.future.set_exception(PromptError(why, "server_error"))
 
     async def _spawn(self) -> WorkerProcess:
-        """A worker that has read the checkpoint. Raises TextError after a few failed starts."""
+        """Starts a worker that has read the checkpoint. Raises TextError after a few failed starts."""
         settings, said = {"folder": str(self._folder), **asdict(self._limits)}, ""
         for _ in range(_MAX_FAILED_STARTS):
             worker = await WorkerProcess.start(self._module, settings)
@@ -343,7 +344,7 @@ class TextPool:
 
 
 class OwnedPool(Encoder):
-    """A pool's workers, in the turns of one owner."""
+    """A pool as used by one owner."""
 
     def __init__(self, pool: TextPool, owner: str, stream: str) -> None:
         self._pool, self._owner, self._stream = pool, owner, stream

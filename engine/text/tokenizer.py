@@ -19,9 +19,9 @@ from .detokenizer import Pieces
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_CONFIG_BYTES = 1 << 24
 MAX_ID = 1 << 24
-"""The library walks through all ids up to the largest: one of two thousand million holds it up for 12 s."""
+"""The library iterates over all ids up to the largest: an id of two billion takes it 12 s."""
 ToolFormat = Literal["hermes", "llama", "array"]
-"""How calls are written in a text; see engine/openai/chat_parts.py."""
+"""The format of tool calls in a text; see engine/openai/chat_parts.py."""
 _LLAMA_CLASSES = {"LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"}
 
 
@@ -36,7 +36,7 @@ class TextError(ValueError):
 
 
 def text_digest(folder: Path) -> str:
-    """Hex digest of the files that decide how text becomes ids and back."""
+    """Hex digest of the files that determine the conversion between text and ids."""
     found = hashlib.blake2b(digest_size=16)
     for name in _FILES:
         data = (folder / name).read_bytes() if (folder / name).is_file() else b""
@@ -45,7 +45,7 @@ def text_digest(folder: Path) -> str:
 
 
 class TextModel:
-    """One tokenizer and template. `eos_ids`: what tokenizer_config.json and generation_config.json call the end."""
+    """One tokenizer and template. `eos_ids`: end tokens of tokenizer_config.json and generation_config.json."""
 
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, config: dict[str, Any], template: str | None, eos_ids: tuple[int, ...]
@@ -100,11 +100,11 @@ class TextModel:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the tokenizer knows (the model's own vocabulary may be padded beyond)."""
+        """The number of ids of the tokenizer (the model's vocabulary may be padded)."""
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a plain prompt, with the beginning-of-sequence token where the checkpoint says so."""
+        """Encodes a plain prompt, with a beginning-of-sequence token if the checkpoint requires it."""
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self._bos_rule is not None and self.bos_id is not None:
             has = bool(ids) and ids[0] == self.bos_id
@@ -129,19 +129,19 @@ class TextModel:
         return tuple(found)
 
     def compile_template(self) -> None:
-        """Once, where the checkpoint has one. Raises TemplateError."""
+        """Compiles the template, once, if the checkpoint has one. Raises TemplateError."""
         if self._template is None and self._template_source is not None:
             self._template = ChatTemplate(self._template_source, self.special)
 
     def render(self, messages: list[dict[str, Any]], options: ChatOptions = DEFAULTS) -> str:
-        """The prompt that the template makes of the messages. Raises TemplateError. May never return: see the top."""
+        """Renders the messages by the template. Raises TemplateError. May never return: see chat_template.py."""
         self.compile_template()
         if self._template is None:
             raise TemplateError("this checkpoint has no chat template: send plain prompts to /v1/completions")
         return self._template.render(messages, options)
 
     def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions = DEFAULTS) -> list[int]:
-        """Ids of a chat: the template names its own special tokens, so none are added unless asked for."""
+        """Encodes a chat. The template contains its special tokens, so none are added unless requested."""
         return self.encode(self.render(messages, options), options.add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -173,7 +173,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _bos_rule(config: dict[str, Any]) -> bool | None:
-    """True or False where the config decides on the beginning token, None where tokenizer.json does."""
+    """Whether to add the beginning-of-sequence token according to the config; None if tokenizer.json determines it."""
     rule = config.get("add_bos_token")
     return rule if isinstance(rule, bool) and str(config.get("tokenizer_class")) in _LLAMA_CLASSES else None
 

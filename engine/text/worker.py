@@ -1,6 +1,6 @@
-"""A process that renders chat templates and tokenises, for engine/text/pool.py, with limits on its address space and
-its processor time per item. A frame is a 4-byte little-endian length and that much JSON; an item with `blob` has that
-many bytes after its frame, an answer with `ids` (how many each text has) a frame of 32-bit integers, one with `answer`
+"""A process that renders chat templates and tokenizes, for engine/text/pool.py, with limits on its address space and on
+CPU time per item. A frame is a 4-byte little-endian length and that many bytes of JSON. An item with `blob` is followed
+by that many bytes, an answer with `ids` (the number for each text) by a frame of 32-bit integers, one with `answer` by
 a frame of bytes for a client.
 """
 
@@ -30,7 +30,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def read_frame(stream: BinaryIO) -> Any:
-    """The next frame's value, or None at the end. Raises ValueError on a length beyond MAX_FRAME."""
+    """Reads the next frame's value; None at the end. Raises ValueError for a length beyond MAX_FRAME."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -47,7 +47,7 @@ def frame(value: Any) -> bytes:
 
 
 def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
-    """{"ids": [them]} (none for a grammar that can be used) or {"error", "code"} for one item."""
+    """Answers one item with {"ids": [...]} (empty for a valid grammar) or {"error", "code"}."""
     try:
         if "grammar" in item:
             _grammars(model).check(item["grammar"])
@@ -78,7 +78,7 @@ def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, An
 
 @functools.cache
 def _grammars(model: TextModel) -> GrammarSlots:
-    """Raises ValueError where the library is missing, or cannot read the tokenizer."""
+    """Makes the grammars of the tokenizer. Raises ValueError if the library is missing or cannot read the tokenizer."""
     from ..sampling.grammar import GrammarSlots  # numpy and llguidance: only where one asks for structured output
 
     return GrammarSlots(model.folder, model.vocab_size, model.eos_ids)
@@ -89,8 +89,8 @@ _USUAL_CHARS = 4  # a token
 
 
 def _least_ids(model: TextModel, text: str, max_ids: int) -> int:
-    """A lower bound on the ids of `text`, 0 for a short one. Tokenises pieces until there are too many, so that a text
-    of megabytes costs what the longest allowed one costs."""
+    """A lower bound of the number of ids of `text`; 0 for a short one. Tokenizes pieces until there are too many, so
+    that megabytes of text cost no more than the longest allowed text."""
     count = 0
     if len(text) > _USUAL_CHARS * max_ids:
         for start in range(0, len(text), _PIECE_CHARS):
