@@ -1,1 +1,1 @@
-"""Command lines: which launcher, which hosts, which network, which rank where."""
+"""Command lines: chooses launcher, hosts, network and places of ranks."""

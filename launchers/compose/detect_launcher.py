@@ -1,5 +1,5 @@
-"""The launching machine as a `Site`: which launcher there is, its version, this user, these cores. Effects, no choices
-about command lines (launchers/compose/mpi.py makes those from what is found here).
+"""Surveys the launching machine as a `Site`: the available launcher, its version, user and cores.
+launchers/compose/mpi.py makes the command line from it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def launcher_of(text: str) -> tuple[Kind, tuple[int, ...]] | None:
 
 
 def probe(program: str) -> tuple[Kind, tuple[int, ...]] | None:
-    """Asks a program what it is; None if it cannot be started or is no known launcher."""
+    """Identifies a program by its version; None if it cannot be started or is no known launcher."""
     try:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -66,7 +66,7 @@ def candidates(deployment: Deployment, kind: Kind, path: str | None) -> list[str
 
 
 def fabric_of(deployment: Deployment) -> Fabric | None:
-    """The fabric that `launch.fabric` names. Raises OSError or ValueError where it cannot be read."""
+    """Reads the fabric of `launch.fabric`. Raises OSError or ValueError."""
     return None if deployment.launch.fabric is None else fabrics.load(Path(deployment.launch.fabric))
 
 
@@ -100,7 +100,7 @@ def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
 
 
 def assume(deployment: Deployment, environ: Mapping[str, str]) -> Site:
-    """The Site for a dry run on a machine without the launcher: its usual name, a version that is not known."""
+    """The Site for a dry run on a machine without the launcher: with its usual name and an unknown version."""
     wanted = deployment.launch.launcher
     kind: Kind = "openmpi" if wanted == "auto" else wanted
     program = deployment.launch.mpirun or {"mpich": "mpiexec", "slurm": "srun"}.get(kind, "mpirun")

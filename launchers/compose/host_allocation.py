@@ -15,8 +15,8 @@ from .hosts import Host, HostAllocation, LaunchError
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One job's hosts in the order of its ranks. `interfaces` and `hcas` (port keys, `mlx5_0`, `mlx5_0:2`) are what
-    the placement chose; () where no fabric says."""
+    """One job's hosts in the order of its ranks. `interfaces` and `hcas` (port keys, `mlx5_0`, `mlx5_0:2`): chosen by
+    the placement; () without a fabric."""
 
     hosts: tuple[Host, ...]
     interfaces: tuple[str, ...] = ()

@@ -15,14 +15,14 @@ MAX_HOSTS = 100_000
 
 
 class LaunchError(ValueError):
-    """A deployment that cannot be launched here: the values, the rule and the fix."""
+    """The deployment cannot be launched here; the message has the values, the rule and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """`slots` ranks on `name`. `devices` are those of its GPUs that the ranks use, in the order of ranks; None: the
-    first `slots` ones. `interface` is the one that the placement chose to meet the other hosts on, "" where it did
-    not; `cores` those of its seats, by local rank, () where no fabric says."""
+    """`slots` ranks on `name`. `devices`: the GPUs of the ranks, in the order of ranks; None: the first `slots` ones.
+    `interface`: the one that the placement chose to connect to the other hosts, or ""; `cores`: of its seats, by local
+    rank, () without a fabric."""
 
     name: str
     slots: int
@@ -105,7 +105,7 @@ def parse_nodefile(text: str, where: str) -> tuple[Host, ...]:
 
 
 def spread(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
-    """The hosts with equally many of the ranks each where that fits them; else as they are."""
+    """Distributes the ranks evenly over the hosts if that fits; else returns the hosts unchanged."""
     share, rest = divmod(ranks, len(hosts))
     if rest == 0 and share and all(h.slots == 0 or h.slots >= share for h in hosts):
         return tuple(replace(h, slots=share) for h in hosts)

@@ -24,7 +24,7 @@ _SSHD_BESIDE, _SSHD_ALONE = _SSHD.format(exec="", flags=""), _SSHD.format(exec="
 
 
 _PROBES = 9464
-"""The port of /health, /ready and /metrics where metrics.port names none."""
+"""The port of /health, /ready and /metrics if metrics.port is not set."""
 _PATHS = (
     "model.tokenizer",
     "parallel.tuning_file",
@@ -66,7 +66,7 @@ def changed(deployment: Deployment) -> dict[str, Any]:
 
 
 def _said(value: Any) -> Any:
-    """Without the sections in which nothing is said."""
+    """Removes empty sections."""
     if not isinstance(value, dict):
         return value
     return {key: said for key, item in value.items() if (said := _said(item)) != {}}
@@ -112,8 +112,8 @@ def _mounts(deployment: Deployment, serves: bool) -> tuple[list[dict[str, Any]],
 def _pod(
     deployment: Deployment, command: Sequence[str], per_node: int, ranks: bool, ssh: bool, serves: bool = False
 ) -> dict[str, Any]:
-    """A pod's spec. `ranks`: it holds devices; `ssh`: it brings its own keys (an MPIJob's operator mounts them);
-    `serves`: it holds the daemon."""
+    """A pod's spec. `ranks`: it runs ranks and needs devices; `ssh`: it needs keys (an MPIJob's operator mounts them);
+    `serves`: it runs the daemon."""
     kube = deployment.launch.kubernetes
     limits: dict[str, Any] = {}
     if ranks and deployment.engine.device != "cpu":
@@ -183,7 +183,7 @@ def _program(deployment: Deployment, arguments: Sequence[str]) -> tuple[str, ...
 
 
 def _service(deployment: Deployment, arguments: Sequence[str], selector: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Where clients find the daemon: where it has keys, and so listens beyond its pod."""
+    """The Service for clients of the daemon, if it has keys and therefore listens beyond its pod."""
     kube = deployment.launch.kubernetes
     if arguments[0] != "serve" or deployment.daemon.api_key_file is None:
         return []
@@ -253,7 +253,7 @@ def leader_worker_set(deployment: Deployment, fabric: Fabric | None, arguments: 
 
 
 class _Dumper(yaml.SafeDumper):
-    """Text of several lines as a block, so that people can read it."""
+    """Writes text of several lines as a readable block."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

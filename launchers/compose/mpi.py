@@ -25,8 +25,8 @@ CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
 """Variables by which a rank finds its supervisor and authenticates; set by the starter of the command
 (launchers/control/control.py)."""
 INHERITED = ("LD_LIBRARY_PATH", "PYTHONPATH", cpu_tier.VARIABLE)
-"""Variables of the launching shell, forwarded where set: without them other hosts may not find the same libraries, or
-compute otherwise."""
+"""Variables of the launching shell that are forwarded if set: without them other hosts may not find the same libraries,
+or compute differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Words of the command line that belong together, and why they are there."""
+    """Words of the command line that belong together, and the reason for them."""
 
     words: tuple[str, ...]
     reason: str
@@ -133,7 +133,7 @@ def _listening(deployment: Deployment, site: Site, share: Share, network: Networ
 
 
 def _binding(deployment: Deployment) -> tuple[str, str]:
-    """The word for the launcher's own binding, and why."""
+    """The option of the launcher's own binding, and the reason."""
     if deployment.launch.bind_to == PLACEMENT:
         return "none", "launch.bind_to: placement: each rank binds itself"
     return deployment.launch.bind_to, "launch.bind_to: by default threads run on any core"
@@ -286,7 +286,7 @@ def _torchrun(
 def torchrun_hosts(
     deployment: Deployment, site: Site, share: Share, program: Sequence[str]
 ) -> tuple[LaunchCommand, ...]:
-    """One command a host, each to be started there; host 0 is the meeting place. For `launch --dry-run`."""
+    """Makes one command for each host, to be started there; host 0 is the rendezvous. For `launch --dry-run`."""
     found = []
     env = _environment(deployment, site, share, choose_network(deployment, share))
     for index, host in enumerate(share.hosts):

@@ -1,5 +1,5 @@
-"""The interface and HCAs of a job's ranks, and the variables by which NCCL, gloo, UCX and MPI learn them. Pure; what
-neither configuration nor placement says is left to the libraries.
+"""The interface and HCAs of a job's ranks, and the variables that pass them to NCCL, gloo, UCX and MPI. Pure; the
+libraries choose what neither configuration nor placement sets.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .hosts import LaunchError
 
 @dataclass(frozen=True, slots=True)
 class NetworkChoice:
-    """`interfaces` (one, unless hosts call theirs differently) and `hcas` (port keys) with the reason for each; ()
-    where the libraries choose."""
+    """`interfaces` (one, unless hosts have different names for it) and `hcas` (port keys), with the reason for each; ()
+    if the libraries choose."""
 
     interfaces: tuple[str, ...] = ()
     interface_reason: str = ""
@@ -25,7 +25,7 @@ class NetworkChoice:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """An environment variable of the ranks and why it is set."""
+    """An environment variable of the ranks and the reason for it."""
 
     value: str
     reason: str = field(compare=False)

@@ -16,10 +16,10 @@ from .hosts import Host
 ENV_SEATS = "LADDERTRON_SEATS"
 """`node1:8,node2:8`: the hosts in the order of ranks."""
 ENV_INTERFACES = "LADDERTRON_INTERFACES"
-"""`node1=ib0,node2=bond0`: where the placement has each host's ranks meet those of others."""
+"""`node1=ib0,node2=bond0`: the interface that the placement chose on each host to connect to others."""
 
 ENV_CORES = "LADDERTRON_CORES"
-"""`node1=0-13/14-27,node2=0-3+8/4-7`: the cores of each host's seats by local rank, where launch.bind_to asks."""
+"""`node1=0-13/14-27,node2=0-3+8/4-7`: the cores of each host's seats by local rank, if launch.bind_to is placement."""
 
 _FORMS = {ENV_INTERFACES: "node1=ib0,node2=ib0", ENV_CORES: "node1=0-13/14-27,node2=0-3+8/4-7"}
 
@@ -45,14 +45,14 @@ def expected(text: str) -> Placement:
 
 
 def interfaces_text(hosts: Sequence[Host]) -> str:
-    """The value of ENV_INTERFACES; "" where the placement names none for some host, or there is one host alone."""
+    """The value of ENV_INTERFACES; "" if the placement has none for some host, or there is only one host."""
     if len(hosts) < 2 or not all(host.interface for host in hosts):
         return ""
     return ",".join(f"{host.name}={host.interface}" for host in hosts)
 
 
 def cores_text(hosts: Sequence[Host]) -> str:
-    """The value of ENV_CORES; "" where the placement does not say some seat's."""
+    """The value of ENV_CORES; "" if the placement has no cores for some seat."""
     if not all(len(host.cores) == host.slots for host in hosts):
         return ""
     return ",".join(f"{host.name}={'/'.join(_listed(cores) for cores in host.cores)}" for host in hosts)

@@ -49,9 +49,8 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class PreflightOutcome:
-    """The results of preflight, on rank 0. `fitted` is None where ranks have nothing to reduce with one another;
-    `tuning` there too, and where something is wrong with the fabric. `carrier`: whose messages the links were measured
-    with."""
+    """The results of preflight, on rank 0. `fitted`: None if groups have a single rank; `tuning`: None then, and if the
+    fabric has a fault. `carrier`: the library whose messages measured the links."""
 
     fabric: Fabric
     shape: Shape
@@ -63,9 +62,9 @@ class PreflightOutcome:
     tuning: Tuning | None
     carrier: str = ""
     group: int = 0
-    """The group of `fitted` and `shape`: the slowest."""
+    """The group of `fitted` and `shape`, which is the slowest."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """The libraries' versions, the same on every rank."""
+    """The libraries' versions, equal on all ranks."""
 
     @property
     def broken(self) -> bool:
@@ -73,11 +72,11 @@ class PreflightOutcome:
 
 
 class UnlikeRanks(RuntimeError):
-    """Ranks that cannot measure together, found before any of them connects, in the same words on every rank."""
+    """Ranks that cannot measure together; detected before any of them connects, with the same message on every rank."""
 
 
 def message_bytes(deployment: Deployment) -> tuple[int, ...]:
-    """The model's own all-reduces in decode, () where its folder is not here."""
+    """Bytes of the model's all-reduces in decode; () if its folder is not on this host."""
     folder = Path(deployment.model.path)
     if not (folder / "config.json").is_file():
         return ()
@@ -87,7 +86,7 @@ def message_bytes(deployment: Deployment) -> tuple[int, ...]:
 
 
 class _Star(StarBootstrap):
-    """Its rounds are watched: who does not answer is named."""
+    """A StarBootstrap with watched rounds, which name ranks that do not answer."""
 
     watch: Watch
     hosts: tuple[str, ...] = ()
@@ -116,9 +115,10 @@ def _bootstrap(identity: Identity, watch: Watch) -> Bootstrap:
 def run_preflight(
     deployment: Deployment, identity: Identity, give_up: Callable[[str], object] = print
 ) -> tuple[int, PreflightOutcome | None]:
-    """(exit status, the same on every rank; on rank 0 what it found). Raises UnlikeRanks, IdentityError where the ranks
-    are alike and not as many as the deployment's, and what else stops it, naming the rank. `give_up` is called, in a
-    thread, with words on what this rank waited for in vain, and must end the process: MPI's calls have no limit."""
+    """Runs preflight; returns the exit status, equal on all ranks, and the results on rank 0. Raises UnlikeRanks,
+    IdentityError if the number of ranks differs from the deployment's, and other errors, which name the rank. `give_up`
+    is called on a thread with a message about a wait that timed out, and must end the process: MPI's calls have no
+    timeout."""
     limit_s = deployment.parallel.collective_timeout or CommOptions().timeout_s
 
     def end(words: str) -> None:
@@ -190,7 +190,7 @@ def _measure(
 
 
 def meet(deployment: Deployment, identity: Identity, bootstrap: Bootstrap) -> tuple[Setup, ...]:
-    """Every rank's, in rank order. Raises UnlikeRanks, on all of them, where they differ."""
+    """Gathers the Setup of every rank, in rank order. Raises UnlikeRanks, on all ranks, if they differ."""
     versions = tuned.versions()
     if (driver := Path("/sys/module/nvidia/version")).is_file():
         versions["driver"] = driver.read_text().strip()

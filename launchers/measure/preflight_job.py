@@ -18,13 +18,13 @@ from typing import IO
 from ..job import supervised_process as kept
 
 SIGNS = "LADDERTRON_PREFLIGHT_SIGNS"
-"""Set for ranks whose launcher listens."""
+"""Set for ranks whose launcher reads their progress."""
 START_S, MEET_S = 120.0, 45.0
-"""For every rank to start, torch loaded, and then to meet all others."""
+"""Time limits for every rank to start, with torch loaded, and then to connect to all others."""
 END_S = 10.0
-"""For the launcher to end once a rank said that it ends."""
+"""Time limit for the launcher to exit after a rank has reported an error."""
 DONE_S = 30.0
-"""For ranks and launcher to end once all is measured."""
+"""Time limit for ranks and launcher to exit after all measurements."""
 
 # Launchers may put a tag before each line, and who writes no whole line too.
 _SIGN = re.compile(r"laddertron preflight: rank ([0-9]+) (started|met|done)\s*$")
@@ -33,7 +33,7 @@ _ERROR = re.compile(r"error: rank [0-9]+ on ")
 
 
 def sign(rank: int, what: str) -> None:
-    """On a rank: it `started`, `met` all others, or is `done`."""
+    """Reports a rank's progress: it `started`, `met` all others, or is `done`."""
     if os.environ.get(SIGNS):
         sys.stderr.write(f"laddertron preflight: rank {rank} {what}\n")
         sys.stderr.flush()
@@ -49,8 +49,8 @@ class Signs:
         self._failed = self._over = self._ruled = False
 
     def take(self, line: str, now: float) -> bool:
-        """Whether the line is not to be shown: a sign, or, once a rank said how it ended, what the launcher says of
-        that between two rules. A rank may speak there too."""
+        """Handles a line; returns whether to hide it: a sign or, after a rank has reported its error, the launcher's
+        message about that between two rules. Lines of ranks there are shown."""
         if _ERROR.search(line):
             if not self._failed:
                 self._failed, self._over, self.deadline = True, True, now + END_S
@@ -72,7 +72,7 @@ class Signs:
         return True
 
     def missing(self) -> str:
-        """In words, who gave no sign; empty where all did, or where a rank said itself what is wrong."""
+        """A message about ranks without a sign; "" if all gave one, or a rank has reported an error."""
         for what, seconds in (("started", START_S), ("met", MEET_S)):
             if (ranks := sorted(self._missing[what])) and not self._failed:
                 named = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in ranks[:4])
@@ -83,9 +83,9 @@ class Signs:
 
 
 def hold(argv: Sequence[str], env: dict[str, str], hosts: Sequence[str], show: Callable[[str], None]) -> int:
-    """Runs the command, whose rank i is on hosts[i], with `env` added to this process's, and returns its exit status, 1
-    where it had to be killed. `show` gets its stderr, line by line. When it returns or raises (KeyboardInterrupt), no
-    process of the command is left on this host. Raises OSError."""
+    """Runs the command, whose rank i is on hosts[i], with `env` added to this process's; returns its exit status, or 1
+    if it was killed. `show` gets its stderr line by line. When this returns or raises (KeyboardInterrupt), no process
+    of the command is left on this host. Raises OSError."""
     process = kept.start(argv, env, stdout=None, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:
@@ -97,7 +97,7 @@ def hold(argv: Sequence[str], env: dict[str, str], hosts: Sequence[str], show: C
 
 
 def _listen(stderr: IO[str], signs: Signs, show: Callable[[str], None]) -> bool:
-    """Until the end of `stderr` (False) or of the time that the signs leave (True)."""
+    """Reads `stderr` to its end (returns False), or until the deadline of the signs (True)."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -130,7 +130,7 @@ class Watch:
 
     @contextmanager
     def over(self, words: Callable[[], str], limit_s: float | None = None) -> Iterator[None]:
-        """Limits a block to limit_s; `words` say what is waited for. The outer limit restarts after it."""
+        """Limits a block to limit_s; `words` describes what it waits for. The outer limit restarts after it."""
         around, limit = self._timer, self.limit_s if limit_s is None else limit_s
         if around is not None:
             around.cancel()

@@ -30,7 +30,7 @@ from .preflight_job import Watch
 from .preflight_plan import NodeTransport, PreflightPlan, RankReport
 
 SLACK_S = 10.0
-"""Beside the limit, for what others may be busy with."""
+"""Added to the limit, because other ranks may be busy."""
 _SECONDS = 0.25  # for each strategy and size
 
 
@@ -69,8 +69,8 @@ def sweep(
     together: Sequence[tuple[Strategy, int]],
     watch: Watch,
 ) -> list[Point]:
-    """Every strategy and size of the plan; a strategy has connections of its own. `together`: where there are several
-    groups, those of all of them, in whose order every rank connects and measures."""
+    """Measures every strategy and size of the plan; each strategy has its own connections. `together`: with several
+    groups, the strategies of all groups, in whose order every rank connects and measures."""
     points = []
     mine = set(wanted.sweep)
     for strategy in dict.fromkeys(s for s, _ in together or wanted.sweep):
@@ -168,8 +168,8 @@ def matmul_s(device: torch.device) -> float:
 
 
 def transport_in(log: str) -> str:
-    """NET/IB, NET/Socket or the name of a plugin, from NCCL's log; NET/Socket where it says none: the slow one is
-    refused until it is known to be another."""
+    """The transport in NCCL's log: NET/IB, NET/Socket or the name of a plugin. NET/Socket, the slow one, if the log
+    names none, so that it is refused if InfiniBand is required."""
     for line in log.splitlines():
         if "Using network" in line:
             name = line.partition("Using network")[2].split()[0]

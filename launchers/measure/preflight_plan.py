@@ -20,14 +20,14 @@ SWEEP_BYTES = tuple(32 << 10 << step for step in range(9))
 """32 KiB to 8 MiB, doubling."""
 
 MAX_SKEW_S, BROKEN_SKEW_S = 0.5, 5.0
-"""A clock so far off is warned of; one so far off is broken: logs and traces of its node cannot be compared with
-others', certificates are not yet or no longer valid there."""
+"""Clock skew from which a warning is given, and from which the clock is a fault: logs and traces of its node cannot be
+compared with others', and certificates may be invalid there."""
 SLOW_RANK = 1.15
-"""A rank whose matmul takes this many times the median is a culprit."""
+"""A rank whose matmul takes this many times the median is reported as slow."""
 FEW_RANKS, SLOW_OF_FEW = 4, 1.5
-"""Fewer ranks have no median to speak of: one is compared with the quickest, and is an error only from here on."""
+"""With fewer ranks the median is not meaningful: a rank is compared with the fastest, and slow from this ratio on."""
 SLOW_LINK = 1.5
-"""A link whose round trip or transfer takes this many times the median of its class is one."""
+"""A link whose round trip or transfer takes this many times the median of its class is reported as slow."""
 
 NOMINAL_SHARE = 1 / 3
 """The least share of its port's nominal rate that a sound link between nodes has."""
@@ -94,7 +94,7 @@ def plan(
 
 
 def _path(fabric: Fabric, placement: Placement, a: int, b: int) -> str:
-    """Between two ranks of one node: their devices', else NODE or SYS."""
+    """The path between two ranks of one node: their devices', else NODE or SYS."""
     one, other = placement.seats[a], placement.seats[b]
     if one.device is None or other.device is None:
         return "NODE" if one.numa == other.numa else "SYS"
@@ -287,7 +287,7 @@ def _slow_ranks(reports: Sequence[RankReport]) -> list[Finding]:
 
 
 def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> list[Finding]:
-    """Against others of the same path inside nodes, and between nodes."""
+    """Findings for links that are slower than others of the same path inside nodes, or between nodes."""
     found = []
     for path in sorted({k.pair.path for k in links}):
         alike = [k for k in links if k.pair.path == path]
@@ -310,7 +310,8 @@ def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> lis
 def _poor_links(
     reports: Sequence[RankReport], links: Sequence[LinkTime], port_bytes_per_s: float | None
 ) -> list[Finding]:
-    """Between nodes, against what such a link should have: all may be slow alike, and one alone has no others."""
+    """Findings for links between nodes that are slower than their nominal rate: all may be equally slow, and a single
+    link has no others to compare with."""
     across = [k for k in links if k.pair.rail is not None]
     least = (port_bytes_per_s or SLOW_BYTES_PER_S) * NOMINAL_SHARE
     slow = sorted((k for k in across if k.bytes_per_s < least), key=lambda k: k.bytes_per_s)

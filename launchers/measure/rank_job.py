@@ -1,5 +1,5 @@
-"""A set of ranks that measures on demand: an order in, an answer out, idle in between, so that several take turns.
-Ranks of `profile` and `verify` take no orders and only answer.
+"""A set of ranks that measures on demand: it answers orders and is idle in between, so that several sets can alternate.
+Ranks of `profile` and `verify` get no orders and only answer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ BENCH_RANK = "laddertron.tools.bench.bench_rank"
 
 
 class BenchError(RuntimeError):
-    """The ranks ended; the message has the end of what they said."""
+    """The ranks exited; the message has the end of their output."""
 
 
 class BenchJob:
     """A context of one replica's loaded ranks. Raises LaunchError, PlacementError or BenchError."""
 
     def __init__(self, deployment: Deployment, name: str, module: str = BENCH_RANK, words: Sequence[str] = ()) -> None:
-        """module: what runs on the ranks, and its further arguments."""
+        """module: the program of the ranks; words: its further arguments."""
         self.name, self.deployment = name, deployment
         self._module, self._words = module, words
         self.about: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class BenchJob:
         return self
 
     def ask(self, kind: str, **order: Any) -> dict[str, Any]:
-        """Raises BenchError if the ranks end over it."""
+        """Sends an order and returns the answer. Raises BenchError if the ranks exit."""
         assert self._orders is not None
         with suppress(BrokenPipeError):  # the answer says why
             self._orders.write(json.dumps({"kind": kind, **order}) + "\n")
@@ -75,7 +75,7 @@ class BenchJob:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """The ranks' next answer. Raises BenchError if they end instead."""
+        """Reads the ranks' next answer. Raises BenchError if they exit instead."""
         process = self._process
         assert process is not None
         assert process.stdout is not None
@@ -89,7 +89,7 @@ class BenchJob:
         raise BenchError(f"{self.name}: the ranks ended with status {process.wait()}:\n{said}")
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """`timeout_s`: for the ranks to end by themselves."""
+        """Ends the ranks; `timeout_s`: time for them to exit by themselves."""
         orders, self._orders = self._orders, None
         process, self._process = self._process, None
         try:

@@ -42,7 +42,7 @@ def verify(built: Any, communicator: Communicator) -> None:
 
 
 def _first(text: str, communicator: Communicator) -> str:
-    """The ranks' first message that is not empty; those of other ranks than 0 with their number."""
+    """The first message of the ranks that is not empty; messages of ranks other than 0 have the rank's number."""
     for rank, words in enumerate(communicator.collect(text.encode())):
         if said := words.decode():
             return said if rank == 0 else f"{said}, on rank {rank}"
