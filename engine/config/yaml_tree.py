@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
@@ -14,8 +14,7 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 MAX_BYTES, MAX_VALUES, MAX_DEPTH = 256 * 1024, 5000, 8
 
 Tag = Literal["str", "int", "float", "bool", "null"]
-_NAMES: tuple[Tag, ...] = ("str", "int", "float", "bool", "null")
-_TAGS: dict[str, Tag] = {f"tag:yaml.org,2002:{name}": name for name in _NAMES}
+_TAGS: dict[str, Tag] = {f"tag:yaml.org,2002:{name}": name for name in get_args(Tag)}
 _STAMP = "tag:yaml.org,2002:timestamp"
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 from ..config.schema import LimitsConfig
 from ..metrics.observer import AnswerTimes
@@ -60,6 +59,7 @@ class BatchFeed(LineFlights):
         super().__init__(core.dispatcher, core.text, batch.id, core.limits.max_choices, batch.owner)
         self.batch, self._core, self._gate = batch, core, gate
         self._store, self._usage = core.store, core.usage
+        self._path = core.store.path_of(batch.input_file_id)
         self._encoder = core.encoder.of(batch.owner, batch.id)
         self._in_turn = partial(core.store.in_turn, batch.owner)
         self._rules = rules_of(batch, core.limits)
@@ -79,10 +79,6 @@ class BatchFeed(LineFlights):
     @property
     def _model(self) -> str:
         return self._core.model_digest()
-
-    @property
-    def _path(self) -> Path:
-        return self._store.path_of(self.batch.input_file_id)
 
     async def run(self) -> None:
         """Submits every unfinished line and waits for the results to be stored. Raises OSError if the input cannot be
@@ -236,7 +232,7 @@ class BatchFeed(LineFlights):
 
     async def _write(self, results: Iterable[Result], deaths: dict[int, int] | None = None) -> None:
         """Stores results; while the store is unavailable, waits and retries."""
-        part, day, model = list(results), self._usage.today, self._model
+        part, day, model = list(results), self._usage.today(), self._model
 
         def work(rows: Rows) -> BatchRow:
             records.add_deaths(rows, self.batch.id, deaths or {})

@@ -41,7 +41,7 @@ class Usage:
         self._unwritten: dict[tuple[str, int], tuple[int, Tokens]] = {}
 
     async def load(self) -> None:
-        day = self._turn()
+        day = self.today()
         for row in await self._store.read(lambda db: records.read_usage(db, None, day)):
             self._today[row["owner"]] += row["prompt_tokens"] + row["completion_tokens"]
 
@@ -71,7 +71,7 @@ class Usage:
 
     def exhausted(self, owner: str) -> float:
         """Seconds until the owner's daily tokens are reset; 0 if some are left."""
-        day, most = self._turn(), self.limits_of(owner).tokens_per_day
+        day, most = self.today(), self.limits_of(owner).tokens_per_day
         return (day + 1) * DAY - self._store.clock.now() if most is not None and self._today[owner] >= most else 0.0
 
     def check_stored(self, owner: str, stored: int, more: int) -> None:
@@ -83,7 +83,7 @@ class Usage:
 
     def add(self, owner: str, tokens: Tokens, requests: int = 1, stored: bool = False) -> None:
         """Adds computed tokens. `stored`: they are in the store already."""
-        day = self._turn()
+        day = self.today()
         self._today[owner] += tokens.prompt + tokens.completion
         self._observer.used(owner, requests, tokens.prompt, tokens.completion)
         if not stored:
@@ -92,11 +92,6 @@ class Usage:
     def _owe(self, owner: str, day: int, requests: int, tokens: Tokens) -> None:
         had, before = self._unwritten.get((owner, day), (0, Tokens()))
         self._unwritten[owner, day] = had + requests, before.plus(tokens)
-
-    @property
-    def today(self) -> int:
-        """The day as days since 1970 (UTC), by the trusted clock."""
-        return self._turn()
 
     async def flush(self) -> None:
         """Writes usage to the store. Raises StoreUnavailable; then the next call writes it."""
@@ -115,7 +110,8 @@ class Usage:
                 self._owe(owner, day, requests, tokens)
             raise
 
-    def _turn(self) -> int:
+    def today(self) -> int:
+        """Days since 1970, UTC, by the trusted clock."""
         day = int(self._store.clock.now()) // DAY
         if day != self._day:  # if the clock was set back, continues that day's counts
             self._day, self._today = day, self._days.setdefault(day, Counter())

@@ -83,7 +83,8 @@ class RowCheck:
         return [(name, rows.tolist()) for name, rows in self._alone[sequence]]
 
     def _case(self, case: int, most_rows: int, random: Random) -> Difference | None:
-        going = [_Going(slot, random.randrange(len(self.sequences))) for slot in range(self._count(most_rows, random))]
+        count = min(self._slots, random.choice((most_rows, max(1, most_rows // 16))))  # full steps, of decodes too
+        going = [_Going(slot, random.randrange(len(self.sequences))) for slot in range(count)]
         for one in going:  # the reference first: it uses the same cache
             self._reference(one.sequence)
         self._admit(going)
@@ -102,10 +103,6 @@ class RowCheck:
                     first = step, found[0], Difference(case, step, trace[found[0]][0], rows, sequence, found[1])
                 row += chunk.count
         raise AssertionError("a case has an end")
-
-    def _count(self, most_rows: int, random: Random) -> int:
-        """The number of sequences of a case: enough to fill its steps, also decode-only ones."""
-        return min(self._slots, random.choice((most_rows, max(1, most_rows // 16))))
 
     def _schedule(self, going: list[_Going], most_rows: int, random: Random) -> list[Chunk]:
         chunks, left = [], most_rows

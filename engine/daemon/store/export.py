@@ -83,6 +83,7 @@ class Export:
 
     def __init__(self, folder: Path, files: Files) -> None:
         self.folder, self._files = folder, files
+        self.files_folder = folder / "files"  # copies of what was uploaded
         self._descriptor: int | None = None
         self._index = self._size = self._group = 0
         self._undone: int | None = None
@@ -91,11 +92,6 @@ class Export:
         self.generation = self.claim = 0
         self.superseded: list[Path] = []
         """Segments whose changes the snapshot contains."""
-
-    @property
-    def files_folder(self) -> Path:
-        """The folder with copies of uploaded files."""
-        return self.folder / "files"
 
     @property
     def position(self) -> int:

@@ -75,6 +75,7 @@ class Store:
 
     def __init__(self, folder: Path, lock: FolderLock, export: Export | None, options: StoreOptions) -> None:
         self.folder, self._lock, self.export, self._options = folder, lock, export, options
+        self.files_folder, self.disk_files = folder / "files", options.files
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(_READERS, "store-read")
@@ -93,10 +94,6 @@ class Store:
         """Called on the event loop when `failure` has changed."""
         self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
 
-    @property
-    def files_folder(self) -> Path:
-        return self.folder / "files"
-
     def path_of(self, file_id: str) -> Path:
         """The path of a file's bytes. `file_id` must come from the store, never from a client."""
         return self.files_folder / file_id
@@ -106,10 +103,6 @@ class Store:
         self.path_of(file_id).unlink(missing_ok=True)
         if self.export is not None:
             self.export.forget(file_id)
-
-    @property
-    def disk_files(self) -> DiskFiles:
-        return self._options.files
 
     async def write(self, work: Callable[[Rows], T]) -> T:
         """Runs `work` within a group's transaction; returns once the group is committed. If `work` raises, only its own
@@ -169,7 +162,7 @@ class Store:
             self.generation = int(db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()[0])
             db.execute("INSERT INTO meta VALUES ('commits', 0) ON CONFLICT DO NOTHING")
             self._commits = int(db.execute(COUNT).fetchone()[0])
-        self._counter = Counter(self.folder, self._options.files)
+        self._counter = Counter(self.folder, self.disk_files)
         self.clock = TrustedClock(newest_time(db), self._options.wall)
         self._note_time(db)
         known = {row[0] for row in db.execute("SELECT id FROM files")}
