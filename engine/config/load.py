@@ -1,4 +1,4 @@
-"""The deployment file, strict, every error reported at once. `laddertron check` looks at the folders that it names."""
+"""Reads the deployment file strictly and reports all errors at once. `laddertron check` also checks its folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .yaml_tree import graft, read_file, read_text
 
 @dataclass(frozen=True, slots=True)
 class LoadedDeployment:
-    """A deployment and where each of its keys was said, for those who find errors later."""
+    """A deployment, with the place of each of its keys for later errors."""
 
     deployment: Deployment
     name: str
@@ -38,7 +38,7 @@ class LoadedDeployment:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A deployment as far as readable; `bad`: keys that hold defaults instead of the file's values."""
+    """The readable part of a deployment; `bad`: keys that have defaults instead of the file's values."""
 
     loaded: LoadedDeployment
     faults: tuple[str, ...]
@@ -46,13 +46,13 @@ class Draft:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
-    """The deployment of the file, or of a model folder, and the overrides (`engine.max_num_seqs=8`), whose relative
-    paths start at the working directory, the file's at its folder. Raises ConfigError."""
+    """Loads the deployment of a file, or of a model folder, with the overrides (`engine.max_num_seqs=8`). Relative
+    paths of overrides start at the working directory, those of the file at its folder. Raises ConfigError."""
     return read(path, overrides).deployment
 
 
 def read(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> LoadedDeployment:
-    """As `load`, with the places of the keys. `working`: a directory to read it in, in place of the process's."""
+    """Like `load`, with the places of the keys. `working`: the working directory, if not the process's."""
     found = draft(path, overrides, working)
     if found.faults:
         raise ConfigError(found.faults)
@@ -60,7 +60,7 @@ def read(path: str | Path, overrides: Sequence[str] = (), working: Path | None =
 
 
 def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> Draft:
-    """As `read`, but lists the errors for further checks. Raises ConfigError only where nothing can be read."""
+    """Like `read`, but lists the errors for further checks. Raises ConfigError only if nothing is readable."""
     working = working or Path.cwd()
     file = working / path
     folder = Path(os.path.abspath(file)).parent
@@ -81,13 +81,13 @@ def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None 
 
 
 def to_json(deployment: Deployment) -> dict[str, Any]:
-    """As plain JSON values; `from_json` is its inverse."""
+    """Converts a deployment to JSON values; `from_json` is the inverse."""
     data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(deployment)))
     return data
 
 
 def from_json(data: Mapping[str, Any]) -> Deployment:
-    """Raises ConfigError on anything that `to_json` would not have written."""
+    """Makes a deployment of JSON values. Raises ConfigError for anything that `to_json` does not write."""
     try:
         deployment = build(Deployment, data)
     except ReadError as error:
@@ -98,12 +98,12 @@ def from_json(data: Mapping[str, Any]) -> Deployment:
 
 
 def digest(deployment: Deployment) -> str:
-    """BLAKE2b of the deployment's canonical JSON, 32 hex digits: equal exactly where all keys are."""
+    """BLAKE2b of the deployment's canonical JSON, 32 hex digits: equal exactly if all keys are."""
     text = json.dumps(to_json(deployment), sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def by_line(line: str) -> tuple[int, int]:
-    """Sorts errors as they stand in the file."""
+    """A key that sorts errors by their position in the file."""
     parts = line.split(":", 2)
     return (0, int(parts[1])) if len(parts) > 1 and parts[1].isdigit() else (1, 0)

@@ -13,9 +13,9 @@ from .schema import PLACEMENT, Deployment, ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`broken` is truthy where the constraint is violated. `message` says what is wrong and its fix; it may name
-    `{section.key}`, and as `{found}` what `broken` returned. The error is reported at the first of `keys` that the file
-    sets, and left out where one of them could not be read."""
+    """`broken` returns a truthy value if the constraint is violated. `message` has the error and its fix; it may
+    contain `{section.key}`, and `{found}` for the value of `broken`. The error is reported at the first of `keys` that
+    the file sets, and omitted if one of them is unreadable."""
 
     keys: tuple[str, ...]
     broken: Callable[[Deployment], object]
@@ -23,7 +23,7 @@ class Rule:
 
 
 def broken_rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(the keys concerned, the message) of each rule that the deployment breaks."""
+    """Yields (keys, message) of each rule that the deployment violates."""
     for rule in RULES:
         if found := rule.broken(d):
             sections = {"model": d.model, "parallel": d.parallel, "launch": d.launch, "engine": d.engine}
@@ -36,7 +36,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _where_not(fine: Callable[[Deployment], bool], key: str) -> Callable[[Deployment], object]:
-    """Broken where `key` is set, unless `fine`."""
+    """A condition that is violated if `key` is set, unless `fine`."""
     return lambda d: not fine(d) and attrgetter(key)(d)
 
 
@@ -294,7 +294,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def emulated_link(keys: ParallelConfig) -> Emulation | None:
-    """None unless `collective: emulated`. Raises ValueError for a fabric that is unknown or too small."""
+    """The link of `collective: emulated`, else None. Raises ValueError if the fabric is unknown or too small."""
     if keys.collective != "emulated":
         return None
     if keys.emulated_fabric is not None:

@@ -26,8 +26,8 @@ _KINDS: dict[str, type[CounterMetricFamily | GaugeMetricFamily | HistogramMetric
 
 
 class Collector:
-    """One daemon's series, by name. `clock`: unix seconds. `vllm`: the model's name and the KV cache's block size,
-    where the series are exported under vLLM's names too."""
+    """One daemon's series, by name. `clock`: unix seconds. `vllm`: the model's name and the KV cache's block size, if
+    the series are also exported with vLLM's names."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Collector:
         registry.register(self)
 
     def _begin_at_zero(self) -> None:
-        """Series whose labels are known are there from the start: a rate sees their first event."""
+        """Initialises series whose labels are known to 0, so that a rate includes their first event."""
         for name in ("quarantined_requests_total", "nonfinite_logits_total", "store_errors_total"):
             self.set(name, 0.0)
         for reason in FINISH_REASONS:
@@ -58,12 +58,12 @@ class Collector:
             self._ranks.add(replica, report)
 
     def take_down(self, replica: int) -> None:
-        """The replica's processes are gone or going."""
+        """Removes the gauges of a replica whose processes have exited or are exiting."""
         with self._lock:
             self._ranks.down(replica)
 
     def is_full(self, name: str, limit: int, *labels: str) -> bool:
-        """Whether a histogram without these labels yet has `limit` label sets already."""
+        """Whether a histogram lacks these labels and has `limit` sets of labels already."""
         return labels not in self._histograms[name] and len(self._histograms[name]) >= limit
 
     def set(self, name: str, value: float, *labels: str) -> None:
@@ -71,7 +71,7 @@ class Collector:
             self._values[name][_fitting(name, labels)] = float(value)
 
     def put(self, name: str, value: float | None, *labels: str) -> None:
-        """None takes the series away: it has no value now."""
+        """Sets a series; None removes it: it has no value now."""
         if value is not None:
             self.set(name, value, *labels)
             return
@@ -91,7 +91,7 @@ class Collector:
             histograms[key].observe(value, times)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The body and its content type, for a scraper that accepts `accept`."""
+        """Renders the body of a scrape and its content type, for the header `accept`."""
         # prometheus_client's OpenMetrics encoder writes a sample's `vllm:` as `vllm_`; its text encoder does not
         encoder, content_type = choose_encoder("" if self._vllm else accept)
         return encoder(self._registry), content_type
@@ -123,7 +123,7 @@ def _fitting(name: str, labels: Labels) -> Labels:
 
 
 def _families(catalogue: Mapping[str, Series], values: Values, histograms: Histograms) -> Iterator[Metric]:
-    """Those that have a value, in the catalogue's order; values and histograms by its keys."""
+    """Yields the series that have a value, in the catalogue's order; values and histograms by its keys."""
     for name, series in catalogue.items():
         family = _KINDS[series.kind](series.full_name, series.help, labels=series.labels)
         if isinstance(family, HistogramMetricFamily):

@@ -1,4 +1,4 @@
-"""The daemon's events as metrics: which series each call changes."""
+"""Converts the daemon's events to metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BatchView:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTimes:
-    """One answered body, in unix seconds; `first` is None where no token came. `finish`: the first choice's."""
+    """Times of one answered body, in unix seconds; `first`: None without tokens. `finish`: the first choice's."""
 
     arrived: float
     submitted: float
@@ -49,13 +49,14 @@ class AnswerTimes:
     finish: str
     interactive: bool
     traceparent: str | None = None
-    """The sender's W3C header, as it came."""
+    """The client's W3C header, unchanged."""
     chat: bool = False
 
 
 def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> float | None:
-    """The most by which a batch would miss its window, seconds; negative: all are kept. Batches share `rate`, lines a
-    second, evenly: while one of n lines runs, each other one gets up to n lines too. None without lines or rate."""
+    """The largest predicted delay of a batch beyond its window, in seconds; negative if all finish in time. Batches
+    share `rate` (lines a second) evenly: while a batch of n lines runs, each other one gets up to n lines, too. None
+    without lines or rate."""
     if rate <= 0:
         return None
     worst, before = None, 0
@@ -68,9 +69,9 @@ def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> 
 
 
 class Observer:
-    """Methods are called on the event loop, `commit` and `store_error` on the store's thread, `render` on the probe
+    """Call methods on the event loop, `commit` and `store_error` on the store's thread, `render` on the probe
     listener's; all return at once. `registry=None`: counts, but `render` is empty. `data_dir`: its disk is measured at
-    each scrape. `on_request` gets every answered body too (traces)."""
+    each scrape. `on_request` is also called for every answered body (traces)."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Observer:
         self._phases: dict[int, tuple[str, float]] = {}
 
     def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
-        """Events of a replica, as they came; `counted`: how many tokens of them the answers' usage counts."""
+        """Counts a replica's events; `counted`: the number of their tokens in the answers' usage."""
         now, last = self._monotonic(), self._last
         self.series.add("generation_tokens_total", counted, str(replica))
         for event in events:
@@ -136,7 +137,7 @@ class Observer:
             self._last.clear()  # whose choices are lost is not known here: the next gap of the others is not counted
 
     def failure(self, replica: int, kind: str, reason: str, culprit: Mapping[str, object]) -> None:
-        """A launch ended badly: its kind (a closed set), why, and who is to blame (engine/job.py: CULPRIT)."""
+        """Counts a failed launch: its kind (a closed set), the reason, and the cause (engine/job.py: CULPRIT)."""
         kind = kind if kind in FAILURE_KINDS else "other"
         self.series.add("engine_restarts_total", 1.0, str(replica), kind)
         found = (culprit.get(name) for name in CULPRIT)
@@ -149,7 +150,7 @@ class Observer:
             self.series.add("rank_desync_total", 1.0, str(replica))
 
     def reloaded(self, outcome: str) -> None:
-        """A reload of the configuration is over: done, refused or failed."""
+        """Counts a reload of the configuration by outcome: done, refused or failed."""
         self.series.add("config_reloads_total", 1.0, outcome)
 
     def request(self, times: AnswerTimes) -> None:
@@ -161,7 +162,7 @@ class Observer:
         self._on_request(times)
 
     def used(self, owner: str, requests: int, prompt: int, completion: int) -> None:
-        """Requests of a key, or lines, were computed; `owner`: the key's id, "" where there are none."""
+        """Counts computed requests or lines of a key; `owner`: the key's id, "" without keys."""
         key = self._key(owner)
         self.series.add("key_requests_total", requests, key)
         self.series.add("key_tokens_total", prompt, key, "prompt")
@@ -171,7 +172,7 @@ class Observer:
         self.series.add("key_limited_total", 1.0, self._key(owner), limit)
 
     def _key(self, owner: str) -> str:
-        """Keys are the operator's own, and few; beyond MAX_KEYS they are "other"."""
+        """The label of a key: its id, or "other" for more than MAX_KEYS keys."""
         if owner not in self._keys and len(self._keys) >= MAX_KEYS:
             return "other"
         self._keys.add(owner)
@@ -181,36 +182,36 @@ class Observer:
         self.series.add("quarantined_requests_total", 1.0)
 
     def clock(self, jump: float) -> None:
-        """Seconds that the wall clock has jumped by, 0 while it is trusted; about once a second."""
+        """Sets the seconds by which the wall clock has jumped, 0 while it is trusted; called about once a second."""
         self.series.set("clock_jump_seconds", jump)
 
     def commit(self, seconds: float) -> None:
         self.series.observe("store_commit_seconds", seconds)
 
     def store_error(self) -> None:
-        """A commit, or the writing of a file, failed."""
+        """Counts a failed commit or failed write of a file."""
         self.series.add("store_errors_total", 1.0)
 
     def http(self, route: str, code: int, seconds: float) -> None:
-        """A response: `route` is the template, never what was asked for."""
+        """Counts a response; `route`: the template, never the requested path."""
         if self.series.is_full("http_request_duration_seconds", MAX_ROUTES, route):
             route = "other"
         self.series.add("http_requests_total", 1.0, route, str(code))
         self.series.observe("http_request_duration_seconds", seconds, route)
 
     def store(self, failure: str | None) -> None:
-        """Why the store takes no writes, or None; about once a second, and whenever that changes."""
+        """Sets the reason why the store refuses writes, or None; called about once a second, and when it changes."""
         self.series.set("store_writable", float(failure is None))
 
     def queues(self, batches: Mapping[str, int], waiting: int, in_flight: int) -> None:
-        """Batches by status, and bodies in the dispatcher; about once a second."""
+        """Sets the numbers of batches by status and of bodies in the dispatcher; called about once a second."""
         for status in BATCH_STATUSES:
             self.series.set("batch_jobs", batches.get(status, 0), status)
         self.series.set("dispatch_requests", waiting, "waiting")
         self.series.set("dispatch_requests", max(0, in_flight - waiting), "in_flight")
 
     def batches(self, view: BatchView) -> None:
-        """Progress of the running batches; about once a second."""
+        """Sets the progress of the running batches; called about once a second."""
         now, series = self._clock(), self.series
         for status in ("left", "completed", "failed"):
             series.set("batch_requests", getattr(view, status), status)
@@ -222,7 +223,7 @@ class Observer:
         series.put("batch_overdue_seconds", overdue_s(view.windows, rate, now))
 
     def _rate(self, now: float, done: int) -> float:
-        """Lines answered a second, over the last ETA_WINDOW_S."""
+        """Answered lines a second, over the last ETA_WINDOW_S."""
         grown = max(0, done - self._done)  # a batch that ends takes its lines out of the count
         self._done = done
         self._answered.append((now, self._answered[-1][1] + grown if self._answered else 0))
@@ -232,7 +233,7 @@ class Observer:
         return (self._answered[-1][1] - before) / (now - since) if now > since else 0.0
 
     def figures(self) -> Figures:
-        """Counters and gauges as they stand, by name of engine/metrics/catalogue.py and values of labels."""
+        """Current counters and gauges, by name in engine/metrics/catalogue.py and values of labels."""
         return self.series.figures()[0]
 
     def render(self, accept: str) -> tuple[bytes, str]:

@@ -1,5 +1,5 @@
 """Spans and histograms of requests by OpenTelemetry's conventions for generative AI (extra `otel`). They are made from
-an answered body's times, so a request pays for nothing before its end.
+the times of an answered body, so they cost nothing before the end of a request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FAILED = ("error", "timeout", "numerical_error")
 
 
 class TelemetryError(RuntimeError):
-    """OpenTelemetry is not there; the message says how to get it."""
+    """OpenTelemetry is not installed; the message has the fix."""
 
     def __init__(self) -> None:
         super().__init__("OpenTelemetry is not installed: pip install 'laddertron[otel]'")
@@ -47,7 +47,7 @@ class RequestSpans:
         self._tracer: Any = provider.get_tracer("laddertron")
 
     def finished(self, times: AnswerTimes) -> None:
-        """Returns at once: a batching exporter sends from a thread of its own."""
+        """Records a body's spans; returns at once, since a batching exporter sends on its own thread."""
         trace, sent = self._trace, times.traceparent
         context = None if sent is None else self._headers.extract({"traceparent": sent})  # a bad header is as none
         attributes = {
@@ -83,7 +83,7 @@ class RequestHistograms:
         )
 
     def finished(self, times: AnswerTimes) -> None:
-        """Counts; an exporter sends from a thread of its own. Lines of batches have no first token's time."""
+        """Records a body's times; an exporter sends on its own thread. Lines of batches have no time of first token."""
         attributes = _attributes(times, self._model)
         failed = {"error.type": times.finish} if times.finish in _FAILED else {}
         self._duration.record(times.ended - times.arrived, attributes | failed)
@@ -98,7 +98,7 @@ class RequestHistograms:
 
 
 def export_spans(endpoint: str, model: str, service: str = "laddertron") -> RequestSpans:
-    """Spans to an OTLP/HTTP collector, such as http://127.0.0.1:4318/v1/traces. Raises TelemetryError."""
+    """Exports spans to an OTLP/HTTP collector, such as http://127.0.0.1:4318/v1/traces. Raises TelemetryError."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -113,7 +113,7 @@ def export_spans(endpoint: str, model: str, service: str = "laddertron") -> Requ
 
 
 def export_histograms(endpoint: str, model: str, service: str = "laddertron") -> RequestHistograms:
-    """Histograms every minute to a collector such as http://127.0.0.1:4318/v1/metrics. Raises TelemetryError."""
+    """Exports histograms every minute to a collector (http://127.0.0.1:4318/v1/metrics). Raises TelemetryError."""
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider

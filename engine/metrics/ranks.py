@@ -34,7 +34,7 @@ class Windows:
         self._marks: defaultdict[tuple[int, int], deque[_Mark]] = defaultdict(deque)
 
     def add(self, replica: int, report: RankHeartbeat) -> None:
-        """A rank that was started again begins again."""
+        """Adds a heartbeat; the window of a restarted rank begins anew."""
         marks = self._marks[replica, report.rank]
         figures = {row.series: row for row in report.rows if not row.labels}
         durations = figures.get("step_duration_seconds", MetricRow(""))
@@ -72,7 +72,7 @@ class Windows:
         return scores
 
     def expert_imbalances(self, now: float) -> dict[int, float]:
-        """By replica, where ranks hold experts and rows came: the most that a rank's experts had over the mean."""
+        """The largest number of rows of a rank's experts over the mean, by replica with experts and rows."""
         rows: defaultdict[int, list[float]] = defaultdict(list)
         for (replica, _), (first, last) in self._spans(now).items():
             if last.rows is not None:
@@ -80,7 +80,7 @@ class Windows:
         return {replica: max(grown) * len(grown) / sum(grown) for replica, grown in rows.items() if sum(grown) > 0}
 
     def overlap_ratios(self, now: float) -> dict[tuple[int, str, str], float]:
-        """By replica, op and link: hidden over hidden and exposed, where anything travelled."""
+        """The hidden share of seconds in flight by replica, op and link, if anything was in flight."""
         sums: defaultdict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for (replica, _), (first, last) in self._spans(now).items():
             for labels in last.collectives:
@@ -90,7 +90,7 @@ class Windows:
         return {key: ratio for key, ratio in ratios.items() if ratio is not None}
 
     def _spans(self, now: float) -> dict[tuple[int, int], tuple[_Mark, _Mark]]:
-        """First and last heartbeat of each rank that was heard lately."""
+        """The first and last heartbeat in the window, of each rank with a recent one."""
         return {
             key: (marks[0], marks[-1])
             for key, marks in self._marks.items()
@@ -113,7 +113,7 @@ _Rows = dict[tuple[str, Labels], MetricRow]
 
 @dataclass(slots=True)
 class _Rank:
-    """`base` is what processes before this one counted, `rows` what it reports itself."""
+    """`base`: counts of earlier processes of this rank; `rows`: the reports of the current one."""
 
     node: str
     pid: int
@@ -123,7 +123,7 @@ class _Rank:
 
 
 class RankFigures:
-    """`add` what is reported, `fill` a scrape."""
+    """Call `add` for each heartbeat and `fill` for each scrape."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[int, int], _Rank] = {}
@@ -142,7 +142,7 @@ class RankFigures:
         self._windows.add(replica, replace(report, rows=tuple(rank.rows.values())))
 
     def down(self, replica: int) -> None:
-        """The replica's processes are gone or going: what they measured holds no more."""
+        """Removes the gauges of a replica whose processes have exited or are exiting."""
         for (of, _), rank in self._ranks.items():
             if of == replica:
                 rank.heard = 0.0
@@ -176,7 +176,7 @@ class RankFigures:
 
 
 def _fits(row: MetricRow) -> bool:
-    """Whether the row is of a series that ranks report, with its labels, its buckets, and a value that can be."""
+    """Whether the row belongs to a series of ranks, with valid labels, buckets and value."""
     series = REPORTED.get(row.series)
     if series is None:
         return False

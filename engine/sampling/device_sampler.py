@@ -1,6 +1,7 @@
-"""Rows drawn on the device: ids that feed the next step without passing the host. A small gather between devices finds
-the winner by engine/sampling/decide.py's rule; rows with log-probabilities are gathered whole, those with filters or
-edits (device_rule.py) as the columns that may be drawn. The host gets a copy later, with the digests of the gather.
+"""Samples rows on the device, so that ids feed the next step without passing through the host. A small gather between
+devices finds the winner by engine/sampling/decide.py's rule. Rows with log-probabilities are gathered whole, rows with
+filters or edits (device_rule.py) as the columns that may be sampled. The host gets a copy later, with the digests of
+the gather.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ noise."""
 
 
 def feed(ids: Tensor, latest: Tensor) -> Tensor:
-    """ids [T], where -1 - slot refers to the id that was drawn last for that slot: latest [slots] has it."""
+    """Resolves ids [T], in which -1 - slot refers to the last id sampled for that slot, in latest [slots]."""
     return torch.where(ids < 0, latest.index_select(0, (-1 - ids).clamp(min=0)), ids)
 
 
 def fed_by(slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """References to the ids drawn last for these slots, see `feed`."""
+    """References to the last ids sampled for these slots, see `feed`."""
     return -1 - slots
 
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """Tensors that all steps of a plan share, on the device. `noisy`: indices of the rows that take noise; `searched`:
+    """Tensors on the device that all steps of a plan share. `noisy`: indices of the rows with noise; `searched`:
     whether any row has a top_k, a top_p."""
 
     plan: SamplingPlan
@@ -69,7 +70,8 @@ class _Fixed:
 
 
 class DeviceDraw:
-    """One rank's. `latest` [max_slots + 1] int64: of each slot the id drawn here last; the last one is nobody's."""
+    """Samples one rank's rows. `latest` [max_slots + 1] int64: the last id sampled here for each slot; the last entry
+    belongs to no slot."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class DeviceDraw:
         gather: Gathered,
         fetch: Fetch,
     ) -> None:
-        """width: of every rank's shard, padding counted."""
+        """width: columns of every rank's shard, with padding."""
         columns = max(0, min(width, vocab_size - shard.first))
         self._vocab, self._width = vocab_size, width
         self.latest = torch.zeros(max_slots + 1, dtype=torch.int64, device=device)
@@ -120,7 +122,7 @@ class DeviceDraw:
     def start_recorded(
         self, plan: SamplingPlan, position: npt.NDArray[np.int64], digest: npt.NDArray[np.uint8]
     ) -> Arriving | None:
-        """As `start`, of the first rows of the recorded logits; None where rows are not plain or too many."""
+        """Like `start`, for the first rows of the recorded logits; None if rows are not plain or too many."""
         count, rows = len(plan.at), plan.rows
         size = min((size for size in self._replays if size >= count), default=0)
         if size == 0 or plan.groups or len(plan.scored) or len(plan.edited):
@@ -183,11 +185,11 @@ class DeviceDraw:
         return self._fetch(torch.cat(parts))
 
     def forget(self) -> None:
-        """The host drew meanwhile: what was counted here is behind."""
+        """Discards the counts of the device, which are outdated because the host has sampled meanwhile."""
         self._last = None
 
     def _processed(self, raw: Tensor, fixed: _Fixed, position: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits with edits, and without what filters drop; and the untouched ones of scored rows, [S, V]."""
+        """Applies edits and filters to the logits; returns them and the original logits of scored rows, [S, V]."""
         x = raw
         if fixed.edits is not None:
             x = raw.float().index_copy(
@@ -204,7 +206,7 @@ class DeviceDraw:
         return x, whole[filtered:]
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Rows of the whole vocabulary, fp32 [R, V], from every rank's [R, columns]."""
+        """Gathers rows of the whole vocabulary, fp32 [R, V], from every rank's [R, columns]."""
         rows, width = len(x), self._width + self._width % 2  # two of them are an int64, which gathers carry
         padded = torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-torch.inf)
         every = self._gather(padded.view(torch.int64).flatten()).view(torch.float32).view(-1, rows, width)
