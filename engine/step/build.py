@@ -203,7 +203,19 @@ def build(
         drain=communicator.drain,
     )
 
-    limits = _scheduler_limits(share, keys, parallel.microbatches, num_blocks)
+    limits = SchedulerLimits(
+        max_num_seqs=keys.max_num_seqs,
+        max_num_batched_tokens=keys.max_num_batched_tokens,
+        max_model_len=share.length,
+        block_size=keys.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=keys.enable_prefix_caching,
+        enable_chunked_prefill=keys.enable_chunked_prefill,
+        ageing_s=keys.priority_ageing,
+        microbatches=parallel.microbatches,
+        max_scored_positions=max(1, SCORED_LOGITS // len(share.shard.vocab)),
+        speculation=speculation_rule(keys.speculation),
+    )
     graphs = _warmed_up(runner, limits, deployment, communicator, device, working.get("CUDA graphs", 0), voice)
     limits = replace(limits, split=split_rule(parallel, communicator, share.config, device, graphs))
     model_limits = ModelLimits(
@@ -307,22 +319,6 @@ def _cache(
         num_blocks = communicator.pipeline.least(num_blocks)
     voice.say(describe_budget(budget, num_blocks, keys.block_size))
     return make_cache(share.shard, num_blocks + spare, keys.block_size, share.kv_dtype, device), num_blocks
-
-
-def _scheduler_limits(share: Share, keys: EngineConfig, microbatches: int, num_blocks: int) -> SchedulerLimits:
-    return SchedulerLimits(
-        max_num_seqs=keys.max_num_seqs,
-        max_num_batched_tokens=keys.max_num_batched_tokens,
-        max_model_len=share.length,
-        block_size=keys.block_size,
-        num_blocks=num_blocks,
-        enable_prefix_caching=keys.enable_prefix_caching,
-        enable_chunked_prefill=keys.enable_chunked_prefill,
-        ageing_s=keys.priority_ageing,
-        microbatches=microbatches,
-        max_scored_positions=max(1, SCORED_LOGITS // len(share.shard.vocab)),
-        speculation=speculation_rule(keys.speculation),
-    )
 
 
 def _warmed_up(

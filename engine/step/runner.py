@@ -160,12 +160,6 @@ class Runner:
         with torch.inference_mode():
             return self._settle()
 
-    def run_through(self, batch: Batch, ahead: Ahead | None = None) -> StepResult:
-        """`run`, and waits for its result: to time single steps, or to alternate between engines."""
-        result = self.run(batch, ahead) or self.wait_result()
-        assert result is not None
-        return result
-
     def _observe(self, batch: Batch, began: float) -> None:
         """Records a finished step: its time counts from its start, or from the end of the previous step if later."""
         now = time.monotonic()

@@ -43,15 +43,18 @@ class _ProfiledRunner:
         decodes = bool(batch.chunks) and all(chunk.count == 1 for chunk in batch.chunks)
         number = self._seen
         self._seen += decodes
-        # stages would stand idle if every step were waited for
-        run = self._runner.run_through if self._communicator.pipeline is None else self._runner.run
+
+        def run() -> StepResult | None:
+            result: StepResult | None = self._runner.run(batch, ahead)
+            waits = self._communicator.pipeline is None  # stages would stand idle if every step were waited for
+            return self.wait_result() if waits and result is None else result
+
         if not decodes or not WARM_UP <= number < WARM_UP + self._steps:
-            result: StepResult | None = run(batch, ahead)
-            return result
+            return run()
         self._recorder.begin_step(number - WARM_UP)
         started = time.monotonic()
         with self._recorder.annotate(f"step {number - WARM_UP}"):
-            result = run(batch, ahead)
+            result = run()
         self._recorder.end_step(started, self._communicator.ledger.history())
         return result
 

@@ -111,12 +111,12 @@ def batches_router(services: Services) -> APIRouter:
     @router.get("/v1/batches/{batch_id}")
     async def look(request: Request, batch_id: str) -> dict[str, Any]:
         """One batch."""
-        return shown(await find(request, batch_id))
+        return shown(await services.find(records.get_batch, "batch", batch_id, request))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel(request: Request, batch_id: str) -> dict[str, Any]:
         """Cancel a batch; what is finished stays. One that has ended already is 409."""
-        batch = await find(request, batch_id)
+        batch = await services.find(records.get_batch, "batch", batch_id, request)
         if batch.ended:
             raise ApiError(f"the batch is {batch.status} already", "batch_ended", status=409)
         try:
@@ -129,7 +129,7 @@ def batches_router(services: Services) -> APIRouter:
     @router.delete("/v1/batches/{batch_id}")
     async def delete(request: Request, batch_id: str) -> dict[str, Any]:
         """Delete an ended batch with its results, output and error file; its input file is kept. An open one is 409."""
-        batch = await find(request, batch_id)
+        batch = await services.find(records.get_batch, "batch", batch_id, request)
         if not batch.ended:
             raise ApiError(f"the batch is {batch.status}: cancel it first", "batch_in_use", status=409)
         await services.write(services.batches.remove(batch))
@@ -138,12 +138,5 @@ def batches_router(services: Services) -> APIRouter:
 
     def shown(batch: BatchRow) -> dict[str, Any]:
         return batch.to_json() | {"model": services.served_model_name}
-
-    async def find(request: Request, batch_id: str) -> BatchRow:
-        owner = owner_of(request)
-        batch = await services.read(lambda db: records.get_batch(db, batch_id, owner))
-        if batch is None:
-            raise not_found("batch", batch_id)
-        return batch
 
     return router

@@ -132,12 +132,12 @@ def files_router(services: Services) -> APIRouter:
     @router.get("/v1/files/{file_id}")
     async def look(request: Request, file_id: str) -> dict[str, Any]:
         """One file."""
-        return (await find(request, file_id)).to_json()
+        return (await services.find(records.get_file, "file", file_id, request)).to_json()
 
     @router.delete("/v1/files/{file_id}")
     async def delete(request: Request, file_id: str) -> dict[str, Any]:
         """Delete a file. Deleting an output file deletes the results that it was made of."""
-        file = await find(request, file_id)
+        file = await services.find(records.get_file, "file", file_id, request)
         await services.write(services.batches.remove_file(file))
         audit(request, "file.deleted", file_id)
         return {"id": file_id, "object": "file", "deleted": True}
@@ -145,7 +145,7 @@ def files_router(services: Services) -> APIRouter:
     @router.get("/v1/files/{file_id}/content", response_class=StreamingResponse)
     async def content(request: Request, file_id: str) -> StreamingResponse:
         """The file's bytes."""
-        file = await find(request, file_id)
+        file = await services.find(records.get_file, "file", file_id, request)
         try:
             opened = await services.batches.content(file)
         except FileNotFoundError:
@@ -154,13 +154,6 @@ def files_router(services: Services) -> APIRouter:
             raise unstored(f"the file could not be generated ({error})") from error
         headers = {"content-length": str(os.fstat(opened.fileno()).st_size)}
         return StreamingResponse(_read(services, opened), media_type="application/octet-stream", headers=headers)
-
-    async def find(request: Request, file_id: str) -> FileRow:
-        owner = owner_of(request)
-        file = await services.read(lambda db: records.get_file(db, file_id, owner))
-        if file is None:
-            raise not_found("file", file_id)
-        return file
 
     return router
 

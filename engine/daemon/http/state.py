@@ -15,7 +15,7 @@ from ..core import Core
 from ..overview import Samples
 from ..store.store import StoreUnavailable
 from .bodies import HeldBodies
-from .errors import unstored
+from .errors import not_found, unstored
 from .keys import Key
 
 audit_log = logging.getLogger("laddertron.audit")
@@ -36,6 +36,15 @@ class Services(Core):
             return await self.store.read(query, owner)
         except StoreUnavailable as error:
             raise unstored(str(error)) from error
+
+    async def find(
+        self, get: Callable[[sqlite3.Connection, str, str], T | None], what: str, name: str, request: Request
+    ) -> T:
+        """The caller's own file or batch. Raises ApiError (404)."""
+        owner = owner_of(request)
+        if (found := await self.read(lambda db: get(db, name, owner))) is None:
+            raise not_found(what, name)
+        return found
 
     async def write(self, work: Awaitable[T]) -> T:
         try:
