@@ -1,5 +1,5 @@
-"""`laddertron serve`: builds the daemon from configuration, jobs, keys, logs and signals. Every error is found before
-anything is launched. No torch, no MPI.
+"""`laddertron serve`: builds the daemon from configuration, jobs, keys, logs and signals. Errors are detected before
+anything is launched. Without torch and MPI.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class ServeError(RuntimeError):
-    """The daemon cannot begin: exit code 2, one line."""
+    """The daemon cannot start: exit code 2, one line."""
 
 
 def serve(
@@ -150,7 +150,7 @@ async def _run(
 
 
 async def _say_serving(daemon: Daemon, folder: Path, serving: Serving | None) -> None:
-    """Once the folder is this daemon's: another one that failed to take it must not write there."""
+    """Writes the start's arguments, once this daemon has locked the folder: another one must not write there."""
     await daemon.started.wait()
     if serving is not None:
         try:
@@ -162,7 +162,7 @@ async def _say_serving(daemon: Daemon, folder: Path, serving: Serving | None) ->
 async def _say_ready(
     deployment: Deployment, daemon: Daemon, listener: socket.socket, scraped: socket.socket | None
 ) -> None:
-    """One line once every replica answers: where, what, and by how many ranks."""
+    """Logs one line once every replica is ready: address, model and number of ranks."""
     await daemon.dispatcher.complete.wait()
     parallel, door = deployment.parallel, _url(listener, deployment.daemon.tls_cert is not None)
     metrics = f", metrics at {door if scraped is None else _url(scraped)}/metrics" if deployment.metrics.enabled else ""
@@ -193,7 +193,7 @@ def _observer(deployment: Deployment) -> Observer:
 
 
 def _telemetry(deployment: Deployment) -> Callable[[AnswerTimes], None]:
-    """Every answered body, to the collectors that the deployment names."""
+    """Makes the function that sends every answered body to the deployment's collectors."""
     takers: list[Callable[[AnswerTimes], None]] = []
     for key, export in (("traces_endpoint", export_spans), ("otlp_metrics_endpoint", export_histograms)):
         if (endpoint := getattr(deployment.metrics, key)) is not None:

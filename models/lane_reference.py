@@ -101,7 +101,7 @@ class LaneLayer(nn.Module):
 
 
 class LaneHead(nn.Module):
-    """`linear` [V, L * D] on the lanes one behind the other."""
+    """`linear` [V, L * D] on the concatenated lanes."""
 
     def __init__(self, config: ModelConfig, lanes: int) -> None:
         super().__init__()

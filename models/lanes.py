@@ -1,6 +1,6 @@
-"""The model whose residual has several copies, called lanes (delayed tensor parallelism): a lane has heads, KV heads
-and a share of the MLP of its own, and a rank has one lane or more. models/residual.py says when lanes exchange their
-outputs; here is what differs from models/llama.py: residuals are [k, T, D] for the k lanes of this rank.
+"""The model whose residual has several copies, called lanes (delayed tensor parallelism): a lane has its own heads, KV
+heads and share of the MLP, and a rank has one or more lanes. models/residual.py defines when lanes exchange their
+outputs; this module has the differences to models/llama.py: residuals are [k, T, D] for the k lanes of this rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operators of a layer behind one interface. `TorchOps` is portable and defines them; models/cpu/ops.py keeps its
+"""The interface of a layer's operators. `TorchOps` is portable and defines them; models/cpu/ops.py has the same
 signatures. Tensors: T tokens of a step, D hidden, H query heads, K key/value heads, C head dimension, F feed-forward
 (all this rank's).
 """
@@ -152,7 +152,7 @@ class TorchOps:
     matrix_bytes: int | None = None
     """Bytes of a matrix element there; None: as in the model's type."""
     sums_late = False
-    """Whether products behind a norm take a RunningSum."""
+    """Whether products after a norm accept a RunningSum."""
     pages: HugePages | None = None
     """Where repacked weights are stored."""
 
@@ -191,7 +191,7 @@ class TorchOps:
         return TorchExperts(gate_up, down)
 
     def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
-        """x [k, T, in] -> y [k, T, out]: each input by its own weight [k, out, in] behind a norm of its own."""
+        """x [k, T, in] -> y [k, T, out]: each input by its own weight [k, out, in], after its own norm."""
         each = [
             self.gated_product(weight, None, norm) if gated else self.product(weight, None, norm)
             for weight, norm in zip(weights, norms, strict=True)
@@ -226,6 +226,6 @@ class TorchOps:
         return self.around(lambda x: x, norm)
 
     def tied(self, table: Tensor, norm: Norm | None) -> tuple[Product, Lookup | None]:
-        """A tied head behind its norm, and what looks rows up in a repacked table [V, D] (then the caller may drop its
-        own), None where the table is not repacked."""
+        """A tied head after its norm, and the lookup of rows in a repacked table [V, D] (the caller may then free its
+        own); None if the table is not repacked."""
         return TorchOps.product(self, table, None, norm), None

@@ -1,4 +1,4 @@
-"""Which operators compute a rank's products, and on which form of the weights: as they are stored, or 8-bit."""
+"""Chooses the operators of a rank's products, and the form of the weights: as stored, or 8-bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightsError(Refusal, ValueError):
-    """`model.weights` asks for what this rank cannot compute."""
+    """This rank does not support the value of `model.weights`."""
 
 
 def make_ops(

@@ -291,7 +291,7 @@ class Layer(nn.Module):
         return streams
 
     def _beside(self, streams: Streams, turn: Turn, fade: float) -> Streams:
-        """In every other layer the experts read what its MLP reads, and are added behind the next layer."""
+        """In every other layer the experts read the input of its MLP, and are added after the next layer."""
         late, x = streams
         x = x + self.attention_of(x, turn)
         y = x + self.mlp_of(x)
@@ -344,7 +344,7 @@ class Reference(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def ladder(self, layers: Collection[int]) -> None:
-        """The same standard weights with these layers laddered, to try them out; `config` goes on saying standard."""
+        """Switches these layers to ladder with the same standard weights, for trials; `config` stays standard."""
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
             layer.lags = (1, 1) if layer.index in layers else (0, 0)

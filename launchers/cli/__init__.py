@@ -1,4 +1,4 @@
-"""The command line: commands, and what they print."""
+"""The command line: commands and their output."""
 
 import signal
 import sys

@@ -19,11 +19,11 @@ _CHUNK = 1 << 18
 _MAX_JSON = 64 << 20
 _TRIES = 8
 _AWAY = (0, 429, 502, 503, 504, 507)
-"""Statuses of a server that cannot be reached, or cannot answer now."""
+"""Statuses of a server that is unreachable, or cannot answer now."""
 
 
 class ApiError(RuntimeError):
-    """The server's refusal, or that it cannot be reached; `status` 0 then, and -1 where its certificate is refused."""
+    """The server's error; `status`: of HTTP, 0 if the server is unreachable, -1 if its certificate is refused."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -31,8 +31,8 @@ class ApiError(RuntimeError):
 
 
 class BatchClient:
-    """Methods raise ApiError; reads are retried while the server is away or busy, and `away` is called before the
-    first retry. `url` ends in /v1; `timeout` in seconds."""
+    """Methods raise ApiError; reads are retried while the server is unreachable or busy, and `away` is called before
+    the first retry. `url` ends in /v1; `timeout` in seconds."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class BatchClient:
         self._url, self._key, self._timeout, self._parts, self._away = url, key, timeout, parts, away
 
     def upload(self, path: Path, sent: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
-        """The file's object. `sent` is called with the bytes of every piece."""
+        """Uploads a file; returns its object. `sent` is called with the bytes of every piece."""
         boundary = secrets.token_hex(16)
         name = path.name.replace('"', "_").replace("\r", "_").replace("\n", "_")
         head = (
@@ -106,11 +106,11 @@ class BatchClient:
         return self._json("POST", f"/batches/{_quoted(batch_id)}/cancel")
 
     def delete(self, kind: str, name: str) -> None:
-        """One of the `batches` or `files`."""
+        """Deletes one of the `batches` or `files`."""
         self._json("DELETE", f"/{kind}/{_quoted(name)}")
 
     def list(self, limit: int, kind: str = "batches") -> list[dict[str, Any]]:
-        """The newest of the `batches` or `files`, over as many pages as it takes."""
+        """The newest `batches` or `files`, from as many pages as needed."""
         found: list[dict[str, Any]] = []
         after = ""
         while len(found) < limit:
@@ -123,8 +123,8 @@ class BatchClient:
         return found
 
     def download(self, file_id: str, path: Path, replace: bool = True) -> int:
-        """Its bytes; the file is whole or not there, behind a link too. Raises FileExistsError where it is there and
-        is not to be replaced."""
+        """Downloads a file atomically, also to the target of a link; returns its bytes. Raises FileExistsError if the
+        path exists and `replace` is False."""
         path = Path(os.path.realpath(path))
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         size = 0
@@ -146,11 +146,11 @@ class BatchClient:
         return size
 
     def models(self) -> tuple[str, ...]:
-        """The names that the server answers to."""
+        """The names of the server's models."""
         return tuple(str(model["id"]) for model in self._json("GET", "/models")["data"])
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a streamed answer, as they come."""
+        """Yields the events of a streamed answer as they arrive."""
         headers = {"content-type": "application/json"}
         data = json.dumps({**body, "stream": True}).encode()
         with self._answer("POST", path, f"{path}: the connection was interrupted (ERROR)", data, headers) as response:
@@ -220,7 +220,7 @@ class BatchClient:
         body: bytes | Iterator[bytes] | None = None,
         headers: Mapping[str, str] = {},
     ) -> Iterator[http.client.HTTPResponse]:
-        """The answer, to be read inside; `broke`: what to say where that fails, of an ERROR."""
+        """Sends a request; the answer is read inside the context. `broke`: the message, with ERROR, if that fails."""
         if self._key is not None:
             headers = {**headers, "authorization": f"Bearer {self._key}"}
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
@@ -245,7 +245,7 @@ class BatchClient:
 
 
 def _quoted(name: str) -> str:
-    """An id as one part of a path; any text may have been typed for one."""
+    """Quotes an id, which may be any text, as one part of a path."""
     return quote(name, safe="", errors="replace") or "''"
 
 

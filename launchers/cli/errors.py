@@ -19,9 +19,9 @@ from ...topology.hardware.cpu_tier import TierError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 ENGINE = ("torch", "megatron", "mpi4py", "numpy", "prometheus_client", "safetensors", "fastapi", "starlette", "uvicorn")
-"""Modules of the extra `engine`, which planner and client do without."""
+"""Modules of the extra `engine`, which planner and client do not need."""
 _MACHINE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
-"""Errors of the machine or its user's rights wherever they occur, on standard output too: never a defect."""
+"""Errors of the machine or of permissions, also on standard output: never a defect."""
 
 
 class UsageError(click.ClickException):
@@ -41,7 +41,7 @@ def show_warning(text: str) -> None:
 
 
 def report(error: BaseException) -> int | None:
-    """Shows the error that ended a command. Its exit code; None where it is a defect, which deserves its traceback."""
+    """Shows the error that ended a command; returns its exit code, or None for a defect, which needs a traceback."""
     match error:
         case ConfigError():
             show_error("\n".join(error.faults))
@@ -73,7 +73,7 @@ def report(error: BaseException) -> int | None:
 
 
 def show_any_text() -> None:
-    """Characters that the terminal's encoding lacks, and names on disk that are no text, are shown escaped."""
+    """Makes output escape characters that the terminal's encoding lacks, and file names that are no text."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -90,7 +90,7 @@ def drop_unwritten() -> None:
 
 
 def _key_of(error: click.UsageError) -> str:
-    """For an option that is a key of the deployment file: how to set it."""
+    """A hint for an unknown option that is a key of the deployment file: how to set it."""
     takes_keys = error.ctx is not None and any(p.name == "overrides" for p in error.ctx.command.params)
     if not isinstance(error, click.NoSuchOption) or not takes_keys:
         return ""
@@ -103,7 +103,7 @@ def _key_of(error: click.UsageError) -> str:
 
 
 def check_output(path: Path, option: str) -> None:
-    """Before work that takes long: raises UsageError where its result could not be written."""
+    """Raises UsageError if the result cannot be written; called before long work."""
     folder = path.absolute().parent
     there = path if path.exists() else folder
     if path.is_dir() or not folder.is_dir() or not os.access(there, os.W_OK):

@@ -1,4 +1,4 @@
-"""A deployment's fabric and where its ranks go on it, for the commands that plan. Reads files, measures nothing."""
+"""A deployment's fabric and placement, for the commands that plan. Reads files, measures nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def faults_of(what: str, section: str = "") -> Iterator[None]:
 
 
 def read_fabric(text: str) -> Fabric:
-    """A fabric file, or a preset such as 2x8xH100 where no file is called so. Raises ReadError, OSError, ValueError."""
+    """Reads a fabric file, else a preset such as 2x8xH100. Raises ReadError, OSError, ValueError."""
     path = Path(text)
     if path.suffix == ".json" or path.exists():
         return fabrics.load(path)
@@ -65,7 +65,7 @@ def lay_out(deployment: Deployment, fabric: Fabric, environ: Mapping[str, str]) 
 
 
 def model_suits(deployment: Deployment) -> Suits | None:
-    """Whether the deployment's model splits over so many ranks; None where its folder is not on this machine."""
+    """The function that checks sizes for the deployment's model; None if its folder is not on this machine."""
     from ...models.config.model_config import from_folder
 
     folder = Path(deployment.model.path)
@@ -73,14 +73,14 @@ def model_suits(deployment: Deployment) -> Suits | None:
 
 
 def suits(model: ModelConfig) -> Suits:
-    """Whether the model splits over so many ranks."""
+    """Makes the function that checks whether the model can be split over a number of ranks."""
     from ...models.config.shapes import why_not
 
     return lambda size: why_not(model, size) or None
 
 
 def backend_of(deployment: Deployment, shape: Shape) -> Backend:
-    """The backend whose prices hold: the configured one, or what `auto` comes to on these links."""
+    """The backend whose prices apply: the configured one, or the one that `auto` selects on these links."""
     said = deployment.parallel.backend
     if said != "auto":
         return said
@@ -93,7 +93,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./+@%-]+")
 
 
 def with_fabric(overrides: tuple[str, ...], file: str | None) -> tuple[str, ...]:
-    """`overrides` and, after them, so that it wins, launch.fabric=`file`, absolute, as ranks may start elsewhere."""
+    """Appends launch.fabric=`file` to `overrides`, so that it wins; absolute, as ranks may start elsewhere."""
     if file is None:
         return overrides
     path = os.path.abspath(file)

@@ -31,19 +31,19 @@ _BAR_SECONDS, _LINE_SECONDS = 0.1, 10.0
 
 
 def default_errors(output: Path) -> Path:
-    """Where failed lines go: OUT.errors.jsonl."""
+    """The default file for failed lines: OUT.errors.jsonl."""
     return output.parent / f"{output.name.removesuffix('.jsonl')}.errors.jsonl"
 
 
 def clock(seconds: float) -> str:
-    """0:07, 12:34, 1:02:03."""
+    """Formats seconds as 0:07, 12:34 or 1:02:03."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def speed(snapshot: Snapshot) -> str:
-    """Tokens a second and time left, as far as they can be known."""
+    """Formats tokens a second and time left, as far as known."""
     if snapshot.phase != "ready" or snapshot.seconds <= 0 or not snapshot.tokens:
         return ""
     text = f"{snapshot.tokens / snapshot.seconds:,.0f} tokens/s"
@@ -54,7 +54,7 @@ def speed(snapshot: Snapshot) -> str:
 
 
 class _Lossy:
-    """Standard error whose failures, such as a full disk or a reader that exited, end no work: the text is lost."""
+    """Standard error that ignores failures, such as a full disk or a reader that exited: the text is lost."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -78,17 +78,17 @@ def progress_console() -> Console:
 
 
 def say(console: Console, text: str | Text) -> None:
-    """Text as it is: no markup, no colours, lines broken by the terminal alone."""
+    """Prints text unchanged: without markup and colours; only the terminal breaks lines."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def say_error(console: Console, text: str) -> None:
-    """As launchers/cli/errors.py shows errors, above a progress bar."""
+    """Prints an error like launchers/cli/errors.py, above a progress bar."""
     say(console, Text.assemble(("error:", "red"), f" {text}"))
 
 
 class ConsoleLog(logging.Handler):
-    """Log lines above the progress bar, broken by the terminal alone: a pipe gets one line each."""
+    """Prints log lines above the progress bar; only the terminal breaks lines, so a pipe gets one line each."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def _communication(hidden: float | None, exposed: float | None) -> str:
 
 @contextmanager
 def byte_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar of bytes, GB/s and time left, to call with (done, total) in bytes; on no terminal it shows nothing."""
+    """A bar of bytes, GB/s and time left; call it with (done, total) in bytes. Shows nothing without a terminal."""
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None)

@@ -1,4 +1,4 @@
-"""A fabric and a placement as people read them: a tree, the matrix of `nvidia-smi topo -m`, the explain table."""
+"""Formats a fabric and a placement: a tree, the matrix of `nvidia-smi topo -m`, the explain table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SYS   between NUMA nodes"""
 
 
 def fabric_view(fabric: Fabric, width: int) -> RenderableType:
-    """One tree and matrix for each kind of host, hosts that are alike named together, in `width` columns."""
+    """One tree and matrix for each kind of host, with the names of equal hosts together, in `width` columns."""
     kinds: dict[Node, list[int]] = {}
     for i, node in enumerate(fabric.nodes):
         kinds.setdefault(_kind(node), []).append(i)
@@ -45,8 +45,8 @@ def fabric_view(fabric: Fabric, width: int) -> RenderableType:
 
 
 def _kind(node: Node) -> Node:
-    """The node without what tells two machines of one kind apart: names, addresses, PCI and serial numbers, and of the
-    memory what the kernel kept for itself. Of its interfaces those of hardware."""
+    """The node without values that differ between machines of one kind: names, addresses, PCI and serial numbers, the
+    memory reserved by the kernel, and virtual interfaces."""
     nics = sorted((n for n in node.nics if n.physical), key=lambda n: n.name)
     return replace(
         node,

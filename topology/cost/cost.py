@@ -77,8 +77,8 @@ class Regime:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Prices of one backend on one fabric. The library is taken to use the cheapest of the regimes that hold for a
-    size; `strategies` has a strategy's own where one set of prices did not explain all that was measured."""
+    """Prices of one backend on one fabric. The library is assumed to use the cheapest regime that applies to a size;
+    `strategies` has a strategy's own prices if one set does not fit all measurements."""
 
     backend: Backend
     regimes: tuple[Regime, ...]
@@ -98,9 +98,9 @@ def possible(strategy: Strategy, shape: Shape) -> bool:
 
 
 def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
-    """The strategies that `backend` really has on this layout for messages of `nbytes` (None: of any size). NCCL
-    and gloo choose among algorithms of their own, NCCL's hierarchical already: two_level is listed as well, to be
-    measured, and replaces them only for sizes where a tuning file says that it wins (`untuned`). MPI is left alone."""
+    """The strategies that `backend` supports on this layout for messages of `nbytes` (None: of any size). NCCL and gloo
+    choose among their own algorithms, of which NCCL's are hierarchical already. two_level is listed to be measured, and
+    replaces them only for sizes at which a tuning file prefers it (`untuned`). MPI only has its own."""
     if backend != "native":
         both = backend in ("nccl", "gloo") and possible("two_level", shape)
         return ("flat", "two_level") if both else ("flat",)
@@ -111,7 +111,7 @@ def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tup
 
 
 def untuned(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
-    """Those of the candidates that `collective: auto` picks from where nothing was measured: a library's own alone."""
+    """The candidates for `collective: auto` without measurements: of a library, only its own."""
     return candidates(backend, shape, nbytes) if backend == "native" else ("flat",)
 
 
@@ -141,7 +141,7 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
     if backend == "nccl":  # its reduce-scatter and all-gather are rings, its all-reduce across a tree
         hops, across = 2 * (inside - 1), 2 * ceil(log2(nodes))
         return Terms(3, hops, 2 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
-    if backend == "gloo":  # rings as in _consenting_ring; its reduce-scatter is a whole all-reduce
+    if backend == "gloo":  # rings as in _rendezvous_ring; its reduce-scatter is a whole all-reduce
         hops, across = 6 * (inside - 1), 4 * (nodes - 1)
         return Terms(3, hops, 3 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
     return Terms(3, 2, 2 * (inside - 1) * part, 1, (nodes - 1) * part * share)
@@ -166,7 +166,7 @@ def _flat(backend: Backend, shape: Shape, whole: float) -> Terms:
         hops = 2 * (shape.per_node - 1)
         return Terms(1, hops, 0, across, volume) if shape.nodes > 1 else Terms(1, hops, volume, 0, 0)
     if backend == "gloo":
-        return _consenting_ring(shape, whole)
+        return _rendezvous_ring(shape, whole)
     if backend == "native":
         return terms(backend, shape, "exchange", int(whole))
     inside, across = ceil(log2(shape.per_node)), ceil(log2(shape.nodes))
@@ -174,9 +174,9 @@ def _flat(backend: Backend, shape: Shape, whole: float) -> Terms:
     return Terms(1, inside, inside * whole, across, across * whole * share)
 
 
-def _consenting_ring(shape: Shape, whole: float) -> Terms:
-    """A chunk travels size - 1 links twice, of which as many as there are nodes lead to another one. Each step waits
-    for the receiver's consent first."""
+def _rendezvous_ring(shape: Shape, whole: float) -> Terms:
+    """Terms of a ring whose steps wait for the receiver's consent. A chunk passes size - 1 links twice; as many links
+    as there are nodes lead to another node."""
     steps = shape.size - 1
     across = min(shape.nodes, steps) if shape.nodes > 1 else 0
     volume = 2 * steps / shape.size * whole

@@ -25,12 +25,12 @@ _GPU_CLASSES = ("0x0300", "0x0302")  # VGA and 3D controllers; NVIDIA's bridges 
 
 
 class CudaUnusable(ValueError):
-    """A GPU was asked for, or is there, and cannot be used: the cause and its fix."""
+    """A GPU is requested or present but cannot be used; the message has the cause and its fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """One host. Empty strings: not there."""
+    """The facts of one host. Empty strings: missing."""
 
     gpus: int = 0
     """NVIDIA GPUs, whether the driver works or not."""
@@ -45,7 +45,7 @@ class CudaFacts:
     """CUDA_VISIBLE_DEVICES."""
     nvcc: str = ""
     nvcc_cuda: str = ""
-    """The CUDA release of nvcc, where its folder says so."""
+    """The CUDA release of nvcc, if its folder tells it."""
     cc: str = ""
     cxx: str = ""
     python_h: bool = False
@@ -62,7 +62,7 @@ def look(
     load: Callable[[str], object] = ctypes.CDLL,
     torch: Any = None,
 ) -> CudaFacts:
-    """This host's facts. torch: the package's spec; None: find_spec's."""
+    """Collects this host's facts. torch: the package's spec; None: find_spec's."""
     fs = fs or Sysfs()
     toolkit = Path(environ.get("CUDA_HOME", "/usr/local/cuda"))
     nvcc = which("nvcc") or (str(toolkit / "bin/nvcc") if (toolkit / "bin/nvcc").exists() else "")
@@ -94,7 +94,7 @@ def look(
 
 
 def _torch_cuda(spec: Any) -> str | None:
-    """Read from torch/version.py: importing torch takes seconds."""
+    """The CUDA release of torch, read from torch/version.py because importing torch takes seconds."""
     if spec is None or spec.origin is None:
         return None
     try:
@@ -120,7 +120,7 @@ def oldest_driver(cuda: str) -> int:
 
 
 def cuda_fault(facts: CudaFacts) -> str | None:
-    """The first cause that keeps torch from the GPUs, with its fix; None where nothing is known to. Pure."""
+    """The first known cause that prevents torch from using the GPUs, with its fix; None if there is none. Pure."""
     f = facts
     needed = oldest_driver(f.torch_cuda or "")
     newest = f"{needed} or newer" if needed else "that torch's CUDA needs"
@@ -148,7 +148,7 @@ def cuda_fault(facts: CudaFacts) -> str | None:
 
 
 def triton_fault(facts: CudaFacts) -> str | None:
-    """Why Triton could compile no kernel, with the fix. Pure."""
+    """The reason why Triton cannot compile kernels, with the fix, or None. Pure."""
     if not facts.cc:
         return "Triton finds no C compiler (CC, gcc or clang): install gcc on every host"
     if not facts.python_h:
@@ -163,7 +163,7 @@ def triton_missing() -> str | None:
 
 
 def stack_faults(facts: CudaFacts) -> tuple[str, ...]:
-    """All that a host with a GPU lacks, for `topo` and `check`; empty without a GPU. Pure."""
+    """All faults of a host with a GPU, for `topo` and `check`; empty without a GPU. Pure."""
     f = facts
     if not f.gpus:
         return ()
@@ -187,8 +187,8 @@ class DeviceChoice:
 
 
 def choose(wanted: str, facts: CudaFacts, usable: bool, error: str = "") -> DeviceChoice:
-    """`engine.device`, settled. usable: whether torch can use a GPU; error: what it says where it cannot. With a GPU in
-    the host, auto takes the CPU only with a warning or where GPUs are hidden. Pure. Raises CudaUnusable."""
+    """Resolves `engine.device`. usable: whether torch can use a GPU; error: torch's message if it cannot. With a GPU in
+    the host, auto selects the CPU only with a warning or if GPUs are hidden. Pure. Raises CudaUnusable."""
     if wanted == "cpu":
         return DeviceChoice("cpu")
     if usable:

@@ -24,18 +24,18 @@ MAX_NODE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """A host, and in words what could not be looked at."""
+    """A host, and notes about what could not be read."""
 
     node: Node
     notes: tuple[str, ...] = ()
 
 
 class DiscoveryError(ValueError):
-    """The host, or what ranks say of it, makes no sense; the message says what and the fix."""
+    """The host's description, or the ranks' descriptions of it, are inconsistent; the message has the fix."""
 
 
 def discover(visible_devices: str | None = None) -> Discovery:
-    """This machine. `visible_devices` is CUDA_VISIBLE_DEVICES, which NVML does not honour."""
+    """Discovers this machine. `visible_devices`: CUDA_VISIBLE_DEVICES, which NVML ignores."""
     allowed = os.sched_getaffinity(0)
     return read_host(Sysfs(), load_nvml(), addresses(), socket.gethostname(), allowed, visible_devices)
 
@@ -48,7 +48,7 @@ def read_host(
     allowed: set[int] | None = None,
     visible_devices: str | None = None,
 ) -> Discovery:
-    """A host as Node, from a file tree, an NVML module, its interfaces' addresses and the CPUs that may be used."""
+    """Reads a host as Node, from a file tree, an NVML module, its interfaces' addresses and the allowed CPUs."""
     found = select(gpus(nvml), visible_devices)
     numa = numa_nodes(fs, allowed)
     known = {n.index for n in numa}
@@ -113,7 +113,7 @@ def _links(fs: Sysfs, found: Gpus, devices: Sequence[Device], ports: Sequence[Hc
 
 
 def gather(node: Node, all_gather: AllGather) -> Fabric:
-    """All ranks' hosts in the order of their first ranks. Raises DiscoveryError if ranks of a host differ."""
+    """Gathers all ranks' hosts in the order of their first ranks. Raises DiscoveryError if ranks of a host differ."""
     mine = layered(unbuild(node)).encode()
     if len(mine) > MAX_NODE_BYTES:
         all_gather(b"")  # for which the others wait
@@ -136,7 +136,8 @@ def gather(node: Node, all_gather: AllGather) -> Fabric:
 
 
 def _merge(one: Node, two: Node, first: int, rank: int) -> Node:
-    """Ranks of one host: a launcher may bind each to cores of its own, but all must see the same GPUs."""
+    """Merges the nodes of two ranks on one host: a launcher may bind them to different cores, but both must see the
+    same GPUs."""
     if [d.uuid or d.pci for d in one.devices] != [d.uuid or d.pci for d in two.devices]:
         raise DiscoveryError(
             f"ranks {first} and {rank} on host {one.hostname} see different GPUs "

@@ -1,5 +1,5 @@
-"""Figures that explain a straggler: error and traffic counters of this host's RDMA ports, and what the driver says of
-one GPU. Reads only; a figure that cannot be had is left out.
+"""Figures that explain a straggler: error and traffic counters of this host's RDMA ports, and the driver's figures of a
+GPU. Only reads; unavailable figures are left out.
 """
 
 from __future__ import annotations

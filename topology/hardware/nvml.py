@@ -31,7 +31,7 @@ def load_nvml() -> Any | None:
 
 
 def gpus(nvml: Any | None) -> Gpus:
-    """The host's GPUs. Never raises: a driver that does not answer is said in `note`."""
+    """Reads the host's GPUs. Never raises: errors of the driver are in `note`."""
     if nvml is None:
         return Gpus(note="pynvml is not installed: GPUs are not looked for (pip install nvidia-ml-py)")
     try:
