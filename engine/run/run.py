@@ -106,7 +106,8 @@ class BatchRun(LineFlights):
         if state.reason and len(self._states) > 1:
             state = replace(state, reason=f"replica {replica}: {state.reason}")
         self._states[replica] = state
-        if state.phase in ("failed", "stopped"):
+        answered = self._fed and not self._flights
+        if state.phase in ("failed", "stopped") and not answered:
             self._end(state.reason or f"the job is {state.phase}")
         self._show()
 

@@ -388,6 +388,14 @@ def test_a_job_that_cannot_start_ends_the_run_with_its_reason(bench: Bench) -> N
     assert not bench.errors.exists()
 
 
+def test_a_job_that_fails_after_the_last_answer_fails_no_run(bench: Bench) -> None:
+    """The run still waits for the ranks' last counters then."""
+    bench.write(*[completion(f"t{i}") for i in range(5)])
+    summary = bench.run(lambda: FakeJob(LIMITS, die_after=5))
+    assert bench.job.state.phase == "failed"
+    assert (summary.ok, summary.lost, summary.reason) == (5, 0, None)
+
+
 def test_stop_strings_cut_text_and_usage_and_end_the_sequence(bench: Bench, text: TextModel) -> None:
     """The stop string spans three tokens; the engine runs ahead by one token before it hears of it."""
     prompt = tuple(text.encode("go"))
