@@ -34,8 +34,8 @@ Record = Callable[[Callable[[], None]], Replay]
 
 _FAR = 2**62
 _FIELDS = 9
-"""Of a recorded row: seed, position, choice, no limit; 1 / T, no reference, no limit, as bits; slot, whether it takes
-noise."""
+"""Fields of a recorded row: seed, position, choice, no limit; 1 / T, no reference, no limit, as bits; slot, whether it
+has noise."""
 
 
 def feed(ids: Tensor, latest: Tensor) -> Tensor:

@@ -119,9 +119,9 @@ class Sequence:
     draws: bool = field(init=False)
     """False for max_tokens=0: the prompt is computed, no token is sampled."""
     fresh: bool = field(init=False)
-    """Whether it is a further choice that was not admitted yet and waits for the prompt's blocks."""
+    """True for a choice after the first that is not admitted yet and waits for the prompt's blocks."""
     lockstep: bool = field(init=False)
-    """Whether it is never planned ahead, because the grammar's next mask depends on the unknown token."""
+    """True if the sequence is never planned ahead, because the grammar's next mask depends on the unknown token."""
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     room: int = 0

@@ -1,4 +1,4 @@
-"""What steps take of a rank's memory, besides weights and KV: arithmetic over shapes, without torch."""
+"""A rank's memory for steps, besides weights and KV: arithmetic over shapes, without torch."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from .json_fields import ConfigFields
 FAMILIES = {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3", "longcat_flash": "longcat_flash"}
 """Values of model_type, and the family that each is computed as."""
 WRAPPED = ("kimi_k25",)
-"""Those whose `text_config` is the language model."""
+"""Values of model_type whose `text_config` is the language model."""
 _COMPUTED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     "longcat_flash": {

@@ -22,7 +22,7 @@ SPACE = 64 << 20
 
 
 MOST_EXPERTS = 4096
-"""Of a choice, whose scratch is on the stack."""
+"""The most experts for routing, whose scratch memory is on the stack."""
 
 
 class _Expert(ctypes.Structure):

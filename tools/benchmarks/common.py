@@ -22,7 +22,7 @@ transformers cannot be imported."""
 
 
 def numbers(text: str) -> list[int]:
-    """Of an option such as 1,8."""
+    """Parses an option such as 1,8."""
     return [int(part) for part in text.split(",")]
 
 

@@ -47,7 +47,7 @@ Load = Callable[[Night, int, threading.Event], None]
 
 
 def holding(count: int, data: bytes = b"", probes: bool = False, seconds: float = 600.0) -> Load:
-    """So many connections that send `data`, read nothing and stay open so long."""
+    """A load of `count` connections that send `data`, read nothing and stay open for `seconds`."""
 
     def load(night: Night, port: int, over: threading.Event) -> None:
         with contextlib.ExitStack() as stack:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("cuda", 0)
 CONTEXT_BYTES = 600 << 20
-"""Of the device, which no tensor has: what engine/estimate/memory.py says of a CUDA context."""
+"""Device memory of a CUDA context, which belongs to no tensor."""
 _DISPATCH: Any = TorchDispatchMode  # torch leaves it without types
 _ASKS = ("item", "_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
 """Operators whose result the host must see."""

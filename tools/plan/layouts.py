@@ -126,9 +126,9 @@ class Layout:
 def layouts(
     config: ModelConfig, own: int, stored: StoredTypes, keys: MemoryKeys, devices: Devices, work: Work
 ) -> tuple[Layout, ...]:
-    """Those worth knowing on these devices; `own` is the tensor-parallel size asked about. Groups of whole nodes and
-    more are listed whether they fit or not, without a pipeline; all others where they fit, and parts of a node or
-    pipelines where they are the cheapest of their weights and wiring at some batch or context."""
+    """The layouts to show for these devices; `own`: the requested tensor-parallel size. Groups of whole nodes and more
+    are always listed, without a pipeline; all others if they fit; parts of a node or pipelines if they are the cheapest
+    of their weights and wiring at some batch or context."""
     variants = {name: make_wiring(name, config.num_layers) for name in ("standard", "ladder")}
     if config.lanes is not None or config.wiring.name == "shortcut":  # whose weights fit no other wiring
         variants = {config.wiring.name: config.wiring}
@@ -273,7 +273,7 @@ def hop(config: ModelConfig, devices: Devices, stored: StoredTypes, tp: int, sta
 
 
 def by_cost(found: Sequence[Layout]) -> list[Layout]:
-    """Those that run at all, the cheapest a token first."""
+    """The layouts that can run, the cheapest a token first."""
     return sorted((x for x in found if x.cheapest), key=lambda x: x.cheapest.dollars if x.cheapest else 0.0)
 
 

@@ -47,7 +47,7 @@ _KEYS = {
     "replicas": "parallel.replicas",
     "max_model_len": "model.max_model_len",
 }
-"""What `named` is called in a deployment file."""
+"""The deployment keys of the options of `named`."""
 
 
 @dataclass(frozen=True, slots=True)

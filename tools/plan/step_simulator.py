@@ -45,7 +45,7 @@ class StepCost:
     after: Wire = Wire(0.0)
     start_s: float = 0.0
     shared_norm_saves_s: float = 0.0
-    """What the parallel wiring saves a layer: one norm and one launch."""
+    """Seconds that the parallel wiring saves in each layer: one norm and one launch."""
     mixed: tuple[bool, ...] = ()
     """The layers whose MLP is a mixture of experts."""
     beside_s: Sequence[float] = ()

@@ -54,7 +54,7 @@ class Mesh:
 Line = tuple[int, int]
 """A peer by its place in the group, and a channel."""
 Cards = list[dict[str, Any]]
-"""What the group's ranks say of themselves."""
+"""The descriptions that the group's ranks exchange."""
 
 
 def connect_mesh(

