@@ -14,7 +14,7 @@ import click
 
 from ... import __version__
 from ...topology.hardware.cpu_tier import LOOKS, LOOKS_VARIABLE, limit_libraries
-from .errors import drop_unwritten, report, show_any_text
+from .errors import drop_unwritten, open_streams, report, show_any_text
 
 TOOLS: Mapping[str, tuple[str, ...]] = {
     "plan": ("plan", "simulate"),
@@ -135,6 +135,7 @@ def give_home(environ: MutableMapping[str, str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; its exit code (launchers/cli/errors.py has them all)."""
     give_home(os.environ)
+    open_streams()
     show_any_text()
     try:
         limit_libraries(os.environ)

@@ -72,6 +72,17 @@ def report(error: BaseException) -> int | None:
     return None
 
 
+def open_streams() -> None:
+    """Opens /dev/null for closed standard streams: the next file, such as the store, would get their number and with it
+    what libraries print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, this one
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def show_any_text() -> None:
     """Makes output escape characters that the terminal's encoding lacks, and file names that are no text."""
     for stream in (sys.stdout, sys.stderr):

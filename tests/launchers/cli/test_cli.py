@@ -510,6 +510,19 @@ def test_a_removed_current_folder_is_one_line(
     assert capsys.readouterr().err == "error: the current folder was removed: change to one that exists\n"
 
 
+def test_no_file_gets_the_number_of_a_closed_stream() -> None:
+    """`serve 2>&-` ended with 1, and the store could have been standard error."""
+    program = """
+        import os, sys
+        from laddertron.launchers.cli.__main__ import main
+        main(["--version"])
+        print(*(os.readlink(f"/proc/self/fd/{n}") for n in (0, 2)), sys.stderr.isatty())
+    """
+    words = ["sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, textwrap.dedent(program)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["/dev/null /dev/null False"])
+
+
 def test_any_terminal_shows_something() -> None:
     """One of no width, and one whose encoding lacks a character."""
     for words in (("topo",), ("metrics",), ("plan", "--model", "llama-3.1-8b", "--nodes", "1xH100")):
