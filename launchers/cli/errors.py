@@ -62,7 +62,7 @@ def report(error: BaseException) -> int | None:
         case click.Abort():
             click.echo("interrupted", err=True)
             return INTERRUPTED
-        case FileNotFoundError() if error.filename is None:  # os.getcwd
+        case FileNotFoundError(errno=errno.ENOENT, filename=None):  # os.getcwd
             show_error("the current folder was removed: change to one that exists")
             return USAGE
         case OSError() if error.errno in _MACHINE:

@@ -146,6 +146,7 @@ def test_kinds_of_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(PermissionError(13, "Permission denied", "there")) == FAILED
     assert capsys.readouterr().err.endswith("error: there cannot be written or read: Permission denied\n")
     assert report(ConnectionResetError(104, "Connection reset by peer")) is None
+    assert report(FileNotFoundError("model/config.json: no such file")) is None  # not the current folder
     assert OK == 0
 
 
