@@ -73,7 +73,8 @@ class JobListener(Protocol):
     def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:
         """Requests, by id with their epochs, that were in flight in a job that died. The owner submits them again (with
         the next epoch and their emitted tokens) or gives them up. The first `suspects` of them were in the step and may
-        have caused the death. Called when the job's processes have exited: no further tokens follow."""
+        have caused the death; 0 if its cause is known to be another. Called when the job's processes have exited: no
+        further tokens follow."""
 
     def on_state(self, state: JobState) -> None: ...
 

@@ -47,7 +47,8 @@ class Draft:
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
     """Loads the deployment of a file, or of a model folder, with the overrides (`engine.max_num_seqs=8`). Relative
-    paths of overrides start at the working directory, those of the file at its folder. Raises ConfigError."""
+    paths of overrides, and all of a model folder's, start at the working directory, those of the file at its folder.
+    Raises ConfigError."""
     return read(path, overrides).deployment
 
 

@@ -130,7 +130,8 @@ def _compose(text: str, name: str) -> Node | None:
 
 
 def read_text(text: str, name: str, fixed: str | None = None) -> tuple[Table, list[str]]:
-    """The file's table, and its duplicate keys and tags. Raises ConfigError. `fixed` replaces `file:line`."""
+    """The file's table, and errors for duplicate keys and tags. Raises ConfigError for other faults. `fixed` replaces
+    `file:line`."""
     node = _compose(text, name)
     if node is None:
         return Table(f"{name}:1", {}), []

@@ -107,7 +107,7 @@ class BatchFeed(LineFlights):
 
     async def reuse(self, batch_id: str) -> None:
         """Copies an earlier batch's answers to lines that are in both files, if the model is the same. They are not
-        counted as usage."""
+        counted as usage. Raises StoreUnavailable or OSError."""
         earlier = await self._store.read(lambda db: records.get_batch(db, batch_id, self.batch.owner))
         if earlier is None:
             return

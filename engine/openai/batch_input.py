@@ -203,7 +203,8 @@ def _raw_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | N
 
 
 def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int]:
-    """Maps numbers of lines of the earlier file to numbers in the later one, by digest. Memory: 16 bytes a line."""
+    """Maps numbers of lines of the earlier file to numbers of equal lines (see `digest_of`) in the later one. Memory:
+    16 bytes a line. Raises OSError."""
 
     def digests(path: Path) -> Iterator[tuple[bytes, int]]:
         with path.open("rb") as file:

@@ -118,7 +118,7 @@ def whole_lines(path: Path, descriptor: int) -> Iterator[tuple[dict[str, Any], b
 
 
 def _torn(raw: bytes) -> bool:
-    """Whether an invalid line is the beginning of an output line (or zeros, after a disk error)."""
+    """Whether an invalid line is the beginning of an output line (or zeros, after a crash of the host)."""
     ours = raw.startswith(_BEGINNING) or _BEGINNING.startswith(raw) or not raw.strip(b"\0")
     return ours and not raw.endswith(b"\n")
 

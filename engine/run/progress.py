@@ -63,7 +63,8 @@ class RankKind:
 class Summary:
     """The outcome of a run. `requests`: lines of the file; `skipped`: finished earlier; `changed`: redone because their
     input changed; `lost`: in flight when it ended early, for `reason` (`stopped`: on request). Seconds of communication
-    are means over the ranks, None if no rank reported. `causes`: of failed lines, the most frequent first."""
+    are means over the ranks, None if no rank reported; `layers`: the all-reduces' share. `causes`: of failed lines, the
+    most frequent first."""
 
     requests: int
     ok: int

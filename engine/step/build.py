@@ -253,7 +253,8 @@ def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voic
 
 
 def _check(share: Share, deployment: Deployment, communicator: Communicator, device: torch.device) -> Mapping[str, int]:
-    """Refuses a deployment that cannot run or does not fit; returns bytes that steps need besides weights and KV."""
+    """Refuses a deployment that cannot run or does not fit, before weights are read; returns the bytes that steps need
+    besides weights and KV, by name."""
     keys, size = deployment.engine, share.shard.size
     if keys.speculation and device.type != "cpu":
         raise CapacityError(

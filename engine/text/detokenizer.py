@@ -168,7 +168,8 @@ class _Fallback:
 
 class _Window:
     """Any other decoder, by the library: decodes a window of recent ids, of which the new text is the part after the
-    text of the window's beginning. Invalid bytes are returned unchanged after more than _MAX_HELD tokens."""
+    text of the window's beginning. After _MAX_HELD tokens invalid bytes are returned as the library
+    decodes them."""
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
         self._tokenizer, self._skip = tokenizer, skip

@@ -112,8 +112,8 @@ def _mounts(deployment: Deployment, serves: bool) -> tuple[list[dict[str, Any]],
 def _pod(
     deployment: Deployment, command: Sequence[str], per_node: int, ranks: bool, ssh: bool, serves: bool = False
 ) -> dict[str, Any]:
-    """A pod's spec. `ranks`: it runs ranks and needs devices; `ssh`: it needs keys (an MPIJob's operator mounts them);
-    `serves`: it runs the daemon."""
+    """A pod's spec. `ranks`: it runs ranks and needs devices; `ssh`: it mounts ssh keys (an MPIJob's operator does so
+    itself); `serves`: it runs the daemon."""
     kube = deployment.launch.kubernetes
     limits: dict[str, Any] = {}
     if ranks and deployment.engine.device != "cpu":

@@ -310,8 +310,8 @@ def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> lis
 def _poor_links(
     reports: Sequence[RankReport], links: Sequence[LinkTime], port_bytes_per_s: float | None
 ) -> list[Finding]:
-    """Findings for links between nodes that are slower than their nominal rate: all may be equally slow, and a single
-    link has no others to compare with."""
+    """Findings for links between nodes with less than NOMINAL_SHARE of the port's rate, or a latency above FAR_S: all
+    may be equally slow, and a single link has no others to compare with."""
     across = [k for k in links if k.pair.rail is not None]
     least = (port_bytes_per_s or SLOW_BYTES_PER_S) * NOMINAL_SHARE
     slow = sorted((k for k in across if k.bytes_per_s < least), key=lambda k: k.bytes_per_s)

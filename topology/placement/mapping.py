@@ -16,7 +16,8 @@ MAX_NAMED = 8
 
 
 class MappingError(ValueError):
-    """Ranks are not on their placed hosts; the message names them and the launcher's option that fixes it."""
+    """Ranks do not have their placed host and local rank; the message names them and the launcher's option that fixes
+    it."""
 
 
 def verify(placement: Placement, observed: Sequence[Observed], launcher: Launcher) -> None:

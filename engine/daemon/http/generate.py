@@ -103,8 +103,8 @@ class _Reply(FlightOwner):
             await self._waiter
 
     async def next(self) -> bytes:
-        """Returns the data so far, in one piece; b"" after the last. Raises ConnectionError once the client has
-        disconnected."""
+        """Returns the data so far in one piece, which is larger for a slow reader; b"" after the last. Raises
+        ConnectionError once the client has disconnected."""
         await self.begun()
         if self.gone:
             raise ConnectionError("the client disconnected")
@@ -120,7 +120,8 @@ class _Reply(FlightOwner):
         return events[0] if len(events) == 1 else b"".join(events)
 
     def send_in_pieces(self, answer: Answer) -> None:
-        """Makes `next` return a large answer. Raises ApiError if too many unread bytes are in memory."""
+        """Makes `next` return a large answer, piece by piece. Raises ApiError if too many unread bytes are in
+        memory."""
         self._unread.hold("answer", answer.values * _VALUE_BYTES)
         self._pieces = answer.pieces()
 

@@ -107,7 +107,7 @@ def rotate_key(path: Path, which: str, old_seconds: float) -> tuple[Key, str]:
 
 
 def revoke_key(path: Path, which: str) -> Key:
-    """Removes a key by id, or by name if it is unique. Raises KeyFileError."""
+    """Revokes a key by id, or by name if it is unique; its entry stays. Raises KeyFileError."""
     return _change(path, which, lambda key: replace(key, revoked_at=int(time.time())))
 
 

@@ -31,7 +31,7 @@ _CAUSES_SECONDS = 10.0
 
 
 class Overview:
-    """Makes the view, once a second for all clients. For one event loop."""
+    """Makes the view, at most once a second for all clients. For one event loop."""
 
     def __init__(self, services: Services, version: str) -> None:
         self._services, self._version = services, version

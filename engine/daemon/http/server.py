@@ -106,7 +106,7 @@ class _Bounded(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """True if no complete request has been received."""
+        """True between requests: the last one is answered, and the head of the next one is not complete."""
         return self.cycle is None or self.cycle.response_complete
 
     def pause_writing(self) -> None:

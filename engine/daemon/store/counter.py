@@ -65,8 +65,8 @@ def copy_log(db: sqlite3.Connection, folder: Path) -> None:
 
 
 def clear_mark(folder: Path) -> None:
-    """Clears the mark after the last connection was closed: SQLite deletes the log once it has copied all of it. Keeps
-    the mark if `copy_log` failed or was not called. Raises OSError."""
+    """Clears the mark that a failed `copy_log` left, unless the log exists: SQLite deletes it once it has copied all
+    of it. Call it after the last connection was closed. Raises OSError."""
     if interrupted(folder) and not (folder / "store.db-wal").exists():
         at, mark = _COPYING
         with count_file(folder).open("r+b") as file:

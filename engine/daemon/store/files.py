@@ -36,7 +36,8 @@ class Cleaner:
             await asyncio.sleep(_CLEANING_SECONDS)
 
     async def clean(self, before: int, now: int) -> int:
-        """Deletes batches and files from before `before`, and expired files. Raises StoreUnavailable or OSError."""
+        """Deletes batches and files from before `before`, and expired files; returns their number. Raises
+        StoreUnavailable or OSError."""
         count = 0
         while batches := await self._store.read(lambda db: records.old_batches(db, before)):
             for batch in batches:

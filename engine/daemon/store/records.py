@@ -64,7 +64,7 @@ def list_files(
 
 def drop_file(rows: Rows, file: FileRow) -> str | None:
     """Deletes a file, and the results of which it was made. If a batch still needs it, deletes nothing and returns the
-    batch; else None."""
+    id of the batch; else None."""
     query = f"SELECT id FROM batches WHERE input_file_id = ? AND NOT {_HAS_ENDED}"
     if (user := rows.db.execute(query, (file.id,)).fetchone()) is not None:
         return str(user["id"])
