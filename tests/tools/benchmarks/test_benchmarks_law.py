@@ -159,6 +159,13 @@ def test_runs_are_added_to_those_before(monkeypatch: pytest.MonkeyPatch) -> None
     assert [line["run"] for line in cross_node.measured("wirings", words, three)["lines"]] == [1, 2]
 
 
+def test_a_page_without_its_results_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_node, "RESULTS", tmp_path / "none.json")
+    monkeypatch.setattr("sys.argv", ["cross_node.py", "--report", "--write"])
+    with pytest.raises(SystemExit, match="no results of reduce and wirings, which"):
+        cross_node.main()
+
+
 def messages(wait: float) -> Iterator[Record]:
     """Two steps of six sub-blocks and a gather: attention takes 1 s, MLP 3 s, each all-reduce 0.5 s, of which the core
     waits `wait`."""

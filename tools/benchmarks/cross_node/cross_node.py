@@ -236,10 +236,8 @@ def main() -> None:
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     print("\n".join([*tables(results), *bars(results)]))
     if args.write:
-        if missing := ", ".join(sorted({"reduce", "wirings"} - results.keys())):
-            sys.exit(
-                f"{RESULTS}: no results of {' and '.join(sorted(missing))}, which the page has: measure them first"
-            )
+        if missing := " and ".join(sorted({"reduce", "wirings"} - results.keys())):
+            sys.exit(f"{RESULTS}: no results of {missing}, which the page has: measure them first")
         write_docs(results)
 
 
