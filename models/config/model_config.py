@@ -212,18 +212,16 @@ def _grouped(fields: ConfigFields, num_heads: int, num_kv_heads: int) -> None:
 
 def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, as transformers resolves the families' different words for it."""
-    if family == "mistral":
-        if "layer_types" in fields:
-            raise fields.fail("layer_types in a mistral model is not computed here: one window for all layers is")
-        if "sliding_window" in fields.data and fields.data["sliding_window"] is None:
-            return ()
-        return (fields.integer("sliding_window", 4096),) * num_layers
-    if family in ("mixtral", "qwen3_moe"):
-        used = "sliding_window" in fields and (family == "mixtral" or fields.boolean("use_sliding_window", False))
-        return (fields.integer("sliding_window"),) * num_layers if used else ()
-    if not family.startswith("qwen"):
+    if family not in ("mistral", "mixtral") and not family.startswith("qwen"):
         return ()
-    window = fields.integer("sliding_window", 4096) if fields.boolean("use_sliding_window", False) else None
+    used = not family.startswith("qwen") or fields.boolean("use_sliding_window", False)
+    default = None if family == "mixtral" else 4096
+    said = used and fields.data.get("sliding_window", default) is not None  # null: none, absent: the default
+    window = fields.integer("sliding_window", default) if said else None
+    if family in ("mistral", "mixtral", "qwen3_moe"):
+        if family == "mistral" and "layer_types" in fields:
+            raise fields.fail("layer_types in a mistral model is not computed here: one window for all layers is")
+        return () if window is None else (window,) * num_layers
     if "layer_types" not in fields:
         first = fields.integer("max_window_layers", 28, minimum=0)
         slides = [i >= first for i in range(num_layers)]
@@ -233,7 +231,7 @@ def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | 
             raise fields.fail(f"layer_types must be {num_layers} times full_attention or sliding_attention")
         slides = [kind == "sliding_attention" for kind in types]
         if any(slides) and window is None:
-            raise fields.fail("layer_types names sliding_attention, but use_sliding_window is false")
+            raise fields.fail("layer_types: sliding_attention, but use_sliding_window is false or sliding_window null")
     if window is None or not any(slides):
         return ()
     return tuple(window if sliding else None for sliding in slides)

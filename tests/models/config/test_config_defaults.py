@@ -21,7 +21,7 @@ FAMILIES = (
     "deepseek_v3",
     "longcat_flash",
 )
-DERIVED = {"head_dim", "layer_types", "num_key_value_heads"}
+DERIVED = {"head_dim", "layer_types", "num_key_value_heads", "sliding_window"}
 """transformers derives them from other keys, as from_folder does."""
 ABSENT = {"bos_token_id", "eos_token_id", "num_nextn_predict_layers"}
 """Stop ids come from the tokenizer, and no layers are skipped that the file does not name."""

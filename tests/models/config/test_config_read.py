@@ -155,6 +155,8 @@ def test_qwen2_biases_and_windows(tmp_path: Path) -> None:
     assert (c.qkv_bias, c.o_bias, c.tied_embeddings, c.sliding_window) == (True, False, True, ())
     c = read(tmp_path, qwen, max_window_layers=3, use_sliding_window=True)
     assert c.sliding_window == (None, None, None, 16)
+    null = read(tmp_path, qwen, max_window_layers=3, use_sliding_window=True, sliding_window="null")
+    assert null.sliding_window == ()
     types = ["sliding_attention", "full_attention"] * 2
     assert read(tmp_path, qwen, use_sliding_window=True, layer_types=types).sliding_window == (16, None, 16, None)
     assert read(tmp_path, qwen, layer_types=["full_attention"] * 4).sliding_window == ()
@@ -242,6 +244,8 @@ def test_experts_are_read_under_either_name(tmp_path: Path) -> None:
     assert (mixtral.sliding_window, mixtral.qk_norm, mixtral.layout) == ((9,) * 4, False, "mixtral")
     assert read(tmp_path, MOE, sliding_window=9).sliding_window == ()
     assert read(tmp_path, MOE, sliding_window=9, use_sliding_window=True).sliding_window == (9,) * 4
+    assert read(tmp_path, MOE, use_sliding_window=True).sliding_window == (4096,) * 4, "transformers' default"
+    assert read(tmp_path, MOE, sliding_window="null", use_sliding_window=True).sliding_window == ()
 
 
 def test_a_glm_is_read_with_its_quirks(tmp_path: Path) -> None:
