@@ -241,5 +241,6 @@ def make_server(app: Any, options: ServerOptions) -> HttpServer:
         ssl_keyfile=options.tls_key,
         ssl_version=ssl.PROTOCOL_TLS_SERVER,
     )
+    server = HttpServer(config, options)  # its stamp before the certificate is read: a renewal in between is seen
     config.load()
-    return HttpServer(config, options)
+    return server

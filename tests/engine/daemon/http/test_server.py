@@ -17,6 +17,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+import uvicorn
 from daemon_tools import NAME, Served, deployment, line, lines_of, served, submit, wait_batch
 from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.connections import ServerOptions
@@ -218,6 +219,23 @@ def test_a_renewed_certificate_serves_new_connections(
         assert ssl.get_server_certificate(at) == before
         Path(key).write_bytes(new[1])
         until(lambda: ssl.get_server_certificate(at).encode() == new[0])
+
+
+def test_a_certificate_renewed_during_the_start_is_seen(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laddertron.engine.daemon.http.server._RENEWAL_TICKS", 1)
+    live, new = make_pair(tmp_path, "live"), make_pair(tmp_path, "new")
+    load = uvicorn.Config.load
+
+    def load_then_renew(config: uvicorn.Config) -> None:
+        load(config)
+        for one, other in zip(live, new, strict=True):
+            Path(one).write_bytes(Path(other).read_bytes())
+
+    monkeypatch.setattr(uvicorn.Config, "load", load_then_renew)
+    with served(deployment(tmp_path, tls_cert=live[0], tls_key=live[1]), folder) as daemon:
+        until(lambda: ssl.get_server_certificate(("127.0.0.1", daemon.port)) == Path(new[0]).read_text())
 
 
 @pytest.mark.parametrize(
