@@ -102,7 +102,8 @@ def command(config: str, save: Path | None, as_json: bool, overrides: tuple[str,
       laddertron preflight deploy.yaml --save fabric-tuning.json
       mpirun -np 16 --hostfile hosts laddertron preflight deploy.yaml
 
-    Writes the tuning file from which `collective: auto` chooses the all-reduce of each size (parallel.tuning_file).
+    With --save or parallel.tuning_file it writes the tuning file from which `collective: auto` chooses the all-reduce
+    of each size.
 
     Exit codes: 0 no fault; 1 a fault, printed with its rank or link; 2 the command line or CONFIG is wrong.
     """
