@@ -223,8 +223,9 @@ def _set_aside(path: Path, descriptor: int, aside: Path, outdated: Container[str
     try:
         os.ftruncate(replacing, 0)
         with open(replacing, "wb", closefd=False) as kept, aside.open("ab") as old:
-            for file in (kept, old):  # both as private as the answers were
-                os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(descriptor).st_mode))
+            mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+            os.fchmod(replacing, mode)
+            os.fchmod(old.fileno(), mode & os.fstat(old.fileno()).st_mode)  # never opened to more readers
             for line, raw in whole_lines(path, descriptor):
                 (old if line.get("id") in outdated else kept).write(raw)
             for file in (kept, old):

@@ -260,6 +260,10 @@ def test_resume_redoes_the_lines_that_changed_and_keeps_their_old_answers_apart(
     assert aside == [before["t0"], before["t1"]]
     again = bench.run(plain, resume=True)
     assert (again.skipped, again.ok, again.changed) == (9, 0, 0)
+    bench.output.chmod(0o640)
+    bench.write(completion("t2", "go elsewhere"))
+    assert bench.run(plain, resume=True).changed == 1
+    assert [path.stat().st_mode & 0o777 for path in (bench.output, outdated)] == [0o640, 0o600]
 
 
 def test_with_no_line_left_for_the_model_it_is_not_started(bench: Bench) -> None:
