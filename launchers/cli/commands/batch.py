@@ -241,6 +241,7 @@ def _check_output(output: Path | None) -> None:
     if output is None:
         return
     for path in (output, default_errors(output)):
+        _check_kind(path)
         if path.exists():
             raise UsageError(f"{path} exists: remove it, or name another output")
     if not (output.parent.is_dir() and os.access(output.parent, os.W_OK | os.X_OK)):

@@ -133,6 +133,13 @@ def test_the_documented_exit_codes_are_the_tables() -> None:
         assert f"| {code} | {meaning} |\n" in page
 
 
+@pytest.mark.parametrize("output", ["-", "/dev/null", "."])
+def test_answers_go_to_a_regular_file(output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not to a file named -, and nobody is told to remove a device."""
+    assert cli.main(["batch", "wait", "batch_1", "-o", output]) == USAGE
+    assert capsys.readouterr().err == f"error: {output} is not a regular file: name one for the answers\n"
+
+
 def test_kinds_of_ends(capsys: pytest.CaptureFixture[str]) -> None:
     """An error of several lines has the prefix on each; ^C is no error; a defect keeps its traceback."""
     assert report(UsageError("one\ntwo")) == USAGE
