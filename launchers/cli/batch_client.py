@@ -32,7 +32,7 @@ class ApiError(RuntimeError):
 
 class BatchClient:
     """Methods raise ApiError; reads are retried while the server is unreachable or busy, and `away` is called before
-    the first retry. `url` ends in /v1; `timeout` in seconds."""
+    the first retry. `url` ends in /v1; `timeout` in seconds; `variable`: where `key` is from, for messages."""
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class BatchClient:
         key: str | None = None,
         timeout: float = 60.0,
         away: Callable[[ApiError], None] = lambda error: None,
+        variable: str = "LADDERTRON_API_KEY or OPENAI_API_KEY",
     ) -> None:
         try:
             parts = urlsplit(url.rstrip("/"))
@@ -49,10 +50,9 @@ class BatchClient:
         if not good or not (parts.path.isascii() and parts.path.isprintable() and " " not in parts.path):
             raise ApiError(f"{url!r} must be an http or https URL, such as http://127.0.0.1:8000/v1")
         if key is not None and not (key.isascii() and key.isprintable()):
-            raise ApiError(
-                "the API key of the environment must be printable ASCII: is it complete, without line breaks?"
-            )
+            raise ApiError(f"the API key in {variable} must be printable ASCII: is it complete, without line breaks?")
         self._url, self._key, self._timeout, self._parts, self._away = url, key, timeout, parts, away
+        self._variable = variable
 
     def upload(self, path: Path, sent: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
         """Uploads a file; returns its object. `sent` is called with the bytes of every piece."""
@@ -236,7 +236,7 @@ class BatchClient:
             except (OSError, http.client.HTTPException) as error:
                 raise ApiError(f"{self._url}: {error or type(error).__name__}") from error
             if response.status >= 300:
-                where = "; it is read from LADDERTRON_API_KEY or OPENAI_API_KEY" if response.status == 401 else ""
+                where = f"; it is read from {self._variable}" if response.status == 401 else ""
                 raise ApiError(f"{response.status}: {_message(response)}{where}", response.status)
             try:
                 yield response

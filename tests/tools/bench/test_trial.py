@@ -14,6 +14,8 @@ import pytest
 from click.testing import CliRunner
 from daemon_tools import deployment, line, served
 from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.cli.batch_client import ApiError
+from laddertron.tools.bench.commands.trial import Server
 from laddertron.tools.bench.trial import Reply, Request, Round, Spread, Trial, cost, deal, mix, play, verdict
 from tiny_text import write_folder
 
@@ -184,3 +186,24 @@ def test_a_server_that_does_not_count_tokens(folder: Path, tmp_path: Path) -> No
         code, said = run(str(config), "--against", url, "-i", str(file), "--rounds", "6")
         assert code == 1
         assert "does not count tokens" in said
+
+
+@pytest.mark.parametrize("variable", ["LADDERTRON_API_KEY", "OPENAI_API_KEY"])
+def test_a_refused_key_names_its_own_variable(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(ApiError, match=f"^401: .*; it is read from {variable}$"):
+            Server("there", f"http://127.0.0.1:{server.server_address[1]}/v1", variable, None)
+        thread.join()
+    monkeypatch.setenv(variable, "lt-…")
+    with pytest.raises(ApiError, match=f"^the API key in {variable} must be"):
+        Server("there", "http://127.0.0.1:1/v1", variable, None)

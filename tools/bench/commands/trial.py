@@ -41,8 +41,10 @@ _FILE = click.Path(exists=True, path_type=Path)
 class Server:
     """A server under trial: asks it for streams, and times them."""
 
-    def __init__(self, name: str, url: str, key: str | None, model: str | None) -> None:
-        self.name, self._client = name, BatchClient(url, key, timeout=600.0)
+    def __init__(self, name: str, url: str, variable: str, model: str | None) -> None:
+        """variable: the environment's variable that has its key, if it needs one."""
+        self.name = name
+        self._client = BatchClient(url, os.environ.get(variable), timeout=600.0, variable=variable)
         found = self._client.models() if model is None else (model,)
         if len(found) != 1:
             raise ApiError(f"{url} has {len(found)} models: name one with --model, such as {', '.join(found[:3])}")
@@ -144,11 +146,10 @@ def _servers(deployment: Deployment, against: str, model: str | None, first: Req
     keys = deployment.daemon
     scheme = "http" if keys.tls_cert is None else "https"
     url = f"{scheme}://{keys.host}:{keys.port}/v1"
-    environ = os.environ
     with ended_by(ApiError, end=click.ClickException):
         name = deployment.model.served_model_name or Path(deployment.model.path).name
-        ours = Server("this deployment", url, environ.get("LADDERTRON_API_KEY"), name)
-        theirs = Server(against, against, environ.get("OPENAI_API_KEY"), model)
+        ours = Server("this deployment", url, "LADDERTRON_API_KEY", name)
+        theirs = Server(against, against, "OPENAI_API_KEY", model)
         counted = [server.warm_up(first) for server in (ours, theirs)]
     if not all(counted):
         try:
