@@ -238,8 +238,8 @@ def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | 
 
 
 def _defaulted(fields: ConfigFields, family: str) -> ConfigFields:
-    """With the family's DEFAULTS. A query's rank may be null: then queries are made of the residual."""
-    given = [key for key in fields.data if key in fields or key == "q_lora_rank"]
+    """With the family's DEFAULTS. Null is a value of latent attention's families: no queries' rank, no groups."""
+    given = [key for key in fields.data if key in fields or family in mla.FAMILIES.values()]
     absent = {key: value for key, value in DEFAULTS.get(family, {}).items() if key not in given}
     return ConfigFields(fields.where, {**fields.data, **absent})
 

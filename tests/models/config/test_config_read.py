@@ -284,6 +284,13 @@ def test_a_deepseek_is_read_with_its_quirks(tmp_path: Path) -> None:
     assert (missing.latent.query_rank, missing.head_dim) == (1536, 40)
 
 
+def test_null_groups_of_a_deepseek_are_no_groups(tmp_path: Path) -> None:
+    """Only missing keys get the family's eight groups: others would choose other experts without a word."""
+    experts = read(tmp_path, DEEPSEEK, n_group="null", topk_group="null").experts
+    assert experts is not None
+    assert (experts.router.groups, experts.router.chosen_groups) == (1, 1)
+
+
 def test_a_kimi_is_a_deepseek(tmp_path: Path) -> None:
     """Kimi-K2's words, also where a model that sees has them as its text; its INT4 form is refused by name."""
     deepseek = read(tmp_path, DEEPSEEK)
