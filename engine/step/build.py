@@ -180,14 +180,7 @@ def build(
     on_device, why = drawn_on_device(communicator, device, attention, bool(parallel.deterministic))
     if device.type == "cuda":
         voice.say(f"drawn ids: {why}")
-    shares = LEAVES // communicator.size if parallel.deterministic == "everywhere" else 0
-    sampler: Any = NoDraws()
-    if share.shard.samples:
-        size, ids, seqs = share.config.vocab_size, share.shard.vocab, keys.max_num_seqs
-        grammars = make_grammars(Path(deployment.text_folder), share.config, keys.max_whitespace)
-        sampler = Sampler(size, ids, seqs, communicator.gather, device, grammars, on_device, shares)
-        if share.config.experts is not None:
-            sampler.follow(model.routed, model.routing, communicator.layout.per_node)
+    sampler = _sampler(share, deployment, model, communicator, device, on_device)
     draft, pipeline = None, communicator.pipeline
     if share.draft is not None:
         draft = share.draft.load(share.length + 1, num_blocks, keys.block_size, keys.max_num_seqs, sampler.grammars)
@@ -229,6 +222,27 @@ def build(
     pages = share.ops.pages
     held = pages.file if isinstance(pages, HeldPages) and pages.whole else -1
     return Built(runner, share.config, model_limits, limits, tuple(warnings), digest, held)
+
+
+def _sampler(
+    share: Share,
+    deployment: Deployment,
+    model: LlamaModel,
+    communicator: Communicator,
+    device: torch.device,
+    on_device: OnDevice | None,
+) -> Any:
+    """Draws ids on ranks that hold a part of the head; NoDraws on other stages."""
+    if not share.shard.samples:
+        return NoDraws()
+    config, keys = share.config, deployment.engine
+    shares = LEAVES // communicator.size if deployment.parallel.deterministic == "everywhere" else 0
+    grammars = make_grammars(Path(deployment.text_folder), config, keys.max_whitespace)
+    size, ids, seqs = config.vocab_size, share.shard.vocab, keys.max_num_seqs
+    sampler = Sampler(size, ids, seqs, communicator.gather, device, grammars, on_device, shares)
+    if config.experts is not None:
+        sampler.follow(model.routed, model.routing, communicator.layout.per_node)
+    return sampler
 
 
 def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voice: Voice) -> list[str]:
