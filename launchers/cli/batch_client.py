@@ -250,7 +250,10 @@ def _quoted(name: str) -> str:
 
 
 def _message(response: http.client.HTTPResponse) -> str:
-    raw = response.read(1 << 16)
+    """The error's message; the status' own words where its body is cut off or of another form."""
+    raw = b""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        raw = response.read(1 << 16)
     try:
         return str(json.loads(raw)["error"]["message"])
     except (ValueError, KeyError, TypeError):

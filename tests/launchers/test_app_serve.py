@@ -341,6 +341,14 @@ def test_a_refused_key_says_where_it_is_read_from() -> None:
         client.list(1)
 
 
+def test_a_refusal_whose_body_is_cut_off_keeps_its_status() -> None:
+    with (
+        answering(b"HTTP/1.1 404 Not Found\r\ntransfer-encoding: chunked\r\n\r\n9\r\n{") as client,
+        pytest.raises(ApiError, match=r"^404: Not Found$"),
+    ):
+        client.list(1)
+
+
 def test_the_pace_of_a_watched_batch() -> None:
     pace = BatchPace()
 
