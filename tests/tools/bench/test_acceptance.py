@@ -221,7 +221,7 @@ def test_the_whole_page(tmp_path: Path) -> None:
         "A killed rank",
     ]  # fmt: skip
     assert "**Accepted.**" in text
-    assert "all bits are equal" in text
+    assert "all bits are equal" in " ".join(text.split())  # the line is folded where the path is long
     assert "tokens a second:" in text
     assert "signal 9" in text
     assert "The stream has the text of an undisturbed one." in text
