@@ -101,6 +101,11 @@ def with_fabric(overrides: tuple[str, ...], file: str | None) -> tuple[str, ...]
     return (*overrides, f"launch.fabric={path if _PLAIN.fullmatch(path) else json.dumps(path)}")
 
 
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG."
+)
+
+
 def override_options(function: Callable[..., Result]) -> Callable[..., Result]:
     """Gives a command `--fabric` and `--set`; its function finds both in `overrides`."""
 
@@ -109,7 +114,7 @@ def override_options(function: Callable[..., Result]) -> Callable[..., Result]:
         metavar="FILE",
         help="Use a fabric saved by `topo --save`: --set launch.fabric=FILE.",
     )
-    @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+    @set_option
     @functools.wraps(function)
     def wrapped(*args: Any, fabric: str | None, overrides: tuple[str, ...], **options: Any) -> Result:
         return function(*args, overrides=with_fabric(overrides, fabric), **options)

@@ -15,6 +15,7 @@ import click
 from ....engine.config.load import Deployment, load
 from ....engine.daemon.store.disk import holder_pid
 from ...job.bundle import log_tails, newest, parts_of, write_bundle
+from ..fabric_source import set_option
 
 ANSWER_S = 20.0
 WORKER = "laddertron.launchers.rank.worker"
@@ -89,7 +90,7 @@ def collect(deployment: Deployment, config: Path, output: Path) -> tuple[Path, s
 @click.command()
 @click.argument("config", type=click.Path())
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="[default: laddertron-bundle-TIME.tar.gz]")
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+@set_option
 def command(config: str, output: Path | None, overrides: tuple[str, ...]) -> None:
     """Write one archive of diagnostics: last collectives, stacks, counters and logs of CONFIG's ranks, daemon and host.
 

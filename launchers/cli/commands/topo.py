@@ -25,7 +25,7 @@ from ....topology.json_codec import unbuild
 from ....topology.placement.identity import Identity, identify
 from ....topology.placement.mapping import explain
 from ....topology.placement.placement import Placement
-from ..fabric_source import backend_of, faults_of, lay_out, read_fabric
+from ..fabric_source import backend_of, faults_of, lay_out, read_fabric, set_option
 
 MESSAGE_BYTES = 32 << 10
 """The size for which an all-reduce is predicted: one token of a model 16,384 wide, in bf16."""
@@ -85,7 +85,7 @@ def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], fo
 @click.option(
     "--save", type=click.Path(dir_okay=False), metavar="FILE", help="Write the fabric for other commands' --fabric."
 )
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+@set_option
 @click.option("--json", "json_out", is_flag=True, help="Print everything as JSON.")
 def command(
     config: str | None, plan: str | None, fabric_file: str | None, save: str | None, overrides: tuple[str, ...],

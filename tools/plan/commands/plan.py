@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ....launchers.cli.fabric_source import faults_of
+from ....launchers.cli.fabric_source import faults_of, set_option
 from ....models.config.wiring import WIRINGS
 from ...slo import Slo, slo_option
 from ..advice import deployment_text
@@ -48,7 +48,7 @@ from ..tables import as_json, markdown, sheet_lines
     help="Price of a GPU hour.",
 )
 @slo_option
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG.")
+@set_option
 @click.option("--all", "whole", is_flag=True, help="Print every table and the assumptions.")
 @click.option("--json", "json_out", is_flag=True, help="Print every number as JSON, in base units.")
 @click.option("--markdown", "markdown_out", is_flag=True, help="Print the tables as Markdown.")
