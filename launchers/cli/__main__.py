@@ -18,7 +18,7 @@ from .errors import drop_unwritten, open_streams, report, show_any_text
 
 TOOLS: Mapping[str, tuple[str, ...]] = {
     "plan": ("plan", "simulate"),
-    "bench": ("acceptance", "bench", "profile", "timeline", "trial"),
+    "bench": ("acceptance", "bench", "profile", "timeline"),
     "train": ("train", "scan", "adapt", "evaluate"),
 }
 """Commands of tools/, by folder: none of the four layers imports them."""
@@ -46,7 +46,6 @@ ROLES: Mapping[str, Mapping[str, str]] = {
         "topo": "Show nodes, devices, links and the placement of ranks.",
         "verify": "Test that answers do not depend on the rest of the batch.",
         "acceptance": "Measure new machines and compare them with predictions.",
-        "trial": "A/B benchmark of this daemon and another server.",
         "preflight": "Measure the fabric; fail if a link is broken or slow.",
         "simulate": "Simulate step times on hypothetical hardware.",
     },
@@ -64,6 +63,9 @@ ROLES: Mapping[str, Mapping[str, str]] = {
         "timeline": "Draw a recorded trace.",
     },
 }
+
+REMOVED: Mapping[str, str] = {"trial": "guidellm compares servers: send each the same load"}
+"""Former commands, and what serves in their place."""
 
 EPILOG = """\b
 Examples:
@@ -101,6 +103,8 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
+            if advice := REMOVED.get(args[0]):
+                raise click.UsageError(f"{args[0]}: this command was removed: {advice}", ctx) from error
             near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
             if not near:
                 raise

@@ -18,6 +18,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 _CHUNK = 1 << 18
 _MAX_JSON = 64 << 20
 _TRIES = 8
+_VARIABLES = "LADDERTRON_API_KEY or OPENAI_API_KEY"
 _AWAY = (0, 429, 502, 503, 504, 507)
 """Statuses of a server that is unreachable, or cannot answer now."""
 
@@ -32,7 +33,7 @@ class ApiError(RuntimeError):
 
 class BatchClient:
     """Methods raise ApiError; reads are retried while the server is unreachable or busy, and `away` is called before
-    the first retry. `url` ends in /v1; `timeout` in seconds; `variable`: where `key` is from, for messages."""
+    the first retry. `url` ends in /v1; `timeout` in seconds."""
 
     def __init__(
         self,
@@ -40,7 +41,6 @@ class BatchClient:
         key: str | None = None,
         timeout: float = 60.0,
         away: Callable[[ApiError], None] = lambda error: None,
-        variable: str = "LADDERTRON_API_KEY or OPENAI_API_KEY",
     ) -> None:
         try:
             parts = urlsplit(url.rstrip("/"))
@@ -50,9 +50,8 @@ class BatchClient:
         if not good or not (parts.path.isascii() and parts.path.isprintable() and " " not in parts.path):
             raise ApiError(f"{url!r} must be an http or https URL, such as http://127.0.0.1:8000/v1")
         if key is not None and not (key.isascii() and key.isprintable()):
-            raise ApiError(f"the API key in {variable} must be printable ASCII: is it complete, without line breaks?")
+            raise ApiError(f"the API key in {_VARIABLES} must be printable ASCII: is it complete, without line breaks?")
         self._url, self._key, self._timeout, self._parts, self._away = url, key, timeout, parts, away
-        self._variable = variable
 
     def upload(self, path: Path, sent: Callable[[int], None] = lambda size: None) -> dict[str, Any]:
         """Uploads a file; returns its object. `sent` is called with the bytes of every piece."""
@@ -236,7 +235,7 @@ class BatchClient:
             except (OSError, http.client.HTTPException) as error:
                 raise ApiError(f"{self._url}: {error or type(error).__name__}") from error
             if response.status >= 300:
-                where = f"; it is read from {self._variable}" if response.status == 401 else ""
+                where = f"; it is read from {_VARIABLES}" if response.status == 401 else ""
                 raise ApiError(f"{response.status}: {_message(response)}{where}", response.status)
             try:
                 yield response

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from laddertron.launchers.cli.__main__ import group
-from laddertron.tools.bench.trial import Reply, Round, percentiles
 from laddertron.tools.plan.estimate import make_plan
 from laddertron.tools.plan.fleet_simulator import Demand, Replica, simulate_fleet
 from laddertron.tools.plan.layouts import Work
@@ -58,15 +57,6 @@ def test_the_simulator_times_first_and_later_tokens() -> None:
     assert simulate_fleet(replace(replica, later_s=2.0), 1, Demand(2, 1)).first_s == (8.0, 8.0)
     lone = simulate_fleet(replica, 1, Demand(1, 9))
     assert lone.each_s[1] == pytest.approx((lone.took_s[1] - lone.first_s[1]) / (lone.tokens - 1))
-
-
-def test_a_trial_counts_every_reply() -> None:
-    """The 99th percentile over all rounds; a failed reply leaves no figure."""
-    good = Round(1.0, tuple(Reply(1.0 + n, 1.0, 11, "t") for n in range(100)))
-    first, each = percentiles([good])
-    assert first == 1.0
-    assert each == pytest.approx(9.9)
-    assert percentiles([good, Round(1.0, (Reply(0.0, error="refused"),))])[0] != 1.0
 
 
 def plan(slo: str, *more: str) -> Any:

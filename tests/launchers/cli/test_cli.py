@@ -104,6 +104,10 @@ def test_version_and_misspelling(capsys: pytest.CaptureFixture[str]) -> None:
     assert __version__ in invoke("--version").output
     assert cli.main(["chekc"]) == 2
     assert "Did you mean 'check'?" in capsys.readouterr().err
+    for name, advice in cli.REMOVED.items():
+        assert cli.group.get_command(None, name) is None  # type: ignore[arg-type]
+        assert cli.main([name, "--any"]) == 2
+        assert f"error: {name}: this command was removed: {advice}" in capsys.readouterr().err
     assert cli.main(["xyzzy"]) == 2
     assert "No such command 'xyzzy'" in capsys.readouterr().err
 
@@ -392,7 +396,6 @@ def test_a_service_without_home_gets_the_users_own(said: dict[str, str], monkeyp
         ("keys", "add", "FOLDER/keys.json", "alice"),
         ("bundle", "DEMO", "-o", "FOLDER/b.tar.gz"),
         ("batch", "submit", "--help"),
-        ("trial", "--help"),
         ("metrics",),
         ("serve", "DEMO"),
     ],

@@ -54,7 +54,6 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "launch": ((MISSING,), USAGE),
     "topo": ((MISSING,), USAGE),
     "verify": ((MISSING,), USAGE),
-    "trial": ((MISSING, "--against", "http://127.0.0.1:9"), USAGE),
     "acceptance": ((MISSING,), USAGE),
     "preflight": ((MISSING,), USAGE),
     "simulate step": ((MISSING,), USAGE),

@@ -208,7 +208,6 @@ class Served:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("config", type=click.Path())
-@click.option("--against", metavar="URL", help="Another server's API: `trial` compares it with this deployment.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="The page.  [default: stdout]")
 @click.option("--prompt", default=512, show_default=True, type=_COUNT, help="Tokens of a prompt.")
 @click.option("--generate", default=64, show_default=True, type=click.IntRange(2, 10**6), help="New tokens.")
@@ -216,17 +215,15 @@ class Served:
 @click.option("--cases", default=20, show_default=True, type=_COUNT, help="Random mixes of `verify`.")
 @override_options
 def command(
-    config: str, against: str | None, output: Path | None, prompt: int, generate: int, repeats: int, cases: int,
-    overrides: tuple[str, ...],
+    config: str, output: Path | None, prompt: int, generate: int, repeats: int, cases: int, overrides: tuple[str, ...]
 ) -> int:  # fmt: skip
     """Measure a deployment's machines before they serve: one Markdown page, predictions and measurements.
 
-    Runs `preflight`, `bench` at four batch sizes, `verify` and, with --against, `trial`; starts the daemon with an
-    empty store, kills a rank and times the next token. Run it on one of CONFIG's hosts, all of them idle.
+    Runs `preflight`, `bench` at four batch sizes and `verify`; starts the daemon with an empty store,
+    kills a rank and times the next token. Run it on one of CONFIG's hosts, all of them idle.
 
     \b
       laddertron acceptance deploy.yaml -o acceptance.md
-      laddertron acceptance deploy.yaml --against http://vllm:8000/v1 -o acceptance.md
 
     Exit codes: 0 every bound of CONFIG's `acceptance` section is met; 1 one is not, or could not be measured; 2 the
     command line or CONFIG is wrong."""
@@ -240,7 +237,7 @@ def command(
     parts.append(pages.load_part(load, limits))
     with ended_by_term(), tempfile.TemporaryDirectory(prefix="laddertron-acceptance-") as name:
         steps = Steps(os.path.abspath(config), overrides, Path(name), limits.timeout)
-        asked = Asked(prompt, generate, repeats, cases, against)
+        asked = Asked(prompt, generate, repeats, cases)
         try:
             parts += measure(steps, deployment, plan, asked)
         except StepFailed as error:
@@ -267,7 +264,6 @@ class Asked:
     generate: int
     repeats: int
     cases: int
-    against: str | None
 
 
 def _predict(
@@ -301,9 +297,6 @@ def measure(steps: Steps, deployment: Deployment, plan: CapacityEstimate, asked:
     with tempfile.TemporaryDirectory(prefix="laddertron-acceptance-") as folder:
         served = Served(steps, deployment, Path(folder))
         with served.started():
-            if asked.against is not None:
-                _, out = steps.run("trial", "trial", *served.sets, "--against", asked.against, *sizes)
-                yield pages.text_part("trial", out, True)
             most = (deployment.model.max_model_len or plan.question.config.max_position_embeddings) // 2
             tokens = max(16, min(most, round(STREAM_S * rows[0]["decode_tok_s"][0])))
             yield pages.recovery_part(served.kill_a_rank(tokens), limits)
