@@ -18,7 +18,7 @@ from .errors import drop_unwritten, open_streams, report, show_any_text
 
 TOOLS: Mapping[str, tuple[str, ...]] = {
     "plan": ("plan", "simulate"),
-    "bench": ("acceptance", "bench", "profile", "timeline"),
+    "bench": ("acceptance", "bench"),
     "train": ("train", "scan", "adapt", "evaluate"),
 }
 """Commands of tools/, by folder: none of the four layers imports them."""
@@ -58,13 +58,13 @@ ROLES: Mapping[str, Mapping[str, str]] = {
         "manifest": "Write or verify checksums of a model folder.",
         "shard": "Write per-rank files for the fastest restart.",
     },
-    "Profile": {
-        "profile": "Record compute, all-reduces and waits for Perfetto.",
-        "timeline": "Draw a recorded trace.",
-    },
 }
 
-REMOVED: Mapping[str, str] = {"trial": "guidellm compares servers: send each the same load"}
+REMOVED: Mapping[str, str] = {
+    "trial": "guidellm compares servers: send each the same load",
+    "profile": "`bench latency --trace FILE` records the steps",
+    "timeline": "open the file of `bench latency --trace FILE` at https://ui.perfetto.dev",
+}
 """Former commands, and what serves in their place."""
 
 EPILOG = """\b

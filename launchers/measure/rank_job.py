@@ -1,5 +1,5 @@
 """A set of ranks that measures on demand: it answers orders and is idle in between, so that several sets can alternate.
-Ranks of `profile` and `verify` get no orders and only answer.
+Ranks of `bench --trace` and `verify` get no orders and only answer.
 """
 
 from __future__ import annotations

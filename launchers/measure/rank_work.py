@@ -1,4 +1,4 @@
-"""A measuring rank (bench, profile, verify): loads its share of a deployment, works and answers in JSON lines."""
+"""A measuring rank (bench, verify): loads its share of a deployment, works and answers in JSON lines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def main(work: Callable[[Any, Communicator], None]) -> int:
     try:
         identity = identify()
         if identity is None:
-            raise IdentityError("not a rank: `laddertron bench`, `profile` and `verify` start this under a launcher")
+            raise IdentityError("not a rank: `laddertron bench` and `verify` start this under a launcher")
         _be_rank(identity, Path(sys.argv[1]), work)
     except Refusal as refusal:
         say({"refused": str(refusal)})  # once, even if other ranks refuse it too

@@ -1,1 +1,1 @@
-"""Measured steps: benchmarks, spans and timelines."""
+"""Measured steps: benchmarks and spans."""

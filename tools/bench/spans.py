@@ -17,7 +17,7 @@ from ...topology.comm.ledger import Record
 
 Category = Literal["step", "compute", "wait", "all_reduce"]
 SUB_BLOCKS = ("attention", "mlp", "attention_and_mlp", "shortcut")
-COMPUTE_TID, FLIGHT_TID = 1, 10
+COMPUTE_TID, FLIGHT_TID, KERNEL_TID = 1, 10, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +160,55 @@ def _words(layer: int, sub_block: str) -> str:
     return sub_block if layer < 0 else f"layer {layer} {sub_block.replace('_', ' ')}"
 
 
-def chrome_trace(
-    ranks: Mapping[int, tuple[str, float, Sequence[Span]]], about: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """ranks: rank -> (node, seconds to add to its clock, spans). All-reduces that overlap get tracks of their own."""
-    starts = [span.start + offset for _, offset, spans in ranks.values() for span in spans]
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """`offset`: seconds to add to the clock of the node's `spans`; `kernels`: `device_events` of the same steps."""
+
+    node: str
+    offset: float
+    spans: Sequence[Span]
+    kernels: Sequence[Mapping[str, Any]] = ()
+
+
+def device_events(trace: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """From a trace of torch.profiler: kernels and copies of the device, and the ranges of the steps."""
+    cats = ("kernel", "gpu_memcpy", "gpu_memset")
+    keys = ("name", "cat", "ts", "dur", "tid")
+    return [
+        {key: event[key] for key in keys}
+        for event in trace["traceEvents"]
+        if event.get("cat") in cats or (event.get("cat") == "user_annotation" and event["name"].startswith("step "))
+    ]
+
+
+def _kernel_events(rank: int, trace: RankTrace, zero: float) -> list[dict[str, Any]]:
+    """The device's events on the clock of the spans: torch's own is another, on which the same steps are ranges."""
+    began = {span.name: span.start + trace.offset - zero for span in trace.spans if span.category == "step"}
+    ranges = [event for event in trace.kernels if event["cat"] == "user_annotation" and event["name"] in began]
+    if not ranges:
+        return []
+    shift = began[ranges[0]["name"]] * 1e6 - ranges[0]["ts"]
+    kernels = [event for event in trace.kernels if event["cat"] != "user_annotation"]
+    streams = sorted({event["tid"] for event in kernels})
+    moved = [
+        {**event, "ph": "X", "pid": rank, "tid": KERNEL_TID + streams.index(event["tid"]), "ts": event["ts"] + shift}
+        for event in kernels
+    ]
+    return moved + [_thread(rank, KERNEL_TID + i, f"GPU stream {stream}") for i, stream in enumerate(streams)]
+
+
+def _thread(rank: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}
+
+
+def chrome_trace(ranks: Mapping[int, RankTrace], about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """One trace of all ranks. All-reduces that overlap get tracks of their own."""
+    starts = [span.start + trace.offset for trace in ranks.values() for span in trace.spans]
     zero = min(starts, default=0.0)
     events: list[dict[str, Any]] = []
-    for rank, (node, offset, spans) in ranks.items():
+    for rank, trace in ranks.items():
         busy_until: list[float] = []
-        for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        for span in sorted(trace.spans, key=lambda s: (s.start, -s.end)):
             tid = COMPUTE_TID
             if span.category == "all_reduce":
                 track = next((i for i, free in enumerate(busy_until) if free <= span.start), len(busy_until))
@@ -182,16 +221,16 @@ def chrome_trace(
                     "cat": span.category,
                     "pid": rank,
                     "tid": tid,
-                    "ts": (span.start + offset - zero) * 1e6,
+                    "ts": (span.start + trace.offset - zero) * 1e6,
                     "dur": (span.end - span.start) * 1e6,
                     "args": {"step": span.step, "layer": span.layer, "sub_block": span.sub_block, "bytes": span.bytes},
                 }
             )
         tracks = {COMPUTE_TID: "compute and waits"}
         tracks |= {FLIGHT_TID + i: f"all-reduce in flight ({i})" for i in range(len(busy_until))}
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {node}"}})
-        events += [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}
-            for tid, name in tracks.items()
-        ]
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {trace.node}"}}
+        )
+        events += [_thread(rank, tid, name) for tid, name in tracks.items()]
+        events += _kernel_events(rank, trace, zero)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(about or {})}

@@ -130,6 +130,6 @@ def without_carriers(entries: Iterable[Entry]) -> list[Entry]:
 
 def overlap_ratio(hidden_s: float, exposed_s: float) -> float | None:
     """The hidden share of the seconds in flight; None if nothing was in flight. The only definition, used by metrics,
-    `bench`, `timeline`, `run` and the demo."""
+    `bench`, `run` and the demo."""
     flight = hidden_s + exposed_s
     return hidden_s / flight if flight > 0 else None

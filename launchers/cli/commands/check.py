@@ -97,7 +97,7 @@ def dummy_faults(loaded: LoadedDeployment) -> Iterator[str]:
     if loaded.deployment.model.load_format == "dummy" and not loaded.deployment.model.allow_dummy:
         yield loaded.fault(
             "model.load_format",
-            "dummy weights are random, so answers are meaningless: use them with bench and profile only, or set "
+            "dummy weights are random, so answers are meaningless: use them with bench only, or set "
             "model.allow_dummy: true",
         )
 

@@ -24,7 +24,7 @@ from ...job.fleet import Fleet
 from ..errors import show_warning
 from ..fabric_source import faults_of, override_options
 
-SERVICES, JOBS = ("serve",), ("run", "preflight", "bench", "profile", "topo")
+SERVICES, JOBS = ("serve",), ("run", "preflight", "bench", "topo")
 
 
 def starts_its_own(arguments: Sequence[str], deployment: Deployment) -> bool:
@@ -99,7 +99,7 @@ def emitted(kind: str, deployment: Deployment, arguments: Sequence[str], program
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=click.Path())
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="serve|run|preflight|bench|profile|topo [ARGS]…")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="serve|run|preflight|bench|topo [ARGS]…")
 @override_options
 @click.option("--dry-run", is_flag=True, help="Print the command with a reason for each option.")
 @click.option(

@@ -66,8 +66,6 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "convert": (("/dev/null", "/dev/null/out", "--format", "hf"), USAGE),
     "manifest": (("/dev/null",), USAGE),
     "shard": (("/dev/null", "--tp", "2"), USAGE),
-    "profile": ((MISSING,), USAGE),
-    "timeline": (("/dev/null/trace.json", "-o", "t.svg"), USAGE),
 }
 
 
@@ -113,7 +111,6 @@ def test_a_bad_input_is_one_error_of_one_form(
         ("manifest", "."),
         ("manifest", ".", "--check"),
         ("train", "-o", "out", "--text", "."),
-        ("timeline", "text.txt", "-o", "out.svg"),
     ],
     ids=" ".join,
 )
@@ -122,7 +119,6 @@ def test_a_folder_or_file_of_another_kind_is_wrong_input(
 ) -> None:
     """The path exists and is not what the command reads: exit code 2, as for one that is missing."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("")
     assert (cli.main([*words]), capsys.readouterr().err.startswith("error: ")) == (USAGE, True)
 
 

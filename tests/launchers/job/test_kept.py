@@ -1,4 +1,4 @@
-"""What `bench` and `profile` start ends with them: orders reach it, its end is seen, and kill -9 leaves nothing."""
+"""What `bench` starts ends with them: orders reach it, its end is seen, and kill -9 leaves nothing."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def test_kill_9_of_the_caller_ends_it() -> None:
 @pytest.mark.parametrize(
     ("words", "program"),
     [(["bench", "latency", str(CONFIG), "--repeats", "1000"], "bench_rank"),
-     (["profile", str(CONFIG), "--steps", "1000"], "profile_rank")],
-    ids=["bench", "profile"],
+     (["verify", str(CONFIG), "--cases", "1000"], "verify_rank")],
+    ids=["bench", "verify"],
 )  # fmt: skip
 def test_kill_9_of_a_command_ends_its_ranks(words: list[str], program: str, tmp_path: Path) -> None:
     """Two ranks of the demo model under mpirun have started; the command is killed."""

@@ -34,6 +34,7 @@ from ..bench_view import case_table, mix_table, plot
 from ..paper import SWEEPS, Asked, compared, paper_plot, paper_table, run
 
 LINE_S = 5.0
+_TRACE = "Also record decode steps of the first case: compute, all-reduces, waits, GPU kernels (Perfetto)."
 _FAILS = ended_by(RuntimeError, ValueError, end=click.ClickException)
 
 
@@ -63,7 +64,7 @@ def _range(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
 @_FAILS
 def _run(
     config: str, overrides: Sequence[str], variants: Sequence[Variant], cases: Sequence[Case], repeats: int,
-    warm_ups: int, as_json: str | None, picture: str | None,
+    warm_ups: int, as_json: str | None, picture: str | None, trace: str | None,
 ) -> None:  # fmt: skip
     deployment = roomy(read_model(config, overrides), cases)
     check_lengths(deployment, cases)
@@ -78,6 +79,17 @@ def _run(
     _write(rows, as_json)
     if picture is not None:
         plot(rows, Path(picture))
+    if trace is not None:
+        _trace(variants[0].of(deployment, len(variants) == 1), cases[0], Path(trace))
+
+
+def _trace(deployment: Deployment, case: Case, output: Path) -> None:
+    """Records decode steps of the case with ranks of their own, since recording takes time."""
+    options = {"batch": case.batch, "prompt": case.prompt, "output": str(output.resolve())}
+    job = BenchJob(deployment, "trace", "laddertron.tools.bench.trace_rank", (json.dumps(options),))
+    with ended_by_term(), job:
+        pass  # the ranks answer once the trace is written
+    click.echo(f"{output}: open it at https://ui.perfetto.dev", err=True)
 
 
 def _check_variants(deployment: Deployment, variants: Sequence[Variant]) -> None:
@@ -165,6 +177,7 @@ def _case_options(function: Any) -> Any:
         click.option("--generate", default="64", show_default=True, callback=_numbers, help="New tokens."),
         click.option("--warm-ups", type=click.IntRange(0, 100), default=1, show_default=True, help="Untimed runs."),
         click.option("--plot", "picture", metavar="FILE", help="Draw the rates (.png, .svg)."),
+        click.option("--trace", metavar="FILE", callback=_writable, help=_TRACE),
     ):
         function = option(function)
     return function

@@ -1,4 +1,4 @@
-"""Spans of a step: named by layer and sub-block, taken off without a trace, drawn as bars."""
+"""Spans of a step: named by layer and sub-block, taken off without a trace, written for Perfetto."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.rank.rank_status import collective_rows
 from laddertron.models.config.model_config import Wiring
 from laddertron.models.residual import flow, interleave, plan
+from laddertron.tools.bench import trace_rank
 from laddertron.tools.bench.bench_rank import communication
-from laddertron.tools.bench.spans import Span, SpanRecorder, chrome_trace, in_flight, watch
-from laddertron.tools.bench.timeline import TimelineError, read_trace, timeline
+from laddertron.tools.bench.spans import RankTrace, Span, SpanRecorder, chrome_trace, device_events, in_flight, watch
 from laddertron.topology.comm.ledger import Entry, Record, overlap_ratio
 
 STAGE = SimpleNamespace(first_layer=0)
@@ -146,9 +146,9 @@ def spans(step: int = 0, at: float = 5.0, stretch: float = 1.0) -> list[Span]:
     ]
 
 
-def trace(**about: Any) -> dict[str, Any]:
+def trace() -> dict[str, Any]:
     first = [s for step, stretch in enumerate((1.0, 3.0, 2.0)) for s in spans(step, 5.0 + step, stretch)]
-    return chrome_trace({0: ("n0", 0.0, first), 1: ("n1", -100.0, spans(0, 105.0))}, about)
+    return chrome_trace({0: RankTrace("n0", 0.0, first), 1: RankTrace("n1", -100.0, spans(0, 105.0))})
 
 
 def test_all_ranks_stand_on_one_clock_in_tracks_of_their_own() -> None:
@@ -165,9 +165,9 @@ def test_all_ranks_stand_on_one_clock_in_tracks_of_their_own() -> None:
     assert {(1, "rank 1 on n1"), (0, "compute and waits"), (0, "all-reduce in flight (1)")} <= named
 
 
-def test_metrics_bench_and_timeline_have_one_overlap_ratio() -> None:
-    """One step's all-reduces as the heartbeat, `bench` and `timeline` see them, on an emulated link whose carrier does
-    not count; without all-reduces there is no ratio, rather than 0 % or 100 %."""
+def test_metrics_and_bench_have_one_overlap_ratio() -> None:
+    """One step's all-reduces as the heartbeat and `bench` see them, on an emulated link whose carrier does not count;
+    without all-reduces there is no ratio, rather than 0 % or 100 %."""
     flight, waited = 0.05, 0.02
     entries = [
         Entry("all_reduce", "exchange", "node", 2, 64, 0.04, 0.04),
@@ -179,94 +179,66 @@ def test_metrics_bench_and_timeline_have_one_overlap_ratio() -> None:
         rows = tuple(collective_rows(listed))
         windows.add(0, RankHeartbeat(0, "n0", 1, 1, at, rows))
     (known,) = (ratio for (_, op, _), ratio in windows.overlap_ratios(11.0).items() if op == "all_reduce")
-    drawn = timeline(trace()).hidden
-    assert overlap_ratio(*communication(entries)) == pytest.approx(known) == pytest.approx(drawn) == pytest.approx(0.6)
+    assert overlap_ratio(*communication(entries)) == pytest.approx(known) == pytest.approx(0.6)
 
     alone = [Entry("gather", "exchange", "node", 1, 8, 0.3, 0.3)]
-    silent = trace()
-    silent["traceEvents"] = [e for e in silent["traceEvents"] if e.get("cat") not in ("all_reduce", "wait")]
-    assert timeline(silent).hidden is overlap_ratio(*communication(alone)) is None
+    assert overlap_ratio(*communication(alone)) is None
 
 
-def test_the_timeline_is_of_the_median_step() -> None:
-    """Steps of 100, 300 and 200 ms: the third is drawn, from 0; the shortest and any other on demand."""
-    one = timeline(trace(wiring="ladder", ranks=2, batch=4, link="net"))
-    assert one.step_s == pytest.approx(0.2)
-    assert one.title == "ladder — 2 ranks, batch 4, net"
-    assert one.hidden == pytest.approx(1 - 0.02 / 0.05)
-    assert min(bar.start for bar in one.bars) == 0.0
-    assert one.length == pytest.approx(0.2)  # the whole step
-    drawn = sorted((b.start, b.start + b.length) for b in one.bars if b.kind != "flight")
-    assert drawn[0][0] == 0.0
-    assert all(end == pytest.approx(start) for (_, end), (start, _) in pairwise(drawn))
-    assert drawn[-1][1] == pytest.approx(one.step_s)
-    assert max(b.start + b.length for b in timeline(trace(), layers=range(2)).bars) < 0.2
-    assert [bar.kind for bar in one.bars].count("flight") == 2
-    assert {bar.track for bar in one.bars if bar.kind == "flight"} == {0, 1}
-    assert timeline(trace(), step="shortest").step_s == pytest.approx(0.1)
-    assert timeline(trace(), step=1).step_s == pytest.approx(0.3)
-    assert {bar.layer for bar in timeline(trace(), layers=range(1, 2)).bars} == {1}
+def test_a_gpu_s_kernels_come_on_the_clock_of_the_spans() -> None:
+    """torch's trace has another zero; the ranges of the steps are in both. Operators of the host are left out."""
+    events = [
+        {"ph": "X", "name": "step 0", "cat": "user_annotation", "ts": 7000.0, "dur": 1e5, "tid": 9, "pid": 4},
+        {"ph": "X", "name": "gemm", "cat": "kernel", "ts": 7020.0, "dur": 5.0, "tid": 31, "pid": 0, "args": {}},
+        {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": 7010.0, "dur": 50.0, "tid": 9, "pid": 4},
+        {"ph": "M", "name": "process_name", "pid": 4, "args": {}},
+    ]
+    kernels = device_events({"traceEvents": events})
+    assert [event["name"] for event in kernels] == ["step 0", "gemm"]
+    merged = chrome_trace({0: RankTrace("n0", 0.0, spans(0, 5.0)), 1: RankTrace("n1", -99.0, spans(0, 105.0), kernels)})
+    (gemm,) = (event for event in merged["traceEvents"] if event["name"] == "gemm")
+    assert (gemm["pid"], gemm["ts"], gemm["dur"]) == (1, pytest.approx(1e6 + 20.0), 5.0)
+    assert "GPU stream 31" in {e["args"]["name"] for e in merged["traceEvents"] if e["ph"] == "M"}
+    assert "gemm" not in json.dumps(chrome_trace({0: RankTrace("n0", 0.0, [], kernels)}))
 
 
-def test_what_is_not_in_the_trace_is_said(tmp_path: Path) -> None:
-    with pytest.raises(TimelineError, match=r"ranks \[0, 1\]"):
-        timeline(trace(), rank=7)
-    with pytest.raises(TimelineError, match="steps 0 to 2"):
-        timeline(trace(), step=9)
-    with pytest.raises(TimelineError, match="nothing of layers"):
-        timeline(trace(), layers=range(5, 6))
-    for text in ("", "[]", '{"traceEvents": 3}', '{"traceEvents": [{}]}'):
-        (tmp_path / "t.json").write_text(text)
-        with pytest.raises(TimelineError):
-            read_trace(tmp_path / "t.json")
+def test_torch_s_profiler_has_the_ranges_of_the_steps() -> None:
+    kernels = trace_rank._Kernels()
+    with kernels, kernels.annotate("step 3"), kernels.annotate("layer 0 mlp"):
+        pass
+    assert [event["name"] for event in kernels.events] == ["step 3"]
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_the_picture(tmp_path: Path, suffix: str) -> None:
-    """Two traces in one picture. The SVG has both titles as they are."""
-    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
-    for name in ("standard", "ladder"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(trace(wiring=name)))
-    out = tmp_path / f"picture.{suffix}"
-    files = [str(tmp_path / f"{name}.json") for name in ("standard", "ladder")]
-    done = CliRunner().invoke(group, ["timeline", *files, "-o", str(out), "--layers", "0-1"], standalone_mode=False)
-    assert done.exception is None
-    assert out.stat().st_size > 4000
-    bad = CliRunner().invoke(group, ["timeline", files[0], "-o", str(out), "--layers", "3-1"])
-    assert bad.exit_code == 2
-    gone = CliRunner().invoke(group, ["timeline", str(tmp_path / "no.json"), "-o", str(out)])
-    assert "no trace of" in gone.output
-
-
-@pytest.mark.slow
-def test_a_real_profile_of_two_ranks(tmp_path: Path) -> None:
-    """The demo model over its emulated link, under mpirun: both ranks, every layer, flights that last about 1 ms."""
+def record(path: Path, *words: str) -> dict[str, Any]:
+    """The trace of the demo model under mpirun."""
     config = Path(__file__).resolve().parents[3] / "configs/demo.yaml"
-    out = tmp_path / "trace.json"
-    done = CliRunner().invoke(group, ["profile", str(config), "--steps", "3", "-o", str(out)], standalone_mode=False)
+    sizes = ["--prompt", "8", "--generate", "2", "--repeats", "1", "--warm-ups", "0"]
+    command = ["bench", "latency", str(config), *sizes, *words, "--trace", str(path)]
+    done = CliRunner().invoke(group, command, standalone_mode=False)
     assert done.exception is None, done.output
-    found = read_trace(out)
-    assert found["otherData"]["wiring"] == "ladder"
-    for rank in (0, 1):
-        for step in range(3):
-            one = timeline(found, rank, step)
-            flights = [bar for bar in one.bars if bar.kind == "flight"]
-            assert {bar.layer for bar in flights} == {-1, *range(found["otherData"]["layers"])}
-            assert min(bar.length for bar in flights) >= 0.0009
+    trace: dict[str, Any] = json.loads(path.read_text())
+    return trace
 
 
 @pytest.mark.slow
-def test_a_real_profile_of_two_stages(tmp_path: Path) -> None:
+def test_a_trace_of_two_ranks(tmp_path: Path) -> None:
+    """Over the emulated link: both ranks, every layer, all-reduces of at least 0.9 ms in every step."""
+    trace = record(tmp_path / "trace.json")
+    about = trace["otherData"]
+    assert (about["wiring"], about["ranks"], about["batch"]) == ("ladder", 2, 1)
+    flights = [event for event in trace["traceEvents"] if event.get("cat") == "all_reduce"]
+    layers = {(e["pid"], e["args"]["step"], e["args"]["layer"]) for e in flights}
+    assert layers == {(r, step, n) for r in (0, 1) for step in range(8) for n in range(-1, about["layers"])}
+    assert min(event["dur"] for event in flights) >= 900
+
+
+@pytest.mark.slow
+def test_a_trace_of_two_stages(tmp_path: Path) -> None:
     """Each stage its own layers, by the model's numbers; the second one waits for the first one's rows."""
-    config = Path(__file__).resolve().parents[3] / "configs/demo.yaml"
-    out = tmp_path / "trace.json"
     sets = ["--set", "parallel.tensor_parallel_size=1", "--set", "parallel.pipeline_parallel_size=2"]
-    words = ["profile", str(config), *sets, "--steps", "3", "-o", str(out)]
-    done = CliRunner().invoke(group, words, standalone_mode=False)
-    assert done.exception is None, done.output
-    found = read_trace(out)
-    spans = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    trace = record(tmp_path / "trace.json", *sets)
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     layers = [{e["args"]["layer"] for e in spans if e["pid"] == rank} - {-1} for rank in (0, 1)]
-    assert sorted(layers[0] | layers[1]) == list(range(found["otherData"]["layers"]))
+    assert sorted(layers[0] | layers[1]) == list(range(trace["otherData"]["layers"]))
     assert max(layers[0]) < min(layers[1])
     assert {e["pid"] for e in spans if e["name"] == "wait for hidden rows"} == {1}

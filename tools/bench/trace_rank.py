@@ -1,8 +1,8 @@
-"""`python -m laddertron.tools.bench.profile_rank DEPLOYMENT.json OPTIONS`: decodes on every rank of a deployment
-and records what happens when.
+"""`python -m laddertron.tools.bench.trace_rank DEPLOYMENT.json OPTIONS`: decodes on every rank of a deployment and
+records when each rank computed, communicated and waited.
 
-Started by launchers/measure/rank_job.py for `laddertron profile`; OPTIONS are JSON. Rank 0 gathers the spans over the
-group itself (no shared folder is needed) and writes the trace.
+Started by launchers/measure/rank_job.py for `laddertron bench --trace`; OPTIONS are JSON. Rank 0 gathers the spans over
+the group itself (no shared folder is needed) and writes the trace.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Ahead, Engine, StepProgress, drain, follow
 from ...launchers.measure.rank_work import main, say
 from ...topology.comm.groups import Communicator
-from .spans import Span, SpanRecorder, chrome_trace, watch
+from .spans import RankTrace, Span, SpanRecorder, chrome_trace, device_events, watch
 
 WARM_UP = 8
 """Steps before the first one that is recorded."""
+STEPS = 8
 
 
-class _ProfiledRunner:
-    """The runner; steps [WARM_UP, WARM_UP + steps) that decode alone are recorded."""
+class _RecordedRunner:
+    """The runner; steps [WARM_UP, WARM_UP + STEPS) that decode alone are recorded."""
 
-    def __init__(self, runner: Any, communicator: Communicator, recorder: SpanRecorder, steps: int) -> None:
-        self._runner, self._communicator, self._recorder, self._steps = runner, communicator, recorder, steps
+    def __init__(self, runner: Any, communicator: Communicator, recorder: SpanRecorder) -> None:
+        self._runner, self._communicator, self._recorder = runner, communicator, recorder
         self._seen = 0
 
     def run(self, batch: Batch, ahead: Ahead | None = None) -> StepResult | None:
@@ -49,7 +50,7 @@ class _ProfiledRunner:
             waits = self._communicator.pipeline is None  # stages would stand idle if every step were waited for
             return self.wait_result() if waits and result is None else result
 
-        if not decodes or not WARM_UP <= number < WARM_UP + self._steps:
+        if not decodes or not WARM_UP <= number < WARM_UP + STEPS:
             return run()
         self._recorder.begin_step(number - WARM_UP)
         started = time.monotonic()
@@ -63,10 +64,10 @@ class _ProfiledRunner:
         return result
 
 
-def _requests(batch: int, prompt: int, tokens: int, vocab: int) -> list[Request]:
+def _requests(batch: int, prompt: int, vocab: int) -> list[Request]:
     """Synthetic prompts; nothing ends them early."""
     dice = np.random.default_rng(0)
-    params = SamplingParams(max_tokens=tokens, seed=0, temperature=0.0)
+    params = SamplingParams(max_tokens=WARM_UP + STEPS + 4, seed=0, temperature=0.0)
     return [Request(f"p{i}", tuple(dice.integers(0, vocab, prompt).tolist()), params) for i in range(batch)]
 
 
@@ -80,19 +81,17 @@ def _moment(communicator: Communicator) -> float:
     return time.monotonic()
 
 
-def profile(built: Any, communicator: Communicator) -> None:
+def record(built: Any, communicator: Communicator) -> None:
     """This rank's part."""
     options = json.loads(sys.argv[2])
-    wanted = communicator.layout.ranks[communicator.rank] in options["ranks"]
-    operators = _Operators() if options["ops"] and wanted else None
-    recorder = SpanRecorder(operators.annotate) if operators else SpanRecorder()
-    runner = _ProfiledRunner(built.runner, communicator, recorder, options["steps"])
+    kernels = _Kernels() if built.runner.cache.keys[0].device.type == "cuda" else None
+    recorder = SpanRecorder(kernels.annotate) if kernels else SpanRecorder()
+    runner = _RecordedRunner(built.runner, communicator, recorder)
     watch(built.runner.model, recorder)
-    with operators or nullcontext():
+    with kernels or nullcontext():
         if communicator.leads:
             engine = Engine(Scheduler(built.scheduler_limits), runner, communicator.plans, StepProgress())
-            tokens = WARM_UP + options["steps"] + 4
-            for request in _requests(options["batch"], options["prompt"], tokens, built.limits.vocab_size):
+            for request in _requests(options["batch"], options["prompt"], built.limits.vocab_size):
                 engine.add(request)
             for event in drain(engine):
                 if event.finish == "error":
@@ -100,50 +99,44 @@ def profile(built: Any, communicator: Communicator) -> None:
             engine.close()
         else:
             follow(runner, communicator.plans, StepProgress())
-    said = {
+    report = {
         "node": socket.gethostname(),
         "moment": _moment(communicator),
-        "spans": [asdict(span) for span in recorder.spans] if wanted else [],
-        "ops": operators.trace if operators else None,
+        "spans": [asdict(span) for span in recorder.spans],
+        "kernels": kernels.events if kernels else [],
     }
-    packed = gzip.compress(json.dumps(said).encode(), compresslevel=1)
-    everyone = [json.loads(gzip.decompress(item)) for item in communicator.collect(packed)]
+    packed = gzip.compress(json.dumps(report).encode(), compresslevel=1)
+    reports = [json.loads(gzip.decompress(item)) for item in communicator.collect(packed)]
     if communicator.leads:
-        links = sorted({entry.link for entry in communicator.ledger.entries() if entry.op == "all_reduce"})
         about = {
-            "model": options["model"],
             "wiring": built.config.wiring.name,
             "layers": built.config.num_layers,
-            "ranks": len(everyone),
+            "ranks": len(reports),
             "batch": options["batch"],
-            "link": next((link for link in links if link.startswith("emulated")), ", ".join(links)),
         }
-        write_trace(Path(options["output"]), everyone, about)
+        Path(options["output"]).write_text(json.dumps(chrome_trace(_on_one_clock(reports), about)))
         say({"written": options["output"]})
 
 
-def write_trace(path: Path, everyone: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """The spans of all ranks in one file; each rank's operators, where they were asked for, in a second one."""
-    first = everyone[0]
-    ranks = {}
-    for rank, said in enumerate(everyone):
-        offset = 0.0 if said["node"] == first["node"] else first["moment"] - said["moment"]
-        if said["spans"]:
-            ranks[rank] = (said["node"], offset, [Span(**span) for span in said["spans"]])
-        if said["ops"] is not None:
-            path.with_name(f"{path.stem}.rank{rank}.ops.json").write_text(said["ops"])
-    path.write_text(json.dumps(chrome_trace(ranks, about)))
+def _on_one_clock(reports: list[dict[str, Any]]) -> dict[int, RankTrace]:
+    first, ranks = reports[0], {}
+    for rank, report in enumerate(reports):
+        offset = 0.0 if report["node"] == first["node"] else first["moment"] - report["moment"]
+        spans = [Span(**span) for span in report["spans"]]
+        ranks[rank] = RankTrace(report["node"], offset, spans, report["kernels"])
+    return ranks
 
 
-class _Operators:
-    """torch's own profiler around everything: operators and kernels, with the spans' names as ranges."""
+class _Kernels:
+    """A context of torch's own profiler around everything, with the spans' names as ranges; `events` at its end: the
+    device's, and the ranges."""
 
     def __init__(self) -> None:
         from torch import profiler
 
         self._profiler: Any = profiler
         self._profile: Any = profiler.profile()
-        self.trace = ""
+        self.events: list[dict[str, Any]] = []
 
     def annotate(self, name: str) -> AbstractContextManager[Any]:
         named: AbstractContextManager[Any] = self._profiler.record_function(name)
@@ -157,8 +150,8 @@ class _Operators:
         with tempfile.TemporaryDirectory(prefix="laddertron-") as folder:
             file = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(file))
-            self.trace = file.read_text()
+            self.events = device_events(json.loads(file.read_text()))
 
 
 if __name__ == "__main__":
-    sys.exit(main(profile))
+    sys.exit(main(record))
