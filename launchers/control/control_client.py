@@ -23,10 +23,11 @@ from typing import Any, cast
 from ... import __version__
 from ...engine.request import TokensEvent
 from ...topology.json_codec import ReadError
+from ...topology.placement.machines import boot_id, own_addresses
 from . import frames, messages
 from .control import ENV_ADDRESS, ENV_SECRET, WATCHDOG_S
 from .frames import FrameError
-from .processes import boot_id, start_time
+from .processes import start_time
 
 BEAT_S = 1.0
 CONNECT_S = 30.0
@@ -92,7 +93,8 @@ class ControlClient:
         self._silence_s = welcome.silence_s if silence_s is None else silence_s
         self._socket.settimeout(self._silence_s)
         pid = os.getpid()
-        self._put(messages.Hello(rank, local_rank, socket.gethostname(), pid, start_time(pid) or 0, boot_id(), version))
+        host, here = socket.gethostname(), own_addresses(self._socket.getsockname()[0])
+        self._put(messages.Hello(rank, local_rank, host, pid, start_time(pid) or 0, boot_id(), version, here))
         threads = (self._read_on, "control-read"), (self._write_on, "control-write")
         self._threads = [threading.Thread(target=t, name=name, daemon=True) for t, name in threads]
         for thread in self._threads:

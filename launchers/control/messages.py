@@ -24,6 +24,7 @@ from ...engine.request import (
     params_to_json,
 )
 from ...topology import json_codec
+from ...topology.placement.machines import MAX_ADDRESSES, Machine
 
 MAX_TEXT = 1 << 20
 MAX_EVENTS = 65536
@@ -157,7 +158,8 @@ class Dump:
 @dataclass(frozen=True, slots=True)
 class Hello:
     """Rank -> server, in reply to Welcome: the identity of the rank's process. `boot_id` and `start_time` (ticks since
-    boot, /proc/self/stat) distinguish it from a later process with the same pid."""
+    boot, /proc/self/stat) distinguish it from a later process with the same pid; `hostname`, `boot_id` and `addresses`
+    are its Machine's."""
 
     type: Literal["hello"] = field(default="hello", kw_only=True)
     rank: Index
@@ -167,6 +169,11 @@ class Hello:
     start_time: Count
     boot_id: ShortText
     version: ShortText
+    addresses: Annotated[tuple[ShortText, ...], MaxLen(MAX_ADDRESSES)] = ()
+
+    @property
+    def machine(self) -> Machine:
+        return Machine(self.hostname, self.boot_id, self.addresses)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,6 @@ def ended_by_term() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def boot_id() -> str:
-    """The boot id, equal for all processes of one running kernel."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
-
-
 def is_alive(process: ProcessId) -> bool:
     """Whether the process exists; False for a zombie, which has neither memory nor devices."""
     return start_time(process.pid) == process.started

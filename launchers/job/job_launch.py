@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from ... import __version__
 from ...engine.job import RankHeartbeat
+from ...topology.placement.machines import boot_id
 from ..compose.mpi import LaunchCommand
 from ..control import messages, processes
 from ..control.control import ENV_ADDRESS, ENV_SECRET, ControlThread, new_secret
@@ -205,7 +206,7 @@ class Launch:
 
     async def _kill_known(self) -> list[str]:
         """Kills ranks on this host that are no descendants of the keeper (Slurm's); returns the names of survivors."""
-        here = (socket.gethostname(), processes.boot_id())
+        here = (socket.gethostname(), boot_id())
         known: dict[int, processes.ProcessId] = {}
         for rank, state in self._board.ranks.items():
             if (hello := state.hello) is not None and (hello.hostname, hello.boot_id) == here:

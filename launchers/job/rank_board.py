@@ -12,6 +12,7 @@ from typing import Any
 
 from ... import __version__
 from ...engine.request import ModelLimits
+from ...topology.placement.machines import shared_hostname
 from ..control.messages import SILENCE_S, Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
 from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled, unreachable
 from .options import JobTimeouts
@@ -106,6 +107,9 @@ class RankBoard:
                 if message.version != __version__:
                     text = f"it runs laddertron {message.version}, the daemon {__version__}: install one everywhere"
                     news.append(self.sign(Evidence("mismatch", rank, text)))
+                greeted = {other: one.hello.machine for other, one in self.ranks.items() if one.hello is not None}
+                if (shared := shared_hostname(greeted)) is not None:
+                    news.append(self.sign(Evidence("mismatch", *shared)))
                 news.append(self._progress(""))
             case Announce(digests):
                 state.digests = digests

@@ -26,7 +26,7 @@ from ...topology.json_codec import build, unbuild
 from ...topology.placement.identity import Identity, require_world
 from ...topology.placement.layout import observed_layout
 from ..rank import load_tuning as tuned
-from ..rank.rank import choose_device, comm_options, local_address, set_threads
+from ..rank.rank import choose_device, comm_options, local_address, require_own_hostnames, set_threads
 from .preflight_job import MEET_S, START_S, Watch, sign
 from .preflight_links import SLACK_S, measure_links, report, sweep, unconnected
 from .preflight_plan import (
@@ -198,6 +198,7 @@ def meet(deployment: Deployment, identity: Identity, bootstrap: Bootstrap) -> tu
     setups = tuple(Setup(**json.loads(data)) for data in bootstrap.all_gather(json.dumps(asdict(mine)).encode()))
     if findings := unlike(setups):
         raise UnlikeRanks("\n".join(map(str, findings)))
+    require_own_hostnames(bootstrap)
     return setups
 
 

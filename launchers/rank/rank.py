@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import socket
@@ -24,8 +25,10 @@ from ...topology.hardware.cpu_tier import current as current_tier
 from ...topology.hardware.cuda_stack import CudaUnusable, choose, look
 from ...topology.hardware.interfaces import address_of
 from ...topology.hardware.sysfs import Sysfs, available_bytes
+from ...topology.json_codec import from_json, unbuild
 from ...topology.placement.identity import Identity
 from ...topology.placement.layout import observed_layout
+from ...topology.placement.machines import Machine, shared_hostname, this_machine
 from ...topology.placement.mapping import MappingError, verify
 from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, bind, cores_here, expected, of_host
 from ..control import messages
@@ -106,11 +109,19 @@ def require_transport(deployment: Deployment, backend: str, spans: bool) -> None
         )
 
 
+def require_own_hostnames(bootstrap: Bootstrap) -> None:
+    """Raises MappingError on every rank if two machines of the job have one hostname. All ranks call it at once."""
+    said = bootstrap.all_gather(json.dumps(unbuild(this_machine())).encode())
+    if (shared := shared_hostname({rank: from_json(Machine, text) for rank, text in enumerate(said)})) is not None:
+        raise MappingError(shared[1])
+
+
 def join_group(
     deployment: Deployment, identity: Identity, secret: bytes = b"", bootstrap: Bootstrap | None = None
 ) -> Communicator:
     """Connects this rank's group. Raises ValueError, MeshError or RuntimeError."""
     bootstrap = bootstrap or bootstrap_of(identity, os.environ)
+    require_own_hostnames(bootstrap)
     said = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
     places = [place.decode().partition(" ") for place in said]
     nodes = tuple(node for _, _, node in places)

@@ -16,11 +16,11 @@ import struct
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..comm.bootstrap import Bootstrap
 from ..placement.layout import GroupLayout
+from ..placement.machines import boot_id
 
 DATA, PLAN, STAGE, BACK = range(4)
 """Channels: a group's tensors, rank 0's plans; between neighbouring pipeline stages, and from the last to the first."""
@@ -163,8 +163,7 @@ def _meet(
 
 def host_token() -> str:
     """Equal for two processes that can share a unix socket: one kernel, one network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{boot_id()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def _verify(ranks: tuple[int, ...], layout: list[list[int]], group: Cards) -> None:

@@ -80,7 +80,7 @@ SERVER_MESSAGES: list[Message] = [
     Dump(4),
 ]
 RANK_MESSAGES: list[Message] = [
-    Hello(1, 0, "node-b", 77, 123456, "boot", "0.1"),
+    Hello(1, 0, "node-b", 77, 123456, "boot", "0.1", ("10.0.0.2", "fd00::2")),
     Announce({"weights": "feed"}),
     Loading(0.25, "embedding"),
     Ready(LIMITS),

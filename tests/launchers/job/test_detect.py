@@ -103,6 +103,17 @@ def test_which_node_makes_room_for_a_spare() -> None:
     assert of(("launch", None), ("launch", None), ("launch", None)) is None
 
 
+def test_one_hostname_on_two_machines_is_refused_at_the_second_hello() -> None:
+    """Cloned machines: the last rank has not even connected."""
+    board = RankBoard(3, JobTimeouts(), began=0.0)
+    assert kinds(board.heard(0, Hello(0, 0, "gpu", 1, 1, "boot-a", __version__, ("10.0.0.1",)), 1.0)) == ["Loading"]
+    news = board.heard(1, Hello(1, 0, "gpu", 1, 1, "boot-b", __version__, ("10.0.0.2",)), 1.0)
+    assert kinds(news) == ["mismatch", "Loading"]
+    failure = board.judge(None, (), {})
+    assert (failure.kind, failure.rank) == ("mismatch", 1)
+    assert "the hostname gpu: 10.0.0.1 (rank 0) and 10.0.0.2 (rank 1); " in failure.reason
+
+
 @pytest.mark.parametrize(
     ("silent", "said"), [(0.0, []), (2.9, []), (3.1, ["Suspect"]), (9.9, ["Suspect"]), (10.1, ["silent"])]
 )

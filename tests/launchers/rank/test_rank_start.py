@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -24,7 +25,14 @@ from laddertron.launchers.compose.rank_mapping import ENV_CORES
 from laddertron.launchers.control.messages import Command, Drain, HeldWeights, Load, Shutdown, Standing, StateMessage
 from laddertron.launchers.control.processes import start_time
 from laddertron.launchers.rank import rank
-from laddertron.launchers.rank.rank import DeviceError, comm_options, require_transport, run_rank, set_threads
+from laddertron.launchers.rank.rank import (
+    DeviceError,
+    comm_options,
+    require_own_hostnames,
+    require_transport,
+    run_rank,
+    set_threads,
+)
 from laddertron.launchers.rank.rank_status import Status
 from laddertron.launchers.rank.standing_by import StandbyRefused, stand_by
 from laddertron.topology.comm.bootstrap import StoreBootstrap, bootstrap_of, open_store
@@ -315,3 +323,17 @@ def test_a_rank_that_stands_by_keeps_the_weights_of_the_one_that_serves(caplog: 
     assert kept is not None
     assert os.pread(kept, 16, 0) == b"weights"
     os.close(kept)
+
+
+def test_a_hostname_of_two_machines_ends_the_ranks_before_they_connect() -> None:
+    """Ranks of an outer launcher have no owner that would compare them."""
+
+    class Namesake:
+        rank, size = 0, 2
+
+        def all_gather(self, payload: bytes) -> list[bytes]:
+            own = json.loads(payload)
+            return [payload, json.dumps({**own, "boot_id": "another", "addresses": ["10.9.9.9"]}).encode()]
+
+    with pytest.raises(MappingError, match=rf"the hostname {socket.gethostname()}: .* and 10\.9\.9\.9 \(rank 1\)"):
+        require_own_hostnames(Namesake())
