@@ -18,8 +18,8 @@ from ...engine.text.tokenizer import TextModel
 from ...launchers.cli.errors import UsageError
 from ...models.config.model_config import from_folder
 from ...topology.comm.ledger import overlap_ratio
-from ..slo import percentile
 from .bench import Case, interleaved, spread, step_bytes
+from .slo import percentile
 
 Row = dict[str, Any]
 NEW_TOKENS = 128

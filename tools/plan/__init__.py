@@ -1,1 +1,1 @@
-"""Whether a model fits and how fast it will be, by arithmetic; and simulators of a step and of a fleet."""
+"""Whether a model fits and how fast it will be, by arithmetic; and a simulator of a step."""

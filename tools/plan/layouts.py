@@ -91,7 +91,7 @@ class Depth:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`replicas` groups of `tp` ranks in `stages`; `speeds` of the batches that fit; prompt time of a stage."""
+    """`replicas` groups of `tp` ranks in `stages`; `speeds` of the batches that fit."""
 
     tp: int
     replicas: int
@@ -101,8 +101,6 @@ class Layout:
     memory: Memory
     speeds: tuple[Speed, ...]
     depths: tuple[Depth, ...]
-    prompt_s: float = 0.0
-    chunks: int = 1
 
     @property
     def gpus(self) -> int:
@@ -175,7 +173,7 @@ def _layout(
     room = memory(config, tp, stored, keys, devices.memory_bytes, stages)
     rates, links = devices.rates(stored.weights), devices.links(nodes, tp // nodes)
     group = group_of(fullest_stage(config, stages), tp, stored, rates, links, keys.replicate_embedding)
-    speeds, depths, prompt_s = [], [], 0.0
+    speeds, depths = [], []
     if room.kv_bytes > 0:
         crossing = hop(config, devices, stored, tp, stages)
         prompt_s = group.prefill(work.prompt, keys.max_num_batched_tokens).total_s
@@ -195,8 +193,7 @@ def _layout(
         for context in work.contexts:
             if context <= config.max_position_embeddings:
                 depths.append(depth(group, room, context, stages, replicas, crossing, work.gpu_hour))
-    chunks = ceil(work.prompt / keys.max_num_batched_tokens)
-    return Layout(tp, replicas, stages, stored, config.wiring, room, tuple(speeds), tuple(depths), prompt_s, chunks)
+    return Layout(tp, replicas, stages, stored, config.wiring, room, tuple(speeds), tuple(depths))
 
 
 def depth(

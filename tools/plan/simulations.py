@@ -1,5 +1,5 @@
-"""The simulations of `laddertron simulate`: a step by every wiring, one replica over more nodes, a fleet with one
-queue; each as numbers and as a table. Pure, except that it reads the named fabric.
+"""The simulations of `laddertron simulate`: a step by every wiring, and one replica over more nodes; each as
+numbers and as a table. Pure, except that it reads the named fabric.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ from ...topology.hardware.fabric import counted
 from ...topology.hardware.presets import preset
 from .answer import Sheet
 from .estimate import Question, group_in, memory_in, part_of, steps_in, wirings
-from .fleet_simulator import Demand, Faults, FleetOutcome, replica_of, simulate_fleet
 from .layouts import Work
 from .plan_source import Asked, from_names
 from .roofline import Load
 from .step_simulator import StepCost, StepTime, law
-
-COMMITS_PER_S = 1000.0
-"""Results that one daemon's store has been seen to commit in a second."""
 
 _NODES = re.compile(r"(?P<count>[1-9][0-9]{0,4})x(?P<node>[1-9][0-9]*x[A-Za-z0-9-]+)")
 
@@ -109,85 +105,8 @@ def scaling_sheet(model: str, batch: int, context: int, spans: tuple[ReplicaSpan
     return Sheet(f"{model}, one replica, {batch} sequences at {context}", columns, rows, 1, note)
 
 
-@dataclass(frozen=True, slots=True)
-class FleetAsked:
-    """A fleet and its work. `tp` None: as few nodes as the model fits on; `mtbf_hours` None: no failures."""
-
-    model: str
-    spec: str
-    requests: int
-    tp: int | None = None
-    wiring: str = "auto"
-    fp8: bool = False
-    per_s: float | None = None
-    prompt: int = 1024
-    output: int = 512
-    slots: int = 128
-    mtbf_hours: float | None = None
-    relaunch_s: float = 300.0
-    seed: int = 0
-
-
-def fleet(asked: FleetAsked) -> tuple[FleetOutcome, Sheet]:
-    """Raises ValueError where a replica does not fit, PlacementError where it cannot be laid out."""
-    count, node = nodes_of(asked.spec)
-    work = Work(asked.prompt, asked.output)
-    q = _fewest(asked, count, node, work)
-    per_node, size = len(preset(node).nodes[0].devices), q.placement.tensor_parallel_size
-    nodes = len({s.hostname for s in q.placement.seats})
-    replicas = count // nodes if size >= per_node else count * (per_node // size)
-    room = memory_in(q)
-    fitting = room.sequences(asked.prompt + asked.output + asked.output // 2)
-    if fitting < 1:
-        raise ValueError(f"{asked.model}: {room.verdict}: use more nodes a replica (--tp) or --fp8")
-    slots = min(asked.slots, fitting)
-    replica = replica_of(
-        replace(group_in(q), split=q.split), slots, asked.prompt, work.context, q.keys.max_num_batched_tokens
-    )
-    faults = Faults(asked.mtbf_hours * 3600 / nodes if asked.mtbf_hours else None, asked.relaunch_s)
-    outcome = simulate_fleet(replica, replicas, Demand(asked.requests, asked.output, asked.per_s, asked.seed), faults)
-    return outcome, _fleet_sheet(q, outcome, nodes, slots)
-
-
-def _fleet_sheet(q: Question, o: FleetOutcome, nodes: int, slots: int) -> Sheet:
-    many = o.commits_per_s > COMMITS_PER_S
-    commits = f"{o.commits_per_s:,.0f} results/s" + (
-        f": more than one store commits (about {COMMITS_PER_S:,.0f}/s), so more than one daemon"
-        if many
-        else f" of about {COMMITS_PER_S:,.0f} that one store commits"
-    )
-    rows = (
-        ("replicas", f"{o.replicas} of {counted(nodes, 'node')}, {slots} sequences each"),
-        ("all done after", _time(o.span_s)),
-        ("output", f"{o.tokens_per_s:,.0f} tokens/s, {o.tokens_per_s / o.replicas:,.0f} a replica"),
-        ("queue wait, median / p99", f"{_time(o.wait_s[0])} / {_time(o.wait_s[1])}"),
-        ("arrival to answer, median / p99", f"{_time(o.took_s[0])} / {_time(o.took_s[1])}"),
-        ("replicas busy", f"{o.busy:.0%}"),
-        ("replicas lost", f"{o.losses}; {o.down_s / o.span_s / o.replicas:.2%} of replica time down"),
-        ("computed twice", f"{o.lost_tokens:,} tokens ({o.lost_tokens / max(1, o.tokens):.2%})"),
-        ("the queue commits", commits),
-    )
-    what = f"{q.name} ({q.stored.weights}, {q.config.wiring.name}), tp {q.placement.tensor_parallel_size}"
-    return Sheet(f"{what}: {o.requests:,} requests", ("", ""), rows, 2)
-
-
-def _fewest(asked: FleetAsked, count: int, node: str, work: Work) -> Question:
-    """One replica on as few nodes as it fits on, or of `tp` ranks."""
-    per_node = len(preset(node).nodes[0].devices)
-    if not per_node:
-        raise ValueError(f"{asked.spec}: fleets are of GPU nodes, such as 1000x8xH100")
-    config = known(asked.model)
-    span = -(-asked.tp // per_node) if asked.tp else 1
-    while True:
-        size = asked.tp or span * per_node
-        q = from_names(asked.model, Asked(preset(f"{span}x{node}"), work, asked.fp8), asked.wiring, size, 1)
-        if asked.tp or memory_in(q).fits or span * 2 > count or not splits(config, size * 2):
-            return q
-        span *= 2
-
-
 def nodes_of(spec: str) -> tuple[int, str]:
-    """(nodes, one node's preset) of `16x8xH100`. A fleet's fabric is never built: one replica's is enough."""
+    """(nodes, one node's preset) of `16x8xH100`. Raises ValueError."""
     found = _NODES.fullmatch(spec)
     if found is None:
         raise ValueError(f"--nodes {spec}: expected NODESxGPUSxMODEL such as 16x8xH100")
@@ -199,9 +118,3 @@ def delayed(q: Question, delay_s: float) -> Question:
     from ...topology.link_cost import Emulation
 
     return replace(q, emulated=Emulation(f"link {delay_s * 1e3:g} ms", delay_s))
-
-
-def _time(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

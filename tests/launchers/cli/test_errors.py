@@ -58,7 +58,6 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "preflight": ((MISSING,), USAGE),
     "simulate step": ((MISSING,), USAGE),
     "simulate scale": (("--model", "no-such"), USAGE),
-    "simulate fleet": (("--model", "no-such"), USAGE),
     "train": (("--layers", "x"), USAGE),
     "scan": (("/dev/null", "--text", "."), USAGE),
     "adapt": (("/dev/null", "-o", "/dev/null/out", "--text", "."), USAGE),

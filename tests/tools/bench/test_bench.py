@@ -27,7 +27,7 @@ from laddertron.tools.bench.bench import (
     step_bytes,
 )
 from laddertron.tools.bench.bench_view import case_table, mix_table, plot
-from laddertron.tools.slo import percentile
+from laddertron.tools.bench.slo import percentile
 from rich.console import Console
 from waiting import FOR_EVER_S, HANG_S
 

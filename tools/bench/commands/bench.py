@@ -27,11 +27,11 @@ from ....launchers.measure.rank_job import BenchJob
 from ....models.config.wiring import WIRINGS
 from ....topology.json_codec import write_file
 from ....topology.placement.identity import IdentityError, identify
-from ...slo import Slo, slo_option
 from ..bench import Case
 from ..bench_measure import Row, Say, Variant, check_lengths, measure, measure_mix, read_items, roomy
 from ..bench_view import case_table, mix_table, plot
 from ..paper import SWEEPS, Asked, compared, paper_plot, paper_table, run
+from ..slo import Slo, slo_option
 
 LINE_S = 5.0
 _TRACE = "Also record decode steps of the first case: compute, all-reduces, waits, GPU kernels (Perfetto)."

@@ -9,14 +9,11 @@ import click
 
 from ....launchers.cli.fabric_source import faults_of, set_option
 from ....models.config.wiring import WIRINGS
-from ...slo import Slo, slo_option
 from ..advice import deployment_text
 from ..estimate import CapacityEstimate, make_plan
 from ..layouts import Work
 from ..plan_source import question
-from ..plan_view import print_sheet
-from ..rates import as_numbers, held_rates, rates_sheet
-from ..tables import as_json, markdown, sheet_lines
+from ..tables import as_json, markdown
 
 
 @click.command()
@@ -47,7 +44,6 @@ from ..tables import as_json, markdown, sheet_lines
     metavar="DOLLARS",
     help="Price of a GPU hour.",
 )
-@slo_option
 @set_option
 @click.option("--all", "whole", is_flag=True, help="Print every table and the assumptions.")
 @click.option("--json", "json_out", is_flag=True, help="Print every number as JSON, in base units.")
@@ -61,8 +57,8 @@ from ..tables import as_json, markdown, sheet_lines
 )
 def command(
     config: str | None, model: str | None, fabric: str | None, tp: int | None, replicas: int | None, wiring: str,
-    max_model_len: int | None, fp8: bool, prompt: int, output: int, gpu_hour: float, slo: Slo | None,
-    overrides: tuple[str, ...], whole: bool, json_out: bool, markdown_out: bool, write: str | None,
+    max_model_len: int | None, fp8: bool, prompt: int, output: int, gpu_hour: float, overrides: tuple[str, ...],
+    whole: bool, json_out: bool, markdown_out: bool, write: str | None,
 ) -> None:  # fmt: skip
     """Predict memory, speed and cost of a deployment, and compare it with other layouts of the same GPUs.
 
@@ -71,7 +67,6 @@ def command(
       laddertron plan deploy.yaml --fabric fabric.json --all
       laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --write deploy.yaml
       laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --wiring ladder --gpu-hour 1.90 --json
-      laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --slo ttft=6s,tpot=175ms
     """
     for name, value in (("--tp", tp), ("--replicas", replicas), ("--max-model-len", max_model_len)):
         if value is not None and config is not None:
@@ -83,28 +78,17 @@ def command(
     named = {"wiring": wiring, "size": tp, "replicas": replicas, "max_model_len": max_model_len}
     with faults_of(config or model or "plan", "parallel: "):
         plan = make_plan(question(config, model, fabric, Work(prompt, output, gpu_hour), fp8, overrides, **named))
-    held = None
-    if slo is not None:
-        with faults_of("--slo"):
-            held = held_rates(plan.layouts, slo, plan.question.work)
     if write is not None:
         with faults_of(f"--write {write}"):
             text = deployment_text(plan, config)
         Path(write).write_text(text, encoding="utf-8")
         click.echo(f"wrote {write}", err=True)
     if json_out:
-        rates = {} if held is None else {"held_rates": [as_numbers(x) for x in held]}
-        click.echo(json.dumps(as_json(plan) | rates, indent=1))
+        click.echo(json.dumps(as_json(plan), indent=1))
     elif markdown_out:
         click.echo(markdown(plan), nl=False)
     else:
         _show(plan, whole)
-    if held and slo and not json_out:
-        sheet = rates_sheet(held, slo, plan.question.work)
-        if markdown_out:
-            click.echo("\n" + "\n".join(sheet_lines(sheet)))
-        else:
-            print_sheet(sheet)
 
 
 def _show(plan: CapacityEstimate, whole: bool) -> None:

@@ -1,30 +1,27 @@
-"""`laddertron simulate`: step times, scaling and fleets on hypothetical hardware. No torch, MPI, weights or GPU."""
+"""`laddertron simulate`: step times and scaling on hypothetical hardware. No torch, MPI, weights or GPU."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Any
 
 import click
 
 from ....launchers.cli.fabric_source import faults_of
-from ....models.config.wiring import WIRINGS
 from ..layouts import Work
 from ..plan_source import question
 from ..plan_view import print_sheet
 from ..roofline import Load
-from ..simulations import FleetAsked, delayed, fleet, scaling, scaling_sheet, steps
+from ..simulations import delayed, scaling, scaling_sheet, steps
 
 
 @click.group()
 def command() -> None:
-    """Simulate steps, scaling and fleets: the engine's wirings on a virtual clock, with published or measured rates.
+    """Simulate steps and scaling: the engine's wirings on a virtual clock, with published or measured rates.
 
     \b
       laddertron simulate step --model llama-3.1-405b --nodes 2x8xH100 --batch 4
       laddertron simulate scale --model llama-3.1-405b --nodes 16x8xH100
-      laddertron simulate fleet --model llama-3.1-405b --nodes 1000x8xH100 --mtbf-hours 2000
     """
 
 
@@ -80,48 +77,3 @@ def scale_command(model: str, nodes: str, batch: int, context: int, fp8: bool, j
         click.echo(json.dumps([asdict(span) for span in spans], indent=1))
     else:
         print_sheet(scaling_sheet(model, batch, context, spans))
-
-
-@command.command("fleet")
-@click.option("--model", required=True, metavar="NAME", help="A known architecture.")
-@click.option(
-    "--nodes", "spec", default="1000x8xH100", show_default=True, metavar="SPEC", help="All nodes of the fleet."
-)
-@click.option("--tp", type=click.IntRange(1), help="Ranks of a replica; default: as few nodes as the model fits on.")
-@click.option("--wiring", type=click.Choice(WIRINGS), default="auto", show_default=True, help="Wiring of the weights.")
-@click.option("--fp8", is_flag=True, help="Weights in fp8.")
-@click.option("--requests", type=click.IntRange(1, 2_000_000), default=100_000, show_default=True)
-@click.option(
-    "--per-second",
-    "per_s",
-    type=click.FloatRange(0, min_open=True),
-    help="Arrivals per second; default: all at the start.",
-)
-@click.option("--prompt", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a prompt.")
-@click.option("--output", type=click.IntRange(1), default=512, show_default=True, help="Mean tokens of an answer.")
-@click.option("--slots", type=click.IntRange(1), default=128, show_default=True, help="engine.max_num_seqs.")
-@click.option(
-    "--mtbf-hours",
-    type=click.FloatRange(0, min_open=True),
-    help="Mean time between failures of one node; default: no failures.",
-)
-@click.option(
-    "--relaunch",
-    "relaunch_s",
-    type=click.FloatRange(0),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time to relaunch a replica after a failure.",
-)
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--json", "json_out", is_flag=True, help="Print every number as JSON, in seconds and tokens.")
-def fleet_command(json_out: bool, **asked: Any) -> None:
-    """Simulate replicas behind one queue: batch time, waiting time, the cost of failed nodes."""
-    with faults_of("simulate"):
-        outcome, sheet = fleet(FleetAsked(**asked))
-    if json_out:
-        rates = {"tokens_per_s": outcome.tokens_per_s, "commits_per_s": outcome.commits_per_s}
-        click.echo(json.dumps({**asdict(outcome), **rates}, indent=1))
-    else:
-        print_sheet(sheet)
