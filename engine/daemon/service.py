@@ -26,6 +26,7 @@ from .http.bodies import HeldBodies
 from .http.connections import ServerOptions, connections_within
 from .http.keys import KeyRing
 from .http.probes import ProbeListener
+from .http.reservations import Reservations
 from .http.server import make_server
 from .http.state import Services
 from .key_limits import NO_LIMITS
@@ -197,7 +198,8 @@ class Daemon:
         core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, served, parts.model_digest)
         batches = Batches(Core(*core), daemon.retention)
         bodies = HeldBodies(limits.max_held_bytes, limits.max_request_bytes)
-        return Services(*core, batches, int(time.time()), bodies)
+        uploads = Reservations(store, usage, limits.min_free_disk)
+        return Services(*core, batches, int(time.time()), bodies, uploads)
 
 
 async def calm_collector(daemon: Daemon) -> None:

@@ -74,11 +74,14 @@ class Usage:
         day, most = self.today(), self.limits_of(owner).tokens_per_day
         return (day + 1) * DAY - self._store.clock.now() if most is not None and self._today[owner] >= most else 0.0
 
-    def check_stored(self, owner: str, stored: int, more: int) -> None:
-        """Raises ApiError if `more` bytes would exceed the owner's limit on stored bytes."""
+    def check_stored(self, owner: str, stored: int, more: int, in_flight: int = 0) -> None:
+        """Raises ApiError if `more` bytes, with those of the owner's other uploads `in_flight`, would exceed its limit
+        on stored bytes."""
         most = self.limits_of(owner).stored_bytes
-        if most is not None and stored + more > most:
-            message = f"this key has stored {stored} bytes and may store {most}: delete files, or send less than {more}"
+        if most is not None and stored + in_flight + more > most:
+            others = f", {in_flight} more are being uploaded," if in_flight else ""
+            message = f"this key has stored {stored} bytes{others} and may store {most}"
+            message += f": delete files, or send less than {more}"
             self._refuse(owner, "stored_bytes", message, 60)
 
     def add(self, owner: str, tokens: Tokens, requests: int = 1, stored: bool = False) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, BinaryIO, Literal, TypeVar
@@ -17,15 +18,16 @@ from pydantic import Field
 from ...openai.errors import ApiError
 from ...openai.validators import StrictModel, checked, json_schema, takes
 from ..store import records
-from ..store.disk import NewFile, free_bytes
+from ..store.disk import NewFile
 from ..store.files import new_digest
 from ..store.rows import FileRow, new_id
 from ..store.store import StoreUnavailable
 from .errors import not_found, unstored
+from .reservations import Reservation
 from .state import Services, audit, owner_of
 from .upload import FormParser, boundary_of
 
-_CHUNK, _READ = 1 << 20, 1 << 18
+_CHUNK, _READ = 1 << 18, 1 << 18
 T = TypeVar("T")
 
 
@@ -81,8 +83,8 @@ class _Lines:
 class _Upload:
     """Buffers received bytes and writes them in large pieces, outside the event loop."""
 
-    def __init__(self, services: Services, file: NewFile) -> None:
-        self._services, self._file = services, file
+    def __init__(self, services: Services, file: NewFile, reservation: Reservation) -> None:
+        self._services, self._file, self._reservation = services, file, reservation
         self._parts: list[bytes] = []
         self._size = 0
         self._lines = _Lines(services.limits.max_lines, services.limits.max_line_bytes)
@@ -99,7 +101,8 @@ class _Upload:
     async def write(self, least: int) -> None:
         if self._size >= least:
             data, self._parts, self._size = b"".join(self._parts), [], 0
-            await self._services.store.in_thread(lambda: self._write(data))
+            await finished(self._services.store.in_thread(lambda: self._write(data)))
+            self._reservation.wrote(len(data))
 
     def _write(self, data: bytes) -> None:
         self._file.write(data)
@@ -158,6 +161,28 @@ def files_router(services: Services) -> APIRouter:
     return router
 
 
+async def finished(work: Awaitable[T]) -> T:
+    """Awaits work to its end, even if the caller is cancelled: a thread uses the caller's file."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        task.result()
+        raise
+
+
+async def _keep(services: Services, file: NewFile, row: FileRow) -> None:
+    """Commits an upload's bytes and its row, or neither. Raises ApiError, OSError or StoreUnavailable."""
+    try:
+        await services.store.in_thread(file.commit)
+        check = partial(services.usage.check_stored, row.owner, more=row.bytes)
+        await services.batches.add_file(row, check)
+    except Exception:
+        file.path.unlink(missing_ok=True)
+        raise
+
+
 async def _store(services: Services, request: Request) -> FileRow:
     """Reads a form to the disk and adds the file to the store; deletes the bytes if it is refused. Raises ApiError."""
     boundary = boundary_of(request.headers.get("content-type", ""))
@@ -165,31 +190,28 @@ async def _store(services: Services, request: Request) -> FileRow:
     length = int(request.headers.get("content-length", "0")[:20] or 0)
     if not store.check_there() or store.failure is not None:
         raise unstored(store.failure or "")
-    if free_bytes(store.folder) - length < services.limits.min_free_disk:
-        raise unstored("the disk is nearly full")
-    owner = owner_of(request)
-    services.usage.check_stored(owner, await services.read(lambda db: records.stored_bytes(db, owner)), length)
-    file_id = new_id("file-")
+    owner, file_id = owner_of(request), new_id("file-")
     try:
-        with NewFile(store.path_of(file_id), store.disk_files) as file:
-            into = _Upload(services, file)
-            form = FormParser(boundary, into.take)
-            async for chunk in request.stream():
-                form.feed(chunk)
-                await into.write(_CHUNK)
-            form.close()
-            row = _row(form, file_id, owner, store.clock.stamp())
-            await into.write(0)
-            await store.in_thread(file.commit)
-            row = replace(row, bytes=file.size, digest=into.digest.hexdigest())
-        await services.batches.add_file(row, lambda stored: services.usage.check_stored(owner, stored, row.bytes))
-    except ApiError:
-        store.path_of(file_id).unlink(missing_ok=True)
-        raise
+        with services.uploads.begin(owner) as reservation:
+            await reservation.grow(length)
+            with NewFile(store.path_of(file_id), store.disk_files) as file:
+                into = _Upload(services, file, reservation)
+                form = FormParser(boundary, into.take)
+                received = 0
+                async for chunk in request.stream():
+                    received += len(chunk)
+                    await reservation.grow(received)
+                    form.feed(chunk)
+                    await into.write(_CHUNK)
+                form.close()
+                row = _row(form, file_id, owner, store.clock.stamp())
+                await into.write(0)
+                row = replace(row, bytes=file.size, digest=into.digest.hexdigest())
+                await finished(_keep(services, file, row))
+            reservation.stored(row.bytes)
     except (OSError, StoreUnavailable) as error:
         if isinstance(error, OSError):
             services.observer.store_error()
-        store.path_of(file_id).unlink(missing_ok=True)
         raise unstored(f"the file could not be stored ({error})") from error
     return row
 

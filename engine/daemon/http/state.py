@@ -17,6 +17,7 @@ from ..store.store import StoreUnavailable
 from .bodies import HeldBodies
 from .errors import not_found, unstored
 from .keys import Key
+from .reservations import Reservations
 
 audit_log = logging.getLogger("laddertron.audit")
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class Services(Core):
     batches: Batches
     started_at: int
     bodies: HeldBodies
+    uploads: Reservations
     samples: Samples = field(default_factory=Samples)
 
     async def read(self, query: Callable[[sqlite3.Connection], T], owner: str | None = None) -> T:
