@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ...topology.json_codec import reader
-from .schema import WITHDRAWN, Deployment, PathKind, Range, Unit, Word
+from .schema import REMOVED, Deployment, PathKind, Range, Unit, Word
 from .yaml_tree import Items, Scalar, Table, Tree
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
@@ -135,17 +135,22 @@ def _located(problem: ErrorDetails, tree: Tree) -> tuple[int, tuple[str, ...], s
     elif get_origin(above) is Mapping:
         text = f"{_shown(tree)} is not text: put it in quotes"
     else:
-        text = _refused(problem["type"], tree, hint)
+        text = _removed_value(keys, tree) or _refused(problem["type"], tree, hint)
     return depth, tuple(keys), located(where, ".".join(keys), text)
 
 
 def _unknown(keys: list[str], known: list[str]) -> str:
     *section, key = keys
-    if withdrawn := WITHDRAWN.get(".".join(keys)):
-        return f"withdrawn: {withdrawn}; remove the key"
+    if advice := REMOVED.get(".".join(keys)):
+        return f"removed: {advice}"
     elsewhere = (name for name, cls in hints(Deployment).items() if [name] != section and key in hints(cls))
     hint = next((f" (did you mean {name}.{key}?)" for name in elsewhere), did_you_mean(key, known))
     return f"unknown key, allowed: {', '.join(known)}{hint}"
+
+
+def _removed_value(keys: list[str], tree: Tree) -> str | None:
+    advice = REMOVED.get(f"{'.'.join(keys)}={tree.text}") if isinstance(tree, Scalar) else None
+    return advice and f"{_shown(tree)} was removed: {advice}"
 
 
 def _refused(kind: str, tree: Tree, hint: Any) -> str:

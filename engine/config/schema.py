@@ -77,11 +77,12 @@ CPU_KV_CACHE_MEMORY = 512 * MIB
 PLACEMENT = "placement"
 """`launch.bind_to`: ranks bind themselves to the cores of their seats; any other value is the launcher's own word."""
 
-WITHDRAWN = {
-    "model.shared_filesystem": "each rank reads its own slices; to read every byte once, write per-rank files with "
-    "`laddertron shard MODEL --tensor-parallel-size N`",
+REMOVED = {
+    "model.shared_filesystem": "remove the key: each rank reads its own slices; to read every byte once, write "
+    "per-rank files with `laddertron shard MODEL --tensor-parallel-size N`",
+    "parallel.backend=mpi": "use auto or native, also under mpirun, which still starts the ranks",
 }
-"""Keys that there were, and what serves in their place."""
+"""Former keys and key=value pairs, and what to do instead."""
 
 Text = Annotated[str, Word(r"[^\x00]+", "text")]
 PathStr = Annotated[str, Word(r"[^~\x00][^\x00]*", "a path"), PathKind("path")]
@@ -127,7 +128,7 @@ class ParallelConfig:
     overlap: bool = True
     split_steps: Literal["auto", "always", "never"] = "auto"
     collective: Literal["auto", "flat", "two_level", "exchange", "emulated"] = "auto"
-    backend: Literal["auto", "native", "mpi", "gloo", "nccl"] = "auto"
+    backend: Literal["auto", "native", "gloo", "nccl"] = "auto"
     emulated_delay: Annotated[float, Unit("seconds"), Range(0, 10)] = 0.0
     emulated_bandwidth: Size | None = None  # bytes a second; None: only the delay
     emulated_fabric: Annotated[str, Word(r"[0-9]+x[A-Za-z0-9-]{1,40}", "a fabric such as 2x8xH100")] | None = None

@@ -205,14 +205,11 @@ def unlike(setups: Sequence[Setup]) -> tuple[Finding, ...]:
 def _transports(reports: Sequence[RankReport], require: str) -> list[Finding]:
     if require == "any":
         return []
-    if unknown := [r for r in reports if r.transport.used == "mpi"]:
-        text = f"parallel.require_transport is {require}; which network MPI takes is not known here: ask UCX_TLS or btl"
-        return [Finding("warning", _who(unknown), text)]
     if by_sockets := [r for r in reports if r.transport.used in ("native", "gloo")]:
         used = by_sockets[0].transport.used
         text = (
-            f"parallel.require_transport is ib, backend {used} sends over sockets between nodes: use backend nccl "
-            "(or mpi), or require_transport: any"
+            f"parallel.require_transport is ib, backend {used} sends over sockets between nodes: use backend nccl, "
+            "or require_transport: any"
         )
         return [Finding("error", _who(by_sockets), text)] if require == "ib" else []
     if require == "socket":

@@ -113,7 +113,7 @@ def tuned_choice(
     made if a tuning file is configured or groups span nodes; with NCCL and gloo, which choose well without one, only if
     both hold. If the file is missing or does not match, rank 0 warns and uses untuned prices. Every rank calls it."""
     parallel, backend = deployment.parallel, backend_here(deployment)
-    if parallel.collective != "auto" or parallel.deterministic or backend == "mpi":
+    if parallel.collective != "auto" or parallel.deterministic:
         return None
     # NOTE: tests all groups, not this rank's: either all ranks must reach all_gather, or none.
     size = parallel.tensor_parallel_size

@@ -104,8 +104,8 @@ def require_transport(deployment: Deployment, backend: str, spans: bool) -> None
         os.environ.setdefault("NCCL_NET", "IB" if wanted == "ib" else "Socket")
     elif wanted == "ib" and backend in ("native", "gloo"):
         raise ValueError(
-            f"parallel.require_transport is ib, backend {backend} sends over sockets between nodes: use backend nccl "
-            "(or mpi), or require_transport: any"
+            f"parallel.require_transport is ib, backend {backend} sends over sockets between nodes: use backend nccl, "
+            "or require_transport: any"
         )
 
 

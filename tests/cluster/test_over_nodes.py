@@ -49,7 +49,7 @@ def ranks(cluster: Cluster, case: str, **arguments: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["native", "gloo", "mpi"])
+@pytest.mark.parametrize("backend", ["native", "gloo"])
 def test_no_byte_goes_around_the_link(link: Cluster, backend: str) -> None:
     """200 all-reduces of 16 KB between two nodes: the link carries every byte in both directions, loopback and
     /dev/shm none, and each all-reduce takes at least the link's delay."""

@@ -1,4 +1,4 @@
-"""The collectives of gloo and NCCL (torch.distributed) and MPI (mpi.py). `flat` leaves the algorithm to the library;
+"""The collectives of gloo and NCCL (torch.distributed). `flat` leaves the algorithm to the library;
 two_level.py adds a strategy over torch.distributed.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ..placement.layout import GroupLayout
-from .bootstrap import Bootstrap, MpiBootstrap
+from .bootstrap import Bootstrap
 from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Gathering, PeerLost
 from .groups import CommOptions, Deterministic, TorchGroups
 from .ledger import Ledger
@@ -44,22 +44,14 @@ def other_backend(
     ledger: Ledger,
     takes: Callable[[int], bool] | None = None,
 ) -> Parts:
-    """The parts of the backend `name` (mpi, gloo or nccl); `takes`: see two_level.two_level. Raises ValueError if the
+    """The parts of the backend `name` (gloo or nccl); `takes`: see two_level.two_level. Raises ValueError if the
     backend is not available, or lacks the strategy."""
-    has = ("auto", "flat") if name == "mpi" else ("auto", "flat", "two_level")
-    if options.collective not in (*has, "emulated") and options.deterministic is not True:
+    if options.collective not in ("auto", "flat", "two_level", "emulated") and options.deterministic is not True:
         raise ValueError(
             f"collective: {options.collective} is the native transport's, backend {name} has algorithms of its own: "
-            f"use collective {', '.join(has[:-1])} or {has[-1]}, or backend native"
+            "use collective auto, flat or two_level, or backend native"
         )
     link = "net" if len(layout.nodes) > 1 else "node"
-    if name == "mpi":
-        if not isinstance(bootstrap, MpiBootstrap):
-            raise ValueError("backend: mpi needs ranks started by mpirun or srun: use native or gloo here")
-        from .mpi import MpiBackend
-
-        backend = MpiBackend(bootstrap, layout, options, ledger, link)
-        return backend, backend.gathers, backend.set_timeout, backend.close
     tp, levels = groups.tp, two_level(groups.subgroups, takes)
     timeout = [options.timeout_s]
 
@@ -71,7 +63,7 @@ def other_backend(
 
     if name == "nccl":
         if not torch.cuda.is_available():
-            raise ValueError("backend: nccl needs a CUDA device: use native, gloo or mpi on CPUs")
+            raise ValueError("backend: nccl needs a CUDA device: use native or gloo on CPUs")
         from .nccl import DeviceWait, NcclGather, Roll, describe_paths, join, nccl_collective
 
         hosts = [host.decode() for host in bootstrap.all_gather(socket.gethostname().encode())]

@@ -31,8 +31,7 @@ class Bootstrap(Protocol):
 
 
 class MpiBootstrap:
-    """The ranks of an mpirun or srun. MPI is initialised here (thread level SERIALIZED) and finalised at exit; `comm`
-    is the world communicator, for the mpi backend's own thread."""
+    """The ranks of an mpirun or srun. MPI is initialised here (thread level SERIALIZED) and finalised at exit."""
 
     def __init__(self) -> None:
         import mpi4py

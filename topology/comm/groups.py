@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..placement.layout import GroupLayout
     from .pipeline import Pipeline
 
-BackendName = Literal["auto", "native", "mpi", "gloo", "nccl"]
+BackendName = Literal["auto", "native", "gloo", "nccl"]
 Deterministic = Literal["everywhere"] | bool
 CollectiveName = Literal["auto", "flat", "two_level", "exchange", "doubling", "pipeline", "emulated"]
 

@@ -19,7 +19,7 @@ nodes of one rank; two_level: reduce-scatter inside the node, all-reduce across 
 all-gather inside; pipeline: the fewest bytes, in chunks: reduce-scatter, then all-gather, inside the node and between
 nodes alike; p2p: one message one way."""
 
-Backend = Literal["nccl", "mpi", "gloo", "native"]
+Backend = Literal["nccl", "gloo", "native"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,9 @@ def possible(strategy: Strategy, shape: Shape) -> bool:
 def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
     """The strategies that `backend` supports on this layout for messages of `nbytes` (None: of any size). NCCL and gloo
     choose among their own algorithms, of which NCCL's are hierarchical already. two_level is listed to be measured, and
-    replaces them only for sizes at which a tuning file prefers it (`untuned`). MPI only has its own."""
+    replaces them only for sizes at which a tuning file prefers it (`untuned`)."""
     if backend != "native":
-        both = backend in ("nccl", "gloo") and possible("two_level", shape)
-        return ("flat", "two_level") if both else ("flat",)
+        return ("flat", "two_level") if possible("two_level", shape) else ("flat",)
     if nbytes is not None and nbytes > WHOLE_BYTES:
         return ("pipeline",)
     ours: tuple[Strategy, ...] = ("exchange", "two_level", "doubling", "pipeline")
@@ -153,7 +152,7 @@ def sent_bytes(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) 
     volume passes the link between nodes, which one in `per_node` of its links is."""
     t = terms(backend, replace(shape, rails=max(shape.rails, shape.per_node)), strategy, nbytes)
     across = t.inter_bytes
-    if strategy == "flat" and backend in ("nccl", "gloo"):
+    if strategy == "flat" and backend != "native":
         across /= shape.per_node
     return t.intra_bytes + t.inter_bytes - across, across
 
@@ -167,11 +166,7 @@ def _flat(backend: Backend, shape: Shape, whole: float) -> Terms:
         return Terms(1, hops, 0, across, volume) if shape.nodes > 1 else Terms(1, hops, volume, 0, 0)
     if backend == "gloo":
         return _rendezvous_ring(shape, whole)
-    if backend == "native":
-        return terms(backend, shape, "exchange", int(whole))
-    inside, across = ceil(log2(shape.per_node)), ceil(log2(shape.nodes))
-    share = max(1.0, shape.per_node / shape.rails)
-    return Terms(1, inside, inside * whole, across, across * whole * share)
+    return terms(backend, shape, "exchange", int(whole))
 
 
 def _rendezvous_ring(shape: Shape, whole: float) -> Terms:

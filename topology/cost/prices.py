@@ -13,11 +13,10 @@ from .cost import Backend, Costs, Regime, Shape, price, shape_of, terms, untuned
 
 _US = 1e-6
 
-_OVERHEAD: dict[Backend, float] = {"nccl": 10 * _US, "mpi": 1 * _US, "gloo": 20 * _US, "native": 8 * _US}
+_OVERHEAD: dict[Backend, float] = {"nccl": 10 * _US, "gloo": 20 * _US, "native": 8 * _US}
 
 _LATENCY_US: dict[Backend, dict[LinkClass, float]] = {
     "nccl": {"nvlink": 1.0, "pcie": 4.1, "shm": 4.1, "ib": 10.9, "roce": 12.0, "tcp": 45.0},
-    "mpi": {"nvlink": 1.5, "pcie": 1.5, "shm": 1.5, "ib": 2.0, "roce": 3.0, "tcp": 25.0},
     "gloo": {"nvlink": 12.0, "pcie": 12.0, "shm": 12.0, "ib": 30.0, "roce": 30.0, "tcp": 30.0},
     "native": {"nvlink": 3.0, "pcie": 3.0, "shm": 3.0, "ib": 30.0, "roce": 30.0, "tcp": 30.0},
 }

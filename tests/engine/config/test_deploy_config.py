@@ -16,6 +16,7 @@ import yaml
 from laddertron.engine.config.bind import hints
 from laddertron.engine.config.load import ConfigError, Deployment, digest, draft, from_json, load, read, to_json
 from laddertron.engine.config.rules import RULES
+from laddertron.engine.config.schema import REMOVED
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -425,14 +426,19 @@ def test_a_faulty_override_is_blamed_itself(tmp_path: Path) -> None:
     assert len(found) == 7
 
 
-def test_a_withdrawn_key_names_what_serves_in_its_place(tmp_path: Path) -> None:
-    """In a file and as an override."""
-    said = (
-        "model.shared_filesystem: withdrawn: each rank reads its own slices; to read every byte once, write per-rank "
-        "files with `laddertron shard MODEL --tensor-parallel-size N`; remove the key"
-    )
-    assert faults(tmp_path, "model:\n  path: m\n  shared_filesystem: true\n") == [f"deploy.yaml:3: {said}"]
-    assert faults(tmp_path, "model: {path: m}\n", "model.shared_filesystem=auto") == [f"--set {said}"]
+@pytest.mark.parametrize("removed", REMOVED)
+def test_what_was_removed_names_what_to_do(removed: str, tmp_path: Path) -> None:
+    """A key, or one of its values, in a file and by --set; for a key any value will do."""
+    path, _, value = removed.partition("=")
+    tree: Any = value or "auto"
+    for key in reversed(path.split(".")):
+        tree = {key: tree}
+    text = json.dumps({**tree, "model": {"path": "m"} | tree.get("model", {})})
+    shown = f"{value!r} was removed" if value else "removed"
+    (fault,) = faults(tmp_path, text)
+    assert fault.endswith(f": {path}: {shown}: {REMOVED[removed]}")
+    (fault,) = faults(tmp_path, "model: {path: m}\n", f"{path}={value or 'auto'}")
+    assert fault == f"--set {path}: {shown}: {REMOVED[removed]}"
 
 
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

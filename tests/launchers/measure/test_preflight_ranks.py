@@ -158,9 +158,9 @@ def test_each_backend_says_its_own_name(monkeypatch: pytest.MonkeyPatch, tmp_pat
         report = preflight_links.report(SECOND, bootstrap, backend, torch.device("cpu"), spans, log)
         return report.transport.used
 
-    assert [used(backend) for backend in ("native", "gloo", "mpi")] == ["native", "gloo", "mpi"]
+    assert [used(backend) for backend in ("native", "gloo")] == ["native", "gloo"]
     assert [used("nccl"), used("nccl", log=tmp_path / "log")] == ["NET/Socket", "NET/IB"]
-    assert used("mpi", spans=False) == ""
+    assert used("native", spans=False) == ""
 
 
 def test_nccls_log_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -212,12 +212,11 @@ def test_preflight_measures_both(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "collective"),
-    [(b, c) for b in ("gloo", "nccl", "mpi") for c in ("exchange", "doubling", "pipeline")] + [("mpi", "two_level")],
+    [(b, c) for b in ("gloo", "nccl") for c in ("exchange", "doubling", "pipeline")],
 )
 def test_the_native_transports_strategies_are_refused(backend: str, collective: Any) -> None:
-    """Value, rule and fix. Two levels are refused to MPI alone."""
-    fix = "auto or flat" if backend == "mpi" else "auto, flat or two_level"
-    words = f"collective: {collective} is the native transport's, backend {backend} has .*: use collective {fix}, or"
+    """Value, rule and fix."""
+    words = f"collective: {collective} is the native transport's, backend {backend} has .*: use collective auto, flat"
     missing: Any = None
     with pytest.raises(ValueError, match=words):
         other_backend(backend, missing, TWO_BY_TWO, TorchGroups(), CommOptions(collective=collective), Ledger())

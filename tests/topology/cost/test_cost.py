@@ -75,7 +75,6 @@ def test_untuned_prices_agree_with_published_speeds(shape: Shape, kib: int, us: 
         ("native", "two_level", Shape(2, 2), 1.1),
         ("native", "exchange", Shape(4, 1), 1.1),
         ("native", "doubling", Shape(4, 1), 2.1),
-        ("mpi", "flat", Shape(2, 1), 1.1),
     ],
 )
 def test_a_link_of_one_millisecond(backend: Backend, strategy: Strategy, shape: Shape, ms: float) -> None:
@@ -123,23 +122,21 @@ def test_what_is_possible() -> None:
     assert not possible("two_level", Shape(1, 8))
     assert not possible("two_level", Shape(2, 1))
     with pytest.raises(ValueError, match="doubling is not possible on 3 nodes x 2 ranks"):
-        terms("mpi", Shape(3, 2), "doubling", 1)
-    assert predict(reference("mpi", Shape(1, 1)), Shape(1, 1), "flat", KIB) == 0
+        terms("native", Shape(3, 2), "doubling", 1)
+    assert predict(reference("native", Shape(1, 1)), Shape(1, 1), "flat", KIB) == 0
 
 
 def test_only_what_the_backend_has_is_a_candidate() -> None:
     assert candidates("nccl", TWO_BY_8) == candidates("nccl", TWO_BY_8, 8 << 20) == ("flat", "two_level")
     assert candidates("gloo", Shape(2, 2)) == ("flat", "two_level")
-    assert (
-        candidates("gloo", Shape(4, 1)) == candidates("nccl", Shape(1, 8)) == candidates("mpi", TWO_BY_8) == ("flat",)
-    )
+    assert candidates("gloo", Shape(4, 1)) == candidates("nccl", Shape(1, 8)) == ("flat",)
     assert candidates("native", Shape(4, 1)) == ("exchange", "doubling", "pipeline")
     assert candidates("native", Shape(2, 2)) == ("exchange", "two_level", "pipeline")
     assert candidates("native", Shape(1, 4)) == ("exchange", "pipeline")
     assert candidates("native", Shape(3, 1)) == ("exchange", "pipeline")
     assert candidates("native", Shape(4, 1), WHOLE_BYTES) == ("exchange", "doubling", "pipeline")
     assert candidates("native", Shape(4, 1), WHOLE_BYTES + 1) == ("pipeline",)
-    assert untuned("nccl", TWO_BY_8, 8 << 20) == untuned("gloo", TWO_BY_8) == untuned("mpi", TWO_BY_8) == ("flat",)
+    assert untuned("nccl", TWO_BY_8, 8 << 20) == untuned("gloo", TWO_BY_8) == ("flat",)
     assert untuned("native", Shape(2, 2), 4 * KIB) == candidates("native", Shape(2, 2), 4 * KIB)
 
 
@@ -162,7 +159,7 @@ def test_the_choice_follows_the_size() -> None:
     nodes=st.integers(1, 8),
     per_node=st.integers(1, 8),
     nbytes=st.integers(1, 1 << 24),
-    backend=st.sampled_from(["nccl", "mpi", "gloo", "native"]),
+    backend=st.sampled_from(["nccl", "gloo", "native"]),
 )
 def test_more_bytes_never_cost_less(nodes: int, per_node: int, nbytes: int, backend: Backend) -> None:
     shape = Shape(nodes, per_node, "nvlink", "ib", per_node)
@@ -221,8 +218,8 @@ def test_the_fit_withstands_an_outlier() -> None:
 
 def test_two_protocols_are_two_regimes() -> None:
     """Small messages fast but narrow, large ones slow to start but wide: one line cannot say both."""
-    both = Costs("mpi", (Regime(2 * US, None, LinkCost(5 * US, 5e8)), Regime(20 * US, None, LinkCost(100 * US, 5e9))))
-    found = fit(sweep(both, [Shape(2, 1)], 0.03, 1), "mpi")
+    both = Costs("nccl", (Regime(2 * US, None, LinkCost(5 * US, 5e8)), Regime(20 * US, None, LinkCost(100 * US, 5e9))))
+    found = fit(sweep(both, [Shape(2, 1)], 0.03, 1), "nccl")
     assert len(found.costs.regimes) == 2 or found.costs.strategies
     assert found.worst < TOLERANCE, found.report()
 
@@ -263,7 +260,7 @@ def test_prices_are_never_negative() -> None:
 
 def test_a_fit_needs_points() -> None:
     with pytest.raises(ValueError, match="at least two sizes"):
-        fit([Point("flat", KIB, US, Shape(2, 1))], "mpi")
+        fit([Point("flat", KIB, US, Shape(2, 1))], "gloo")
     with pytest.raises(ValueError, match="must be more than 0"):
         Point("flat", KIB, 0.0, Shape(2, 1))
 
@@ -330,8 +327,8 @@ def test_another_fabric_is_refused_by_what_differs(tmp_path: Path) -> None:
     slow = Fabric(tuple(replace(n, hcas=tuple(replace(h, gbit_per_s=200.0) for h in n.hcas)) for n in PAIR.nodes))
     with pytest.raises(TuningError, match=r"hcas: .*8 x InfiniBand 400 Gb/s there, .*InfiniBand 200 Gb/s here"):
         refuse_other_fabric(tuning, slow, TWO_BY_8, "nccl")
-    with pytest.raises(TuningError, match="backend: nccl there, mpi here"):
-        refuse_other_fabric(tuning, PAIR, TWO_BY_8, "mpi")
+    with pytest.raises(TuningError, match="backend: nccl there, gloo here"):
+        refuse_other_fabric(tuning, PAIR, TWO_BY_8, "gloo")
     with pytest.raises(TuningError, match="links: nvlink and ib there, nvlink and tcp here"):
         refuse_other_fabric(tuning, PAIR, replace(TWO_BY_8, inter="tcp"), "nccl")
     with pytest.raises(TuningError, match="nodes: 2 there, 1 here"):
