@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -60,7 +61,7 @@ class BatchFeed(LineFlights):
         self.batch, self._core, self._gate = batch, core, gate
         self._store, self._usage = core.store, core.usage
         self._path = core.store.path_of(batch.input_file_id)
-        self._encoder = core.encoder.of(batch.owner, batch.id)
+        self._encoder = core.encoder.of(batch.owner, batch.id, math.inf)
         self._in_turn = partial(core.store.in_turn, batch.owner)
         self._rules = rules_of(batch, core.limits)
         self._results: list[Result] = []
@@ -96,7 +97,7 @@ class BatchFeed(LineFlights):
             await self._move()
 
     async def _large(self, line: BatchLine, ids: bool = True) -> Ready:
-        """Prepares a large line in a text worker. Raises OSError if no worker is available."""
+        """Prepares a large line in a text worker."""
         served, limits = self._core.served_model_name, self._dispatcher.limits
         most = limits.max_model_len if ids and limits is not None else _ANY
         return await prepare_line(line, self.batch.endpoint, served, most, self._encoder, ids)

@@ -168,7 +168,7 @@ class Daemon:
             self._stop.set()
         self._parts.observer.store(store.failure)
         least = self._deployment.daemon.limits.min_free_disk
-        why = store.failure or ""
+        why = store.failure or self.services.encoder.failure
         try:
             if not why and (free := free_bytes(store.folder)) < least:
                 why = f"batches pause: {free} bytes are free in {store.folder}, limits.min_free_disk={least}"

@@ -23,7 +23,7 @@ Prepared = tuple[Body, list[tuple[int, ...]]]
 
 async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, encoder: Encoder) -> Prepared:
     """Checks a body and encodes its prompts, which may have at most `max_ids` ids each if the body is large. Raises
-    ApiError."""
+    ApiError or TextUnavailable."""
     if len(raw) <= LARGE_BYTES:
         body = parse_body(bytes(raw), endpoint)
         check_model(body, served)
@@ -37,15 +37,15 @@ async def _asked(raw: Blob, payload: dict[str, Any], encoder: Encoder) -> dict[s
     try:
         reply = await encoder.ask(payload, len(raw), raw)
     except PromptError as error:
-        status = 500 if error.code == "server_error" else 400
-        raise ApiError(str(error), code=error.code, status=status) from None
+        raise ApiError(str(error), code=error.code) from None
     if "refused" in reply:
         raise ApiError(**reply["refused"])
     return reply
 
 
 async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: Encoder) -> bytes:
-    """Answers /tokenize in a worker, as JSON. The text may be longer than the model's context. Raises ApiError."""
+    """Answers /tokenize in a worker, as JSON. The text may be longer than the model's context. Raises ApiError or
+    TextUnavailable."""
     most = max(max_model_len or 1 << 20, LARGE_BYTES)
     payload = {"endpoint": TOKENIZE, "served": served, "max_ids": most, "max_model_len": max_model_len}
     answer: bytes = (await _asked(raw, payload, encoder))["answer"]
@@ -56,15 +56,13 @@ async def prepare_line(
     line: BatchLine, endpoint: Endpoint, served: str, max_ids: int, encoder: Encoder, ids: bool = True
 ) -> tuple[BatchLine, list[tuple[int, ...]] | ApiError]:
     """Checks a large line of a batch in a worker. Returns the line, its body without prompts, and their ids or the
-    error. `ids=False`: only checks it. Raises OSError if no worker is available."""
+    error. `ids=False`: only checks it. Raises TextUnavailable."""
     assert line.raw is not None
     place = [line.number, endpoint]
     try:
         payload = {"line": place, "served": served, "max_ids": max_ids, "ids": ids}
         reply = await encoder.ask(payload, len(line.raw), line.raw)
     except PromptError as error:
-        if error.code == "server_error":
-            raise OSError(str(error)) from error
         bad = ApiError(f"line {line.number}: {error}", code=error.code)
         named = line._replace(raw=None)
         if ids:  # get its custom_id: checking the form alone costs less, and has succeeded before
@@ -177,4 +175,4 @@ def _bound(value: Any, max_ids: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(worker.main(json.loads(sys.argv[1]), answer))
+    sys.exit(worker.main(sys.argv[1:], answer))

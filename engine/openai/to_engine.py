@@ -38,7 +38,8 @@ def check_model(body: Body, served: str) -> None:
 
 
 async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tuple[int, ...]]:
-    """Encodes each prompt, up to `longer` times the usual length, and checks the grammar. Raises ApiError."""
+    """Encodes each prompt, up to `longer` times the usual length, and checks the grammar. Raises ApiError
+    or TextUnavailable."""
     out: list[tuple[int, ...]] = []
     param = "messages" if body.endpoint == CHAT else "prompt"
     longer = longer if body.truncate_prompt_tokens is None else TRUNCATED
@@ -61,19 +62,19 @@ async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tup
                 out.append(prompt)
     except PromptError as error:
         param = "response_format" if error.code == "invalid_grammar" else param
-        status = 500 if error.code == "server_error" else 400
-        raise ApiError(str(error), error.code, param, status=status) from None
+        raise ApiError(str(error), error.code, param) from None
     return out
 
 
 async def with_word_ids(body: Body, text: Encoder) -> Body:
-    """Adds the ids of the bad words to the body; encodes them in a worker, since there may be 128. Raises ApiError."""
+    """Adds the ids of the bad words to the body; encodes them in a worker, since there may be 128. Raises ApiError or
+    TextUnavailable."""
     if not body.bad_words:
         return body
     try:
         ids = await text.bad_word_ids(body.bad_words)
     except PromptError as error:
-        raise ApiError(str(error), error.code, "bad_words", status=500) from None
+        raise ApiError(str(error), error.code, "bad_words") from None
     return body._replace(params=replace(body.params, bad_word_ids=ids))
 
 

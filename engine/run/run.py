@@ -19,7 +19,7 @@ from ..openai.errors import ApiError
 from ..openai.prefetch import prepared
 from ..openai.to_engine import wrong_model
 from ..request import TokensEvent
-from ..text.pool import Encoder
+from ..text.pool import Encoder, TextUnavailable
 from ..text.tokenizer import TextModel
 from .files import RunFiles
 from .past import answer_name
@@ -195,12 +195,17 @@ class BatchRun(LineFlights):
     async def _answer_all(self) -> None:
         await self.dispatcher.room()
         ready = prepared(self._unread, self._encoder, self._options.served_model_name)
-        async with contextlib.aclosing(ready):
-            async for line, prompts in ready:
-                await self.dispatcher.room()
-                self.take(line, prompts)
-                if self._began is None and self._flights:
-                    self._began = time.monotonic()
+        try:
+            async with contextlib.aclosing(ready):
+                async for line, prompts in ready:
+                    await self.dispatcher.room()
+                    self.take(line, prompts)
+                    if self._began is None and self._flights:
+                        self._began = time.monotonic()
+        except TextUnavailable as error:  # for longer than the encoder waits: what is in flight is answered
+            await self._settled()
+            self._end(str(error))
+            return
         self._fed = True
         await self._settled()
 

@@ -1,116 +1,51 @@
 """Encodes text in worker processes: `await pool.encode(…)`, in order, fair among owners. A worker that hangs or uses
-too much memory is killed and replaced; only its item gets an error. Long items leave one worker free for the others.
+too much memory is killed and replaced; only an item that was the cause gets an error. A worker that cannot be started
+is tried again until it can: `failure` says why none runs. Long items leave one worker free for the others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import signal
-import sys
-from array import array
+import logging
+import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from .process import STARTING_LOOKS, WorkerDied, WorkerProcess
 from .tokenizer import ChatOptions, TextError
-from .worker import MAX_FRAME, frame
+from .worker import MAX_FRAME
 
-
-class WorkerDied(Exception):
-    """The worker exited during an item; `overran`: certainly because of that item."""
-
-    def __init__(self, why: str, overran: bool = False) -> None:
-        super().__init__(why)
-        self.overran = overran
-
-
-class WorkerProcess:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-
-    @classmethod
-    async def start(cls, module: str, settings: dict[str, Any]) -> WorkerProcess:
-        # a session of its own: the terminal's ^C is for the parent, which then ends its workers in order
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            module,
-            json.dumps(settings),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=1 << 22,
-            start_new_session=True,
-        )
-        return cls(process)
-
-    @property
-    def ended(self) -> bool:
-        return self._process.returncode is not None
-
-    async def send(self, value: Any) -> None:
-        await self.send_raw(frame(value))
-
-    async def send_raw(self, data: bytes | memoryview) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # its death shows when the answer is read
-            self._process.stdin.write(data)
-            await self._process.stdin.drain()
-
-    async def receive(self, seconds: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        try:
-            async with asyncio.timeout(seconds):
-                value: dict[str, Any] = json.loads(await self._frame())
-                if "ids" in value:
-                    packed, ends = array("I", await self._frame()), list(accumulate(value["ids"], initial=0))
-                    value["ids"] = [packed[start:end].tolist() for start, end in pairwise(ends)]
-                elif "answer" in value:
-                    value["answer"] = await self._frame()
-                return value
-        except TimeoutError:
-            raise WorkerDied(f"it took longer than {seconds:g} s", overran=True) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            code = await self._process.wait()
-            if code == -signal.SIGPROF:
-                raise WorkerDied("it took too much processor time", overran=True) from None
-            raise WorkerDied(f"its text worker ended with exit code {code} (too much memory?)") from None
-
-    async def _frame(self) -> bytes:
-        assert self._process.stdout is not None
-        length = int.from_bytes(await self._process.stdout.readexactly(4), "little")
-        if length > MAX_FRAME:
-            raise WorkerDied(f"its text worker announced {length} bytes")
-        return await self._process.stdout.readexactly(length)
-
-    async def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+log = logging.getLogger(__name__)
 
 
 _BATCH_ITEMS, _BATCH_BYTES = 64, 1 << 20
 LARGE_BYTES = 64 << 10
 """An item larger than this may take long: it is sent alone, and one worker is always free of such items."""
 Blob = bytes | memoryview
-_START_SECONDS = 120.0
-_MAX_FAILED_STARTS = 3
+_MAX_FAILED_STARTS = 3  # of the first worker, before any has run
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+_OWN_DEATHS, _ALL_DEATHS = 2, 5
+"""Workers that exited during an item, by an error of their own or in any way, after which the item is the cause."""
 
 
 class PromptError(ValueError):
     """This text cannot become a prompt; `code` is for the error object: chat_template_error, prompt_too_costly,
-    context_length_exceeded, invalid_grammar, server_error."""
+    context_length_exceeded, invalid_grammar."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
 
 
+class TextUnavailable(OSError):
+    """No text worker runs: not the text's fault. It may be sent again later."""
+
+
 class Encoder:
-    """Encodes text by `ask`, which a subclass defines. Every method may raise PromptError."""
+    """Encodes text by `ask`, which a subclass defines. Every method may raise PromptError or TextUnavailable."""
 
     async def ask(self, payload: dict[str, Any], size: int, blob: Blob = b"") -> dict[str, Any]:
         """Returns the result of worker.py's `answer` for one item; `size` in characters, or bytes of `blob`."""
@@ -137,13 +72,13 @@ class Encoder:
         reply = await self.ask(payload, size)
         if "ids" not in reply:
             raise PromptError(reply["error"], reply["code"])
-        found: list[list[int]] = reply["ids"]
-        return found
+        ids: list[list[int]] = reply["ids"]
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """An item's `cpu_seconds` (four times that in wall-clock time), a worker's `memory_bytes`, and `max_ids`."""
+    """An item's `cpu_seconds` of processor time, a worker's `memory_bytes`, and `max_ids`."""
 
     workers: int = 2
     cpu_seconds: float = 10.0
@@ -158,9 +93,11 @@ class _Item:
     future: asyncio.Future[dict[str, Any]]
     owner: str = ""
     stream: str = ""
+    patience_s: float = 0.0
     blob: Blob = b""
     answered: bool = False
     deaths: int = 0
+    own_deaths: int = 0
 
     @property
     def large(self) -> bool:
@@ -195,6 +132,43 @@ class _Queues:
                     return item
         return None
 
+    def drop(self, condition: Callable[[_Item], bool]) -> list[_Item]:
+        """Removes the items for which the condition holds."""
+        items, dropped = list(iter(self.next, None)), list[_Item]()
+        for item in items:
+            if condition(item):
+                dropped.append(item)
+            else:
+                self.put(item)
+        return dropped
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The place of one worker. `failures`: failed starts and workers that exited unused, in a row; `reason` of the last
+    failed start, "" since a worker runs."""
+
+    worker: WorkerProcess | None = None
+    failures: int = 0
+    reason: str = ""
+    since: float = 0.0
+
+    def failed(self, reason: str) -> None:
+        if reason != self.reason:
+            log.error("a text worker cannot be started: %s", reason, extra={"event": "text_worker"})
+        self.since = self.since if self.reason else time.monotonic()
+        self.reason = reason
+
+    def runs(self, worker: WorkerProcess) -> None:
+        if self.reason:
+            log.info("a text worker runs again", extra={"event": "text_worker"})
+        self.worker, self.reason = worker, ""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds before the next start."""
+        return min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(self.failures, 10)) if self.failures else 0.0
+
 
 class TextPool:
     """Workers for one checkpoint folder, as an async context. `module`: another worker program."""
@@ -204,111 +178,153 @@ class TextPool:
         self._waiting = _Queues()
         self._large = 0
         self._arrived = asyncio.Event()
+        self._slots = [_Slot() for _ in range(limits.workers)]
         self._tasks: list[asyncio.Task[None]] = []
-        self._closed = False
 
     async def __aenter__(self) -> TextPool:
-        """Starts the workers. Raises TextError if the first one cannot read the checkpoint."""
-        first = await self._spawn()
-        self._tasks = [asyncio.create_task(self._serve(first))]
-        self._tasks += [asyncio.create_task(self._serve(None)) for _ in range(self._limits.workers - 1)]
+        """Starts the workers. Raises TextError if the first one cannot read the checkpoint, or exits repeatedly."""
+        for attempt in range(1, _MAX_FAILED_STARTS + 1):
+            try:
+                self._slots[0].runs(await self._spawn())
+                break
+            except (WorkerDied, OSError) as error:
+                if attempt == _MAX_FAILED_STARTS:
+                    message = f"a text worker for {self._folder} failed to start {attempt} times: {error}"
+                    raise TextError(message) from error
+        self._tasks = [asyncio.create_task(self._serve(slot)) for slot in self._slots]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._closed = True
-        for task in self._tasks:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail_waiting("the text workers are closed")
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._give_up(lambda item: True, "the text workers are closed")
 
-    def of(self, owner: str, stream: str = "") -> OwnedPool:
-        """The pool for this owner; the streams of one owner share its turns."""
-        return OwnedPool(self, owner, stream)
+    def of(self, owner: str, stream: str = "", patience_s: float = 0.0) -> OwnedPool:
+        """The pool for this owner; the streams of one owner share its turns. `patience_s`: how long its items wait
+        while no worker can be started."""
+        return OwnedPool(self, owner, stream, patience_s)
 
-    async def ask(
-        self, owner: str, stream: str, payload: dict[str, Any], size: int, blob: Blob = b""
-    ) -> dict[str, Any]:
-        if self._closed or not self._tasks or all(task.done() for task in self._tasks):
-            raise PromptError("the text workers are not running", "server_error")
-        if size * 4 > MAX_FRAME:
-            raise PromptError(f"the prompt has {size} characters; at most {MAX_FRAME // 4}", "prompt_too_costly")
-        item = _Item(payload, size, asyncio.get_running_loop().create_future(), owner, stream, blob)
+    @property
+    def failure(self) -> str:
+        """Why no worker runs; "" while one does, or is only being replaced."""
+        reasons = [slot.reason for slot in self._slots]
+        return f"no text worker runs: {reasons[0]}" if all(reasons) else ""
+
+    async def ask(self, item: _Item) -> dict[str, Any]:
+        """Returns a worker's answer to the item. Raises PromptError or TextUnavailable."""
+        if not self._tasks:
+            raise TextUnavailable("the text workers are not running")
+        if item.size * 4 > MAX_FRAME:
+            message = f"the prompt has {item.size} characters; at most {MAX_FRAME // 4}"
+            raise PromptError(message, "prompt_too_costly")
+        if self.failure and self._out_of_patience(item):
+            raise TextUnavailable(self.failure)
         self._waiting.put(item)
         self._arrived.set()
         return await item.future
 
-    async def _serve(self, worker: WorkerProcess | None) -> None:
+    async def _serve(self, slot: _Slot) -> None:
         """Runs one worker after another until the pool is closed."""
-        items: list[_Item] = []
         try:
             while True:
-                if worker is None:
-                    worker = await self._spawn()
-                items = await self._take()
-                if worker.ended:  # while it had nothing to do: no item's fault
-                    self._again(items)
-                    worker, items = None, []
-                    continue
-                large = items[0].large
-                self._large += large
-                try:
-                    await self._run(worker, items)
-                except WorkerDied as died:
-                    await worker.kill()
-                    worker = None
-                    self._blame(items, died)
-                finally:
-                    self._large -= large
-                    self._arrived.set()
-                items = []
+                if slot.worker is None:
+                    await asyncio.sleep(slot.wait_s)
+                    await self._start(slot)
+                else:
+                    await self._work(slot, slot.worker)
+        finally:
+            if slot.worker is not None:
+                await slot.worker.kill()
+
+    async def _start(self, slot: _Slot) -> None:
+        try:
+            slot.runs(await self._spawn())
+        except Exception as error:  # also of what is not expected here: no caller may wait for ever
+            slot.failures += 1
+            slot.failed(str(error) or repr(error))
+            if self.failure:
+                self._give_up(self._out_of_patience, self.failure)
+
+    async def _work(self, slot: _Slot, worker: WorkerProcess) -> None:
+        """Lets the worker answer the next items."""
+        items = await self._take(worker)
+        if worker.ended:  # while it had nothing to do: no item's fault
+            self._again(items)
+            await self._replace(slot, worker)
+            return
+        large = items[0].large
+        self._large += large
+        try:
+            await self._run(worker, items)
         except asyncio.CancelledError:
             self._again(items)  # closing fails them with what waits
             raise
-        except Exception as error:  # no process to be had, or a worker that talks nonsense: no caller may wait for ever
-            self._again(items)
-            if sum(not task.done() for task in self._tasks) <= 1:
-                self._fail_waiting(str(error))
+        except Exception as error:
+            died = error if isinstance(error, WorkerDied) else WorkerDied(repr(error), itself=True)
+            level = logging.INFO if died.overran else logging.WARNING
+            log.log(level, "a text worker is replaced: %s", died, extra={"event": "text_worker"})
+            self._blame(items, died)
+            await self._replace(slot, worker)
         finally:
-            if worker is not None:
-                await worker.kill()
+            self._large -= large
+            self._arrived.set()
 
-    async def _take(self) -> list[_Item]:
+    async def _replace(self, slot: _Slot, worker: WorkerProcess) -> None:
+        slot.failures = 0 if worker.answers > 1 else slot.failures + 1
+        slot.worker = None
+        await worker.kill()
+
+    async def _take(self, worker: WorkerProcess) -> list[_Item]:
         """Takes the next items for one worker: a fair share of the queue, so that no item waits for it while another
-        worker is idle. A large item is taken alone, and one worker is reserved for small ones."""
-        while (first := self._waiting.next(self._large >= max(1, self._limits.workers - 1))) is None:
+        worker is idle. A large item is taken alone, and one worker is reserved for small ones. Returns [] if the worker
+        exits first."""
+        while (first := self._next(self._large >= max(1, self._limits.workers - 1))) is None:
+            if worker.ended:
+                return []
             self._arrived.clear()
             await self._arrived.wait()
         share = max(1, min(_BATCH_ITEMS, -(-(self._waiting.count + 1) // self._limits.workers)))
         items, size = [first], first.size
         while not first.large and len(items) < share and size < _BATCH_BYTES:
-            item = self._waiting.next(small=True)
+            item = self._next(small=True)
             if item is None:
                 break
             items.append(item)
             size += item.size
         return items
 
+    def _next(self, small: bool) -> _Item | None:
+        """The next item whose caller still waits."""
+        while (item := self._waiting.next(small)) is not None and item.future.done():
+            pass
+        return item
+
     async def _run(self, worker: WorkerProcess, items: list[_Item]) -> None:
-        await worker.send([{**item.payload, "blob": len(item.blob)} if item.blob else item.payload for item in items])
-        for item in items:
-            await worker.send_raw(item.blob)
-        for item in items:
-            reply = await worker.receive(4 * self._limits.cpu_seconds)
-            item.answered = True
-            if not item.future.done():  # cancelled by the caller
-                item.future.set_result(reply)
+        async with worker.watched():
+            payloads = [{**item.payload, "blob": len(item.blob)} if item.blob else item.payload for item in items]
+            await worker.send(payloads)
+            for item in items:
+                await worker.send_raw(item.blob)
+            for item in items:
+                reply = await worker.receive()
+                item.answered = True
+                if not item.future.done():  # cancelled by the caller
+                    item.future.set_result(reply)
 
     def _blame(self, items: list[_Item], died: WorkerDied) -> None:
-        """Handles the items of a dead worker, which was working on the first unanswered one. That item fails if it
-        overran, or if a second worker died during it (the first may have been killed by something else). The others
-        wait for the next worker."""
+        """Handles the items of a dead worker, which was working on the first unanswered one. That item fails if it used
+        up its processor time, or if further workers died during it. The others wait for the next worker."""
         left = [item for item in items if not item.answered]
         if left:
-            left[0].deaths += 1
-            if died.overran or left[0].deaths > 1:
-                future = left.pop(0).future
-                if not future.done():
-                    future.set_exception(PromptError(f"the prompt could not be made: {died}", "prompt_too_costly"))
+            first = left[0]
+            first.deaths, first.own_deaths = first.deaths + 1, first.own_deaths + died.itself
+            if died.overran or first.own_deaths >= _OWN_DEATHS or first.deaths >= _ALL_DEATHS:
+                left.pop(0)
+                if not first.future.done():
+                    error = PromptError(f"the prompt could not be made: {died}", "prompt_too_costly")
+                    first.future.set_exception(error)
         self._again(left)
 
     def _again(self, items: list[_Item]) -> None:
@@ -317,37 +333,35 @@ class TextPool:
                 self._waiting.put(item, first=True)
         self._arrived.set()
 
-    def _fail_waiting(self, why: str) -> None:
-        while (item := self._waiting.next()) is not None:
+    def _out_of_patience(self, item: _Item) -> bool:
+        return item.patience_s <= time.monotonic() - max(slot.since for slot in self._slots)
+
+    def _give_up(self, condition: Callable[[_Item], bool], why: str) -> None:
+        for item in self._waiting.drop(condition):
             if not item.future.done():
-                item.future.set_exception(PromptError(why, "server_error"))
+                item.future.set_exception(TextUnavailable(why))
 
     async def _spawn(self) -> WorkerProcess:
-        """Starts a worker that has read the checkpoint. Raises TextError after a few failed starts."""
-        settings, said = {"folder": str(self._folder), **asdict(self._limits)}, ""
-        for _ in range(_MAX_FAILED_STARTS):
-            worker = await WorkerProcess.start(self._module, settings)
-            try:
-                hello = await worker.receive(_START_SECONDS)
-            except WorkerDied as died:
-                said = str(died)
-                await worker.kill()
-                continue
-            except asyncio.CancelledError:
-                await worker.kill()
-                raise
-            if hello.get("ready"):
-                return worker
+        """Starts a worker that has read the checkpoint. Raises TextError, WorkerDied or OSError."""
+        worker = await WorkerProcess.start(self._module, {"folder": str(self._folder), **asdict(self._limits)})
+        worker.exit.add_done_callback(lambda _: self._arrived.set())
+        try:
+            async with worker.watched(STARTING_LOOKS):
+                hello = await worker.receive()
+            if not hello.get("ready"):
+                raise TextError(hello.get("failed", "the text worker sent no reason"))
+        except BaseException:
             await worker.kill()
-            raise TextError(hello.get("failed", "the text worker said nothing"))
-        raise TextError(f"a text worker for {self._folder} ended {_MAX_FAILED_STARTS} times while starting: {said}")
+            raise
+        return worker
 
 
 class OwnedPool(Encoder):
     """A pool as used by one owner."""
 
-    def __init__(self, pool: TextPool, owner: str, stream: str) -> None:
-        self._pool, self._owner, self._stream = pool, owner, stream
+    def __init__(self, pool: TextPool, owner: str, stream: str, patience_s: float) -> None:
+        self._pool, self._owner, self._stream, self._patience_s = pool, owner, stream, patience_s
 
     async def ask(self, payload: dict[str, Any], size: int, blob: Blob = b"") -> dict[str, Any]:
-        return await self._pool.ask(self._owner, self._stream, payload, size, blob)
+        future = asyncio.get_running_loop().create_future()
+        return await self._pool.ask(_Item(payload, size, future, self._owner, self._stream, self._patience_s, blob))

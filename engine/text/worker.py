@@ -1,11 +1,12 @@
 """A process that renders chat templates and tokenizes, for engine/text/pool.py, with limits on its address space and on
-CPU time per item. A frame is a 4-byte little-endian length and that many bytes of JSON. An item with `blob` is followed
-by that many bytes, an answer with `ids` (the number for each text) by a frame of 32-bit integers, one with `answer` by
-a frame of bytes for a client.
+CPU time per item. It ends when its socket, the descriptor in its first argument, is closed. A frame is a 4-byte
+little-endian length and that many bytes of JSON. An item with `blob` is followed by that many bytes, an answer with
+`ids` (the number for each text) by a frame of 32-bit integers, one with `answer` by a frame of bytes for a client.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -104,13 +105,17 @@ def _least_ids(model: TextModel, text: str, max_ids: int) -> int:
 Answer = Callable[[TextModel, dict[str, Any], int], dict[str, Any]]
 
 
-def main(settings: dict[str, Any], answer: Answer = answer) -> int:
+def main(argv: list[str], answer: Answer = answer) -> int:
+    """argv: the socket's descriptor, and PoolLimits with `folder` as JSON."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # sent to every process of a service: its owner ends this one
+    connection, settings = int(argv[0]), json.loads(argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"],) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the timer ends this process, even inside native code
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and so does an answer whose reader is gone
-    out = sys.stdout.buffer
+    requests, out = os.fdopen(connection, "rb", closefd=False), os.fdopen(connection, "wb", closefd=False)
     try:
         model = TextModel.from_folder(Path(settings["folder"]))
     except TextError as error:
@@ -119,15 +124,16 @@ def main(settings: dict[str, Any], answer: Answer = answer) -> int:
         return 1
     out.write(frame({"ready": True}))
     out.flush()
-    while (items := read_frame(sys.stdin.buffer)) is not None:
-        for item in items:
-            if "blob" in item:
-                item["blob"] = sys.stdin.buffer.read(item["blob"])
-            signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
-            reply = _reply(answer(model, item, settings["max_ids"]))
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            out.write(reply)
-            out.flush()
+    with contextlib.suppress(ConnectionResetError):  # its owner was killed before it had read the last answer
+        while (items := read_frame(requests)) is not None:
+            for item in items:
+                if "blob" in item:
+                    item["blob"] = requests.read(item["blob"])
+                signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
+                reply = _reply(answer(model, item, settings["max_ids"]))
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                out.write(reply)
+                out.flush()
     return 0
 
 
@@ -144,4 +150,4 @@ def _reply(value: dict[str, Any]) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    sys.exit(main(sys.argv[1:]))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from fastapi.responses import JSONResponse
 
 from ...openai.errors import ApiError
+from ...text.pool import TextUnavailable
 
 
 def response_of(error: ApiError) -> JSONResponse:
@@ -27,6 +31,15 @@ def not_found(what: str, name: str) -> ApiError:
 
 def not_ready(message: str) -> ApiError:
     return ApiError(message, "not_ready", status=503, retry_after=5)
+
+
+@contextlib.contextmanager
+def text_workers() -> Iterator[None]:
+    """Raises ApiError (503) if no text worker runs."""
+    try:
+        yield
+    except TextUnavailable as error:
+        raise not_ready(f"{error}: see /ready") from error
 
 
 def stopping() -> ApiError:

@@ -26,7 +26,7 @@ from ...openai.validators import takes
 from ..flight import Flight, FlightOwner
 from ..usage import tokens_of
 from .bodies import GROWING, SMALL_BYTES, Unread
-from .errors import not_ready
+from .errors import not_ready, text_workers
 from .state import Services, owner_of
 
 _VALUE_BYTES = 100  # of a large answer: tokens and numbers as Python keeps them
@@ -194,7 +194,8 @@ class Generator:
         assert limits is not None
         encoder = services.encoder.of(owner_of(request))
         async with services.bodies.read(request) as raw:
-            return await prepare(raw, endpoint, services.served_model_name, limits.max_model_len, encoder)
+            with text_workers():
+                return await prepare(raw, endpoint, services.served_model_name, limits.max_model_len, encoder)
 
     def _flight(self, request: Request, body: Body, prompts: list[tuple[int, ...]]) -> tuple[Flight, _Reply]:
         dispatcher, limits = self._services.dispatcher, self._services.limits

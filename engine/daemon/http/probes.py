@@ -34,7 +34,7 @@ def readiness(services: Services) -> tuple[bool, dict[str, Any]]:
     dispatcher, store = services.dispatcher, services.store
     states = dispatcher.states
     reasons = [state.reason for state in states if state.phase != "ready" and state.reason]
-    failure = store.failure or _full(services)
+    failure = store.failure or _full(services) or services.encoder.failure
     if failure:
         reasons.insert(0, failure)
     fine = dispatcher.ready and not failure
@@ -82,8 +82,9 @@ def probes_router(services: Services) -> APIRouter:
 
     @router.get("/ready", responses={503: {}})
     async def ready(request: Request) -> Response:
-        """Whether requests are answered now: 503 from the moment a rank is suspect, the store cannot be written, or the
-        daemon drains. Needs no key; without one (where keys are set) it says the status alone."""
+        """Whether requests are answered now: 503 from the moment a rank is suspect, the store cannot be written, no
+        text worker can be started, or the daemon drains. Needs no key; without one (where keys are set) it says the
+        status alone."""
         fine, body = readiness(services)
         if not request.state.known:
             body = {"status": body["status"]}

@@ -11,6 +11,7 @@ from ...openai.body import TOKENIZE
 from ...openai.body_worker import tokenize
 from ...openai.schema import PromptIds
 from ...openai.validators import StrictModel, checked, json_schema, parsed, takes
+from .errors import text_workers
 from .state import Services, owner_of
 
 DETOKENIZE = "/detokenize"
@@ -40,7 +41,8 @@ def vllm_router(services: Services, version: str) -> APIRouter:
         most = None if limits is None else limits.max_model_len
         encoder = services.encoder.of(owner_of(request))
         async with services.bodies.read(request) as raw:
-            answer = await tokenize(raw, services.served_model_name, most, encoder)
+            with text_workers():
+                answer = await tokenize(raw, services.served_model_name, most, encoder)
         return Response(answer, media_type="application/json")
 
     @router.post(DETOKENIZE, openapi_extra=takes(json_schema(DetokenizeBody)))

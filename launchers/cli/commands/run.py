@@ -35,6 +35,7 @@ from ..fabric_source import override_options
 from ..run_view import ConsoleLog, RunView, default_errors, progress_console, say, say_error, summary_table
 from .check import dummy_faults, memory_faults, missing_files, model_faults
 
+_TEXT_PATIENCE_S = 120.0  # without a text worker: then the run ends, and its ranks are free for others
 _SHOWN_CAUSES = 5
 
 
@@ -152,7 +153,8 @@ async def drive(
     try:
         with RunView(console) as view:
             async with TextPool(prepared.text_folder, limits) as pool:
-                run = BatchRun(jobs, prepared.text, pool.of(""), prepared.files, prepared.options, view.update)
+                encoder = pool.of("", patience_s=_TEXT_PATIENCE_S)
+                run = BatchRun(jobs, prepared.text, encoder, prepared.files, prepared.options, view.update)
                 summary = await run.run(stopping)
     except TextError as error:
         say_error(console, str(error))
