@@ -23,7 +23,7 @@ from ..engine.daemon.http.logs import set_up
 from ..engine.daemon.http.server import listen
 from ..engine.daemon.http.tls import TlsFault, check_pair
 from ..engine.daemon.service import Daemon, Parts, calm_collector
-from ..engine.daemon.store.disk import DiskError
+from ..engine.daemon.store.disk import DiskError, make_folder
 from ..engine.daemon.store.store import StoreOptions
 from ..engine.metrics.observer import AnswerTimes, Observer
 from ..engine.metrics.otel import TelemetryError, export_histograms, export_spans
@@ -64,7 +64,7 @@ def serve(
             raise ConfigError([loaded.fault(f"daemon.{fault.key}", str(fault))]) from None
     try:
         try:
-            data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(data_dir)
         except OSError as error:
             raise ServeError(f"daemon.data_dir: {data_dir} cannot be made: {error.strerror}") from error
         set_up(sys.stderr, daemon.log_format, daemon.log_level, data_dir / "audit.jsonl")

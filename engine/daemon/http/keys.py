@@ -18,7 +18,7 @@ from typing import Literal
 
 from ....topology.json_codec import build, unbuild
 from ..key_limits import NO_LIMITS, KeyLimits
-from ..store.disk import NewFile
+from ..store.disk import NewFile, make_folder
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _write(path: Path, keys: list[Key]) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Locks the file, so that concurrent commands do not lose changes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, mode=0o777)
     path = path.resolve()
     with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

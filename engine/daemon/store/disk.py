@@ -44,6 +44,15 @@ def sync_folder(folder: Path, files: Files) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path, files: Files = os, mode: int = 0o700) -> None:
+    """Makes the folder and its parents durably, if they are missing. Raises OSError."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent, files, 0o777)
+    folder.mkdir(exist_ok=True, mode=mode)
+    sync_folder(folder.parent, files)
+
+
 class NewFile:
     """An atomic file: `write`, then `commit` under its name (fsync, rename, fsync of the folder). Without `commit` it
     is deleted. Raises OSError."""
@@ -194,7 +203,7 @@ def free_bytes(folder: Path) -> int:
 
 def prepare_folder(folder: Path) -> FolderLock:
     """Makes the folder (0700), checks its file system, locks it. Raises DiskError or OSError."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_folder(folder)
     check_type(folder, Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace"))
     lock = FolderLock(folder)
     try:

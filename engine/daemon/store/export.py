@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .disk import Files, NewFile, sync_folder
+from .disk import Files, NewFile, make_folder, sync_folder
 from .frames import Change, ExportError, first_value, frames, generations
 
 _SEGMENT_BYTES = 64 << 20
@@ -100,10 +100,7 @@ class Export:
 
     def take(self) -> None:
         """Claims the next generation, which fences off writers of earlier ones. Raises OSError."""
-        if not self.folder.exists():
-            self.folder.mkdir(parents=True, mode=0o700)
-            sync_folder(self.folder.parent, self._files)
-        self.files_folder.mkdir(exist_ok=True, mode=0o700)
+        make_folder(self.files_folder, self._files)
         claims = [int(match[1]) for name in os.listdir(self.folder) if (match := _CLAIM.fullmatch(name))]
         self.generation = max([0, *generations(self.folder), *claims]) + 1
         self.claim = 1 + secrets.randbits(62)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
+import shutil
 import sqlite3
 from pathlib import Path
 
 from .connection import connect_store
 from .counter import COUNT, check_count, clear_mark, copy_log, count_file, reset_count
-from .disk import DiskError, NewFile, prepare_folder
+from .disk import DiskError, NewFile, make_folder, prepare_folder
 from .export import Export
 from .frames import ExportError, generations
 from .schema import SchemaVersionError, migrate
 from .store import Store, StoreOptions
-from .takeover import continue_export, detach, rebuild
+from .takeover import SCRATCH, continue_export, detach, put_in_place, rebuild
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +43,9 @@ async def open_store(folder: Path, options: StoreOptions) -> Store:
 
 
 def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
-    (folder / "files").mkdir(exist_ok=True, mode=0o700)
+    make_folder(folder / "files", options.files)
+    shutil.rmtree(folder / SCRATCH, ignore_errors=True)  # of a start that was killed
+    _roll_back(folder)
     # By its size, before SQLite opens it: opening an empty store deletes its write-ahead log, which a restore may need.
     path = folder / "store.db"
     fresh = not path.exists() or not path.stat().st_size
@@ -51,6 +55,7 @@ def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
     elif fresh:
         _refuse_empty(folder, options)
         _set_log_aside(folder)
+        _make_empty(folder, options)
     elif not options.adopt:
         check_count(folder, options.export_dir)
     db = connect_store(folder, options.connect)
@@ -76,14 +81,32 @@ def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
         clear_mark(folder)
 
 
+def _roll_back(folder: Path) -> None:
+    """Lets SQLite undo a store's unfinished first transaction, which a connection that only reads cannot: an earlier
+    version made store.db in place, and was killed before it had a write-ahead log."""
+    path, journal = folder / "store.db", folder / "store.db-journal"
+    if journal.exists() and path.exists() and path.stat().st_size and not (folder / "store.db-wal").exists():
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+
+
+def _make_empty(folder: Path, options: StoreOptions) -> None:
+    """Makes store.db under its name only once it is complete and on the disk: a power cut leaves all of it or none."""
+    make_folder(folder / SCRATCH, options.files)
+    db = connect_store(folder / SCRATCH, options.connect)
+    migrate(db)
+    db.execute("INSERT INTO meta VALUES ('store', ?)", (secrets.randbits(62),))
+    put_in_place(db, folder, options.files)
+
+
 def _set_log_aside(folder: Path) -> None:
-    """Renames the log of a removed store, which SQLite would replay into the new one."""
-    log_file = folder / "store.db-wal"
-    if log_file.exists() and log_file.stat().st_size:
-        aside = folder / "unknown" / f"store.db-wal.{secrets.token_hex(4)}"
-        aside.parent.mkdir(exist_ok=True, mode=0o700)
-        log_file.rename(aside)
-        log.warning("the log of a missing store was moved to %s", aside, extra={"event": "store"})
+    """Renames the logs of a removed store, which SQLite would replay into the new one."""
+    for log_file in (folder / "store.db-wal", folder / "store.db-journal"):
+        if log_file.exists() and log_file.stat().st_size:
+            aside = folder / "unknown" / f"{log_file.name}.{secrets.token_hex(4)}"
+            make_folder(aside.parent)
+            log_file.rename(aside)
+            log.warning("the log of a missing store was moved to %s", aside, extra={"event": "store"})
 
 
 def _identity_file(folder: Path) -> Path:

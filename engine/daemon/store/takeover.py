@@ -23,6 +23,8 @@ from .store import StoreOptions
 log = logging.getLogger(__name__)
 
 _KNOWN_CLAIMS = 64
+SCRATCH = "rebuild"
+"""The subfolder of the data folder where a store is made."""
 _REBUILD = "to rebuild from the export, move the data folder aside and start with an empty one"
 
 
@@ -78,8 +80,7 @@ def rebuild(folder: Path, export: Export, options: StoreOptions, own: str | None
     export.take()
     found = found_in(export.folder)[-1]
     left_out: list[Damage] = []
-    scratch = folder / "rebuild"
-    db, position = _replayed(scratch, found, options, left_out if options.skip_damaged else None)
+    db, position = _replayed(folder / SCRATCH, found, options, left_out if options.skip_damaged else None)
     with db:
         number = found.owner.store if found.owner is not None else own or secrets.randbits(62)
         set_meta(db, "store", int(number))
@@ -87,15 +88,20 @@ def rebuild(folder: Path, export: Export, options: StoreOptions, own: str | None
             set_meta(db, f"export:{found.owner.claim}", position)
             set_meta(db, "export_claim", found.owner.claim)
     count = db.execute("SELECT count(*) FROM results").fetchone()[0]
-    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    db.close()
     _copy_uploads(export.files_folder, folder / "files", options.files)
-    (scratch / "store.db").rename(folder / "store.db")
-    sync_folder(folder, options.files)
-    shutil.rmtree(scratch)
+    put_in_place(db, folder, options.files)
     log.warning("the store was rebuilt from %s: %d results", export.folder, count, extra={"event": "store"})
     for damage in left_out:
         log.error("omitted from the rebuild: %s", damage, extra={"event": "store"})
+
+
+def put_in_place(db: sqlite3.Connection, folder: Path, files: Files) -> None:
+    """Closes the complete store in SCRATCH and gives it its name, durably. Raises OSError or sqlite3.Error."""
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    (folder / SCRATCH / "store.db").rename(folder / "store.db")
+    sync_folder(folder, files)
+    shutil.rmtree(folder / SCRATCH)
 
 
 def _replayed(
