@@ -64,6 +64,8 @@ class LaunchCommand:
     variables: Mapping[str, Variable] = field(default_factory=dict)
     inherited: tuple[str, ...] = ()
     forward: tuple[str, ...] = ()
+    seats: tuple[str, ...] = ()
+    """The listed name of each rank's host, if the launcher starts ranks in order."""
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -97,7 +99,8 @@ def compose(
     if deployment.launch.extra_args:
         parts.append(Part(deployment.launch.extra_args, "launch.extra_args"))
     parts.append(Part(tuple(program), "what each rank runs"))
-    return LaunchCommand(tuple(parts), env, inherited, tuple(forward))
+    seats = tuple(host.name for host in share.hosts for _ in range(host.slots))
+    return LaunchCommand(tuple(parts), env, inherited, tuple(forward), seats)
 
 
 def _environment(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:

@@ -33,6 +33,8 @@ class JobFailure:
     stage: int | None = None
     device: str = ""
     exit_code: int | None = None
+    host: str | None = None
+    """The listed name of the node's host, by which a spare can replace it."""
     output: tuple[str, ...] = ()
     dumps: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -53,10 +55,12 @@ NODE_FAILURES = 3
 
 
 def bad_node(failures: Sequence[JobFailure], here: str) -> str | None:
-    """The node that a spare should replace: it became silent, or the last NODE_FAILURES failures all name it."""
-    node, last = failures[-1].node, failures[-NODE_FAILURES:]
-    repeated = len(last) == NODE_FAILURES and all(failure.node == node for failure in last)
-    return node if repeated or (failures[-1].kind == "silent" and node != here) else None
+    """The host that a spare should replace, by its listed name if known: its node became silent, or the last
+    NODE_FAILURES failures all name it."""
+    names = [failure.host or failure.node for failure in failures[-NODE_FAILURES:]]
+    repeated = len(names) == NODE_FAILURES and len(set(names)) == 1
+    silent = failures[-1].kind == "silent" and failures[-1].node != here
+    return names[-1] if repeated or silent else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ...engine.config.load import Deployment, is_loopback, to_json
+from ...engine.config.load import Deployment, to_json
 from ...topology.hardware.interfaces import address_of
-from ...topology.placement.mapping import same_host
 from ..compose.detect_launcher import survey
 from ..compose.host_allocation import Share, divide
+from ..compose.host_names import HostNames
 from ..compose.hosts import Host, LaunchError, read_hosts
 from ..compose.mpi import CONTROL, LaunchCommand, Site, compose, worker_program
 from ..compose.network import choose_network
@@ -21,29 +21,28 @@ from .rank_logs import RankWords
 from .supervisor import JobFailure, JobHooks, JobOptions, JobTimeouts, MpiJob
 
 
-def is_here(name: str, hostname: str) -> bool:
-    """True if a host's name means the machine called `hostname`."""
-    return is_loopback(name) or same_host(name, hostname)
-
-
 def substitute(share: Share, places: Mapping[str, str]) -> Share:
     """Replaces hosts of a share by others of the same kind; devices, interfaces and HCAs stay the same."""
     return replace(share, hosts=tuple(replace(h, name=places.get(h.name, h.name)) for h in share.hosts))
 
 
 def spare_places(
-    hosts: Sequence[Host], excluded: Sequence[str], spares: Sequence[str], taken: Mapping[str, str], hostname: str
+    hosts: Sequence[Host], excluded: Sequence[str], spares: Sequence[str], taken: Mapping[str, str], names: HostNames
 ) -> dict[str, str]:
-    """Assigns a spare to each excluded host, in addition to those `taken`. Raises LaunchError if there are too few."""
+    """Assigns a spare to each excluded host, in addition to those `taken`, and to no machine twice. Raises LaunchError
+    if there are too few."""
     places = dict(taken)
 
     def out(name: str) -> bool:
-        return any(same_host(name, bad) or (is_loopback(name) and same_host(hostname, bad)) for bad in excluded)
+        return any(names.same(name, bad) for bad in excluded)
+
+    def in_use(name: str) -> bool:
+        return any(names.same(name, places.get(host.name, host.name)) for host in hosts)
 
     for host in hosts:
         if not out(places.get(host.name, host.name)):
             continue
-        free = [spare for spare in spares if spare not in places.values() and not out(spare)]
+        free = [s for s in spares if s not in places.values() and not out(s) and not in_use(s)]
         if not free:
             raise LaunchError(
                 f"{host.name} is excluded and no spare is left in "
@@ -71,6 +70,8 @@ class Fleet:
             parallel.pipeline_parallel_size,
         )
         self._spares = tuple(host.partition(":")[0] for host in deployment.launch.spare_hosts)
+        listed = (*(host.name for share in self.shares for host in share.hosts), *self._spares)
+        self.names = HostNames(listed, self._hostname)
         self._places: dict[str, str] = {}
         self._words = RankWords()
         self.deployment = self._resolved(deployment)
@@ -86,18 +87,18 @@ class Fleet:
     def local(self) -> bool:
         """True if every rank and spare is on this machine."""
         names = [h.name for share in self.shares for h in share.hosts]
-        return all(is_here(name, self._hostname) for name in (*names, *self._spares))
+        return all(map(self.names.is_here, (*names, *self._spares)))
 
     def command(self, replica: int, excluded: frozenset[str] = frozenset()) -> LaunchCommand:
         """The launch command of one replica without the excluded hosts, for MpiJob. Raises LaunchError if too few are
         left."""
         share = self.shares[replica]
-        self._places = spare_places(share.hosts, sorted(excluded), self._spares, self._places, self._hostname)
+        self._places = spare_places(share.hosts, sorted(excluded), self._spares, self._places, self.names)
         return compose(self.deployment, self.site, substitute(share, self._places), worker_program(self.site), CONTROL)
 
     def local_devices(self, replica: int) -> tuple[int, ...]:
         """CUDA indices of this machine's GPUs that a replica's ranks use, if they use GPUs."""
-        here = [h for h in self.shares[replica].hosts if is_here(h.name, self._hostname)]
+        here = [h for h in self.shares[replica].hosts if self.names.is_here(h.name)]
         return tuple(i for h in here for i in (range(h.slots) if h.devices is None else h.devices))
 
     def control_host(self) -> str:
@@ -112,7 +113,7 @@ class Fleet:
                 return address_of(interface)
             except ValueError as fault:
                 raise LaunchError(f"{fault}: set daemon.control_host") from fault
-        hosts = [h.name for share in self.shares for h in share.hosts if not is_here(h.name, self._hostname)]
+        hosts = [h.name for share in self.shares for h in share.hosts if not self.names.is_here(h.name)]
         return _address_towards((*hosts, *self._spares)[0])
 
     def options(self, replica: int, *, restart: bool) -> JobOptions:
@@ -136,6 +137,7 @@ class Fleet:
             standby=restart and daemon.standby > 0,
             max_failures=daemon.max_restarts,
             timeouts=timeouts,
+            hosts=self.names,
             words=self._words,
         )
 

@@ -60,13 +60,16 @@ class Launch:
         """standby: its ranks wait without weights until `load`, and are sent where the ranks of `serving` retain
         theirs. `owner` may change later."""
         self.owner, self._command, self._options = owner, command, options
+        self.seats = command.seats
         secret = new_secret()
         welcome = messages.Welcome(
             config_json, options.replica, options.world_size, __version__, standby, options.timeouts.silence_s
         )
         self._secret_hex, self._serving = secret.hex(), serving
         self._server = ControlThread(self, secret, welcome, options.control_host)
-        self._board = RankBoard(options.world_size, options.timeouts, time.monotonic(), options.stage_ranks)
+        self._board = RankBoard(
+            options.world_size, options.timeouts, time.monotonic(), options.stage_ranks, command.seats
+        )
         self._keeper: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._trouble, self._exited = asyncio.Event(), asyncio.Event()
@@ -242,6 +245,8 @@ class Launch:
                 report = RankHeartbeat(rank, hello.hostname, hello.pid, message.step, time.time(), message.rows)
                 self.owner.launch_said(report, None)
         elif isinstance(message, messages.Hello):
+            if self._options.hosts is not None:
+                self._board.hosts[rank] = self._options.hosts.contact(self.seats, rank, message.machine)
             where = {"rank": rank, "node": message.hostname}
             log.info("rank %d is pid %d on %s", rank, message.pid, message.hostname, extra=where)
             if self._serving is not None and (held := self._serving.weights_of(rank, message.boot_id)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..compose.host_names import HostNames
 from ..control.messages import SILENCE_S
 from .rank_logs import RankWords
 
@@ -56,5 +57,7 @@ class JobOptions:
     hold: bool = False
     """Whether the first launch waits without weights until `load`."""
     longest_backoff_s: float = 30.0
+    hosts: HostNames | None = None
+    """Binds the listed names of hosts to the machines that ranks report: one for all replicas of a deployment."""
     words: RankWords = field(default_factory=RankWords)
     """The log of ranks' output: one for all replicas of a deployment, so that lines are not repeated."""

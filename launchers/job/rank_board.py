@@ -5,7 +5,7 @@ methods take the time (monotonic seconds) and return news in order, on which job
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
 """mpirun's message that names the rank because of whose exit it ends the others."""
 NODE_LOST = "lost communication with a remote daemon"
 """mpirun's message about an unreachable node; it then ends the ranks on all other nodes."""
+_LOST_NODE = re.compile(r"\bRemote daemon\s*: \S+ on node (\S+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,16 @@ class RankState:
 
 
 class RankBoard:
-    """`began`: when mpirun was started. stage_ranks: ranks of each pipeline stage; 0: no stages."""
+    """`began`: when mpirun was started. stage_ranks: ranks of each pipeline stage; 0: no stages. `seats`: the listed
+    name of each rank's host; () if unknown."""
 
-    def __init__(self, world_size: int, timeouts: JobTimeouts, began: float, stage_ranks: int = 0) -> None:
+    def __init__(
+        self, world_size: int, timeouts: JobTimeouts, began: float, stage_ranks: int = 0, seats: Sequence[str] = ()
+    ) -> None:
         self._stage_ranks = stage_ranks if stage_ranks < world_size else 0
         self.ranks = {rank: RankState() for rank in range(world_size)}
+        self.hosts: dict[int, str | None] = dict(enumerate(seats))
+        """By rank. Corrected by the ranks' Hello: a launcher may start ranks in another order."""
         self.evidence: list[Evidence] = []
         self._timeouts = timeouts
         self._steps = StepWatch(timeouts.first_step_s, timeouts.least_step_s)
@@ -185,9 +191,11 @@ class RankBoard:
         news: list[News] = []
         if len(greeted) < len(self.ranks):
             if now - self._began > timeouts.launch_s:
-                missing = ", ".join(str(rank) for rank in self.ranks if rank not in greeted)
-                text = f"rank {missing} did not start within {timeouts.launch_s:g} s"
-                news.append(self.sign(Evidence("launch", None, text)))
+                missing = [rank for rank in self.ranks if rank not in greeted]
+                hosts = dict.fromkeys(name for rank in missing if (name := self.hosts.get(rank)))
+                where = f" on {', '.join(hosts)}" if hosts else ""
+                text = f"rank {', '.join(map(str, missing))}{where} did not start within {timeouts.launch_s:g} s"
+                news.append(self.sign(Evidence("launch", missing[0] if len(hosts) == 1 else None, text)))
         elif not self._ready and (self.loads or not self._standing()) and now - self._moved > timeouts.load_stall_s:
             slowest = min(greeted, key=lambda rank: self.ranks[rank].fraction)
             text = f"loading has made no progress for {timeouts.load_stall_s:g} s"
@@ -232,7 +240,7 @@ class RankBoard:
         suspended before the first."""
         sign, words = blame(self.evidence), " ".join(output)
         if sign.kind == "rank_lost" and NODE_LOST in words:
-            sign = Evidence("launcher_exit", None, "mpirun lost a node, and ended the ranks on the others")
+            sign = self._lost_node(words)
         elif sign.kind == "rank_lost" and stood_still >= SILENCE_S:
             text = f"this process was suspended for {stood_still:.0f} s: ranks exit without it"
             sign = Evidence("consequence", None, text)
@@ -248,15 +256,23 @@ class RankBoard:
         device = next((row.labels[0] for row in beat.rows if row.series == "rank_info"), "")
         if device == "cuda" and state.hello is not None:
             device = f"cuda:{state.hello.local_rank}"
-        reason = sign.text if sign.rank is None else f"{self.name(sign.rank)}: {sign.text}"
+        reason = sign.text if sign.rank is None or sign.kind == "launch" else f"{self.name(sign.rank)}: {sign.text}"
         if sign.kind in ("rank_lost", "launcher_exit", "launcher_killed") and output:
             reason += "; last output: " + " | ".join(output[-5:])
-        node = self.node(sign.rank)
+        node, host = self.node(sign.rank), self.hosts.get(-1 if sign.rank is None else sign.rank)
         began = any(state.hello is not None for state in self.ranks.values())
         if sign.kind == "launcher_exit" and not began and (cause := unreachable(output)) is not None:
             # NOTE: the launcher's own advice (firewalls) is only in `output`: this line names the cause
             reason, node = f"{cause[0]} ({sign.text})", cause[1]
-        return JobFailure(sign.kind, reason, sign.rank, node, collective, stage, device, exit_code, output, dumps)
+        place = (collective, stage, device, exit_code, host)
+        return JobFailure(sign.kind, reason, sign.rank, node, *place, output, dumps)
+
+    def _lost_node(self, words: str) -> Evidence:
+        name = match[1] if (match := _LOST_NODE.search(words)) else None
+        there = [rank for rank in self.ranks if name is not None and name in (self.node(rank), self.hosts.get(rank))]
+        if not there:
+            return Evidence("launcher_exit", None, "mpirun lost a node, and ended the ranks on the others")
+        return Evidence("silent", there[0], "mpirun lost this node, and ended the ranks on the others")
 
     def describe(self, now: float) -> dict[str, Any]:
         ranks = {}

@@ -32,7 +32,7 @@ __all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob"]
 log = logging.getLogger(__name__)
 
 CommandFactory = Callable[[frozenset[str]], LaunchCommand]
-"""Composes the launch command without the given excluded nodes. Raises ValueError if too few are left."""
+"""Composes the launch command without the given excluded hosts. Raises ValueError if too few are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class MpiJob:
         self._lost_at = self._gone_at = 0.0
         self.in_flight = InFlight()
         self._excluded: frozenset[str] = frozenset()
+        self._seats: tuple[str, ...] = ()
         self.failures: deque[JobFailure] = deque(maxlen=16)
 
     async def start(self, listener: JobListener) -> None:
@@ -167,7 +168,7 @@ class MpiJob:
                 launch = self._make_launch(self, self._excluded, standby=self._held)
         except (ValueError, RuntimeError, OSError) as error:
             return JobFailure("launch", str(error))
-        self._launch = launch
+        self._launch, self._seats = launch, launch.seats
         if not self._taken_over and (failure := await launch.begin()) is not None:
             self._launch = None
             return failure
@@ -232,14 +233,18 @@ class MpiJob:
             extra={"event": "recovered", "standby": self._taken_over, "seconds": round(again_s, 3)},
         )
 
-    def _exclude(self, node: str | None) -> None:
-        """Excludes a node if a spare host can replace it."""
-        if node is None or node in self._excluded:
+    def _exclude(self, host: str | None) -> None:
+        """Excludes a host if a spare host can replace it."""
+        if host is None or host in self._excluded:
             return
         with contextlib.suppress(ValueError, OSError):
-            self._command(self._excluded | {node})
-            self._excluded |= {node}
-            log.warning("%s is excluded: a spare host replaces it", node, extra={"node": node})
+            seats = self._command(self._excluded | {host}).seats
+            if seats and seats == self._seats:
+                log.warning("%s is no listed host, so no spare replaces it", host, extra={"node": host})
+                return
+            self._excluded |= {host}
+            spares = ", ".join(name for name in dict.fromkeys(seats) if name not in self._seats) or "a spare host"
+            log.warning("%s is excluded: %s replaces it", host, spares, extra={"node": host})
 
     def _report_lost(self, failure: JobFailure | None) -> None:
         lost, entered = self.in_flight.lose()

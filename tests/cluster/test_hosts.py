@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
-from cluster.launching import Job
+from cluster.launching import Job, ranks_on
 from cluster.nodes import Cluster
+from cluster.slurm import until
 
 pytestmark = pytest.mark.cluster
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
@@ -37,3 +42,40 @@ def test_one_hostname_on_two_machines_is_refused_at_once(namesakes: Cluster, tmp
         "10.213.0.2 (rank 1) and 10.213.0.1 (rank 0)" in said
     ), said
     assert job.answered() == []
+
+
+def also_called(cluster: Cluster, names: Mapping[str, int]) -> None:
+    """Further names of nodes: for the nodes' resolver, and for the agent in place of ssh."""
+    with (cluster.scratch / "hosts").open("a") as file:
+        for name, node in names.items():
+            file.write(f"{cluster.addresses[node]} {name}\n")
+            for kind in ("pid", "cores", "tmp"):
+                (cluster.scratch / f"{name}.{kind}").symlink_to(cluster.scratch / f"{cluster.names[node]}.{kind}")
+
+
+def ready(cluster: Cluster) -> bool:
+    code = "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/ready')"
+    return cluster.run(0, [sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_spare_replaces_a_host_that_is_listed_by_another_name(possible: None, tmp_path: Path) -> None:
+    """Hosts by the names of other interfaces, the spare by its address, while ranks report hostnames. 1. No frame
+    reaches the second node: the log says what replaces it. 2. Ranks start on the spare, and the daemon is ready."""
+    with Cluster(3) as cluster:
+        also_called(cluster, {"n1-ib": 1, "10.213.0.3": 2})
+        keys = f"launcher: openmpi, hosts: [n0, n1-ib], spare_hosts: [10.213.0.3], rsh_agent: {cluster.agent}"
+        job, log = Job(tmp_path, keys, tp=2), tmp_path / "log"
+        command = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(job.config)]
+        with log.open("w") as stream:
+            daemon = cluster.start(0, command, QUIET, stdout=stream, stderr=subprocess.STDOUT)
+        try:
+            until("ready", lambda: ready(cluster), HANG_S)
+            for other in (0, 2):
+                cluster.control.cut(1, other)
+            until("ranks on the spare", lambda: bool(ranks_on(cluster, 2, "launchers.rank.worker")), HANG_S)
+            until("ready again", lambda: ready(cluster), HANG_S)
+        finally:
+            for pid in ranks_on(cluster, 0, "launchers.cli serve"):
+                os.kill(pid, signal.SIGTERM)
+            daemon.wait(HANG_S)
+        assert "n1-ib is excluded: 10.213.0.3 replaces it" in log.read_text()

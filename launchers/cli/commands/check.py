@@ -20,8 +20,8 @@ from ....topology.hardware import fabric as fabrics
 from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
 from ....topology.hardware.cuda_stack import look, stack_faults
 from ...compose.host_allocation import divide
+from ...compose.host_names import HostNames
 from ...compose.hosts import read_hosts
-from ...job.fleet import is_here
 from ..errors import show_warning
 from ..fabric_source import override_options
 
@@ -184,8 +184,9 @@ def nodes_of_group(deployment: Deployment) -> int:
 def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """A KV cache that this host cannot hold, where all ranks are on it: found here, not by each rank."""
     d = loaded.deployment
-    launch, wanted, own_name = d.launch, d.engine.kv_cache_memory, socket.gethostname()
-    elsewhere = not all(is_here(host.partition(":")[0], own_name) for host in launch.hosts)
+    launch, wanted = d.launch, d.engine.kv_cache_memory
+    listed = [host.partition(":")[0] for host in launch.hosts]
+    elsewhere = not all(map(HostNames(listed, socket.gethostname()).is_here, listed))
     elsewhere |= bool(launch.hostfile or launch.fabric) or "SLURM_JOB_ID" in os.environ
     if wanted is None or elsewhere or d.engine.device == "cuda":
         return

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laddertron.engine.config.load import Deployment, load
 from laddertron.launchers.compose.host_allocation import Share, divide, together
+from laddertron.launchers.compose.host_names import HostNames
 from laddertron.launchers.compose.hosts import (
     Host,
     HostAllocation,
@@ -182,18 +183,23 @@ def test_all_replicas_in_one_job() -> None:
         together(divide(pool(8, 8), 4, 3, None))
 
 
+def plain(hostname: str) -> HostNames:
+    """Names that are not listed do not resolve."""
+    return HostNames((), hostname)
+
+
 def test_spares_take_the_place_of_lost_hosts() -> None:
     """A host that cannot be cleared is replaced, for all that were on it, until spares run out."""
     share = Share((Host("a", 8), Host("b", 8)))
-    places = spare_places(share.hosts, ["b.example.org"], ["s1", "s2"], {}, "login")
+    places = spare_places(share.hosts, ["b.example.org"], ["s1", "s2"], {}, plain("login"))
     assert places == {"b": "s1"}
     assert names((substitute(share, places),)) == ["a:8 s1:8"]
-    again = spare_places(share.hosts, ["b", "s1"], ["s1", "s2"], places, "login")
+    again = spare_places(share.hosts, ["b", "s1"], ["s1", "s2"], places, plain("login"))
     assert again == {"b": "s2"}
     with pytest.raises(LaunchError, match="no spare is left"):
-        spare_places(share.hosts, ["a", "b", "s1"], ["s1", "s2"], again, "login")
+        spare_places(share.hosts, ["a", "b", "s1"], ["s1", "s2"], again, plain("login"))
     with pytest.raises(LaunchError, match="localhost is excluded"):
-        spare_places((Host("localhost", 2),), ["laptop"], [], {}, "laptop")
+        spare_places((Host("localhost", 2),), ["laptop"], [], {}, plain("laptop"))
 
 
 def test_a_fleet_is_ready_for_the_supervisor() -> None:

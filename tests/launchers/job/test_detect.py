@@ -92,9 +92,12 @@ def test_which_failures_a_request_may_have_caused(
 def test_which_node_makes_room_for_a_spare() -> None:
     """One that fell silent, at once; one that three failures in a row name."""
 
-    def of(*failures: tuple[FailureKind, str | None]) -> str | None:
-        return bad_node([JobFailure(kind, "", 0, node) for kind, node in failures], "here")
+    listed: dict[str | None, str] = {"c": "c-ib"}
 
+    def of(*failures: tuple[FailureKind, str | None]) -> str | None:
+        return bad_node([JobFailure(kind, "", 0, node, host=listed.get(node)) for kind, node in failures], "here")
+
+    assert of(("silent", "c")) == "c-ib", "as it is listed, so that a spare can replace it"
     assert of(("silent", "a")) == "a"
     assert of(("silent", "here")) is None, "a stopped process, not a lost node"
     assert of(("rank_lost", "a"), ("rank_lost", "a")) is None
@@ -261,6 +264,9 @@ def test_a_rank_that_ended_because_of_something_else_is_not_blamed() -> None:
     failure = board.judge(1, lost, {})
     assert (failure.kind, failure.rank) == ("launcher_exit", None)
     assert "lost a node" in failure.reason
+    named = (*lost, "Remote daemon: [prterun-a-7@0,2] on node node-2")
+    failure = board.judge(1, named, {})
+    assert (failure.kind, failure.rank, failure.node) == ("silent", 2, "node-2")
     failure = board.judge(1, (), {}, stood_still=12.0)
     assert (failure.kind, failure.rank) == ("consequence", None)
     assert "was suspended for 12 s" in failure.reason
@@ -284,6 +290,20 @@ def test_the_culprit_is_named_in_full() -> None:
     board.sign(Evidence("launcher_killed", None, "mpirun was ended by signal 9"))
     nobody = {"rank": None, "node": None, "stage": None, "device": "", "collective": ""}
     assert board.judge(None, (), {}).culprit == nobody
+
+
+def test_a_failure_has_the_listed_name_of_its_host() -> None:
+    """By order of ranks until they report; of ranks that never did, if all are on one host."""
+    board = RankBoard(4, JobTimeouts(launch_s=120.0), 0.0, seats=("a-ib", "a-ib", "b-ib", "b-ib"))
+    board.heard(0, hello(0), 1.0)
+    board.heard(1, hello(1), 1.0)
+    (late,) = [item for item in board.look(121.0, {0: 121.0, 1: 121.0}) if isinstance(item, Evidence)]
+    assert late.text == "rank 2, 3 on b-ib did not start within 120 s"
+    failure = board.judge(None, (), {})
+    assert (failure.kind, failure.host, failure.reason) == ("launch", "b-ib", late.text)
+    board = RankBoard(2, JobTimeouts(launch_s=120.0), 0.0, seats=("a-ib", "b-ib"))
+    (late,) = [item for item in board.look(121.0) if isinstance(item, Evidence)]
+    assert late == Evidence("launch", None, "rank 0, 1 on a-ib, b-ib did not start within 120 s")
 
 
 def test_a_supervisor_that_was_held_up_blames_nobody() -> None:

@@ -1,0 +1,77 @@
+"""Hosts listed by other names than their own: InfiniBand names, addresses; which machine each of them means."""
+
+from __future__ import annotations
+
+import pytest
+from laddertron.launchers.compose.host_names import HostNames, resolve
+from laddertron.launchers.compose.hosts import Host, LaunchError
+from laddertron.launchers.job.fleet import spare_places
+from laddertron.topology.placement.machines import Machine, own_addresses
+
+BRIDGE = "172.17.0.1"
+"""Of docker0, on every machine."""
+PLACES = {"n1-ib": "10.1.0.1", "n2-ib": "10.1.0.2", "n3-ib": "10.1.0.3", "10.1.0.4": "10.1.0.4", "n1-eth": "10.2.0.1"}
+MACHINES = [Machine(f"n{i}", f"boot-{i}", (f"10.1.0.{i}", f"10.2.0.{i}", BRIDGE)) for i in range(5)]
+
+
+def names(*more: str) -> HostNames:
+    return HostNames((*PLACES, *more), "login", lambda name: (PLACES[name],) if name in PLACES else ())
+
+
+@pytest.mark.parametrize("order", [("n1-ib", "n2-ib", "10.1.0.4"), ("10.1.0.4", "n1-ib", "n2-ib")])
+def test_listed_names_are_bound_at_first_contact(order: tuple[str, ...]) -> None:
+    """By address, in whatever order the launcher starts ranks; then the hostname means the same host."""
+    known = names()
+    for rank, number in enumerate((1, 2, 4)):
+        assert known.contact(order, rank, MACHINES[number]) == {1: "n1-ib", 2: "n2-ib", 4: "10.1.0.4"}[number]
+    assert known.same("n1-ib", "n1")
+    assert known.same("n1.example.org", "n1-ib")
+    assert known.same("10.1.0.4", "n4")
+    assert not known.same("n1-ib", "n2-ib"), "a bridge that both have makes them no one machine"
+    assert known.same("n1-eth", "n1-ib"), "an address that the machine reported"
+
+
+def test_a_name_that_only_ssh_knows_is_bound_by_the_order_of_ranks() -> None:
+    known = names("left", "right")
+    seats = ("left", "left", "right", "right")
+    assert [known.contact(seats, rank, MACHINES[1 + rank // 2]) for rank in range(4)] == list(seats)
+    assert known.same("n1", "left")
+    assert not known.same("n1", "right")
+    assert known.contact((), 0, MACHINES[3]) is None
+
+
+def test_one_hostname_is_not_one_machine() -> None:
+    """Clones in two replicas: excluding one keeps the other."""
+    known = names()
+    known.contact(("n1-ib",), 0, Machine("gpu", "boot-a", ("10.1.0.1",)))
+    known.contact(("n2-ib",), 0, Machine("gpu", "boot-b", ("10.1.0.2",)))
+    assert not known.same("n1-ib", "n2-ib")
+    places = spare_places((Host("n1-ib", 1), Host("n2-ib", 1)), ["n1-ib"], ["n3-ib"], {}, known)
+    assert places == {"n1-ib": "n3-ib"}
+
+
+def test_a_spare_replaces_a_host_by_its_hostname_and_is_another_machine() -> None:
+    """1. The lost node is known by its hostname alone. 2. A spare that is another name of it is not used, nor one that
+    is a host in use. 3. Without another one the message names the host."""
+    known = names()
+    hosts = (Host("n1-ib", 1), Host("n2-ib", 1))
+    for rank, host in enumerate(hosts):
+        known.contact(("n1-ib", "n2-ib"), rank, MACHINES[1 + rank])
+        assert host.name
+    assert spare_places(hosts, ["n1"], ["n1-eth", "n2", "n3-ib"], {}, known) == {"n1-ib": "n3-ib"}
+    with pytest.raises(LaunchError, match="n1-ib is excluded and no spare is left"):
+        spare_places(hosts, ["n1"], ["n1-eth"], {}, known)
+
+
+def test_this_machine_is_known_by_any_of_its_addresses() -> None:
+    here = HostNames(["me-ib", "other"], "me", lambda name: own_addresses()[:1] if name == "me-ib" else ("192.0.2.9",))
+    assert here.is_here("localhost")
+    assert here.is_here("me.example.org")
+    assert here.is_here("me-ib") == bool(own_addresses())
+    assert not here.is_here("other")
+
+
+def test_what_does_not_resolve_has_no_address() -> None:
+    assert resolve("a.invalid") == ()
+    assert resolve("x" * 70) == (), "too long for a label"
+    assert resolve("127.0.0.1") == ("127.0.0.1",)
