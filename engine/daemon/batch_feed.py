@@ -165,10 +165,14 @@ class BatchFeed(LineFlights):
     async def _pace(self) -> None:
         while len(self._results) > _UNSTORED or self._unstored > _UNSTORED_BYTES or len(self._making) > _MAKING:
             await self._move()
-        await self._gate.event.wait()
-        while wait := self._usage.exhausted(self.batch.owner):
-            await asyncio.sleep(min(wait, _QUOTA_SECONDS))  # the key file may change meanwhile
-        await self._dispatcher.room(self.batch.owner)
+        while True:
+            await self._gate.event.wait()
+            while wait := self._usage.exhausted(self.batch.owner):
+                await asyncio.sleep(min(wait, _QUOTA_SECONDS))  # the key file may change meanwhile
+            await self._dispatcher.room(self.batch.owner)
+            if not self._gate.why and not self._usage.exhausted(self.batch.owner):  # both may have changed
+                return
+            self._dispatcher.pump()  # gives the room to another
 
     # results of lines
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 
 from ..job import EngineJob, JobState, RankHeartbeat
@@ -131,6 +131,7 @@ class Dispatcher:
         self._lines = _Lines()
         self._isolated: deque[Flight] = deque()
         self._rooms: dict[str, deque[asyncio.Future[None]]] = {}
+        self._given: Counter[str] = Counter()  # rooms whose waiters have not resumed yet
         self.limits: ModelLimits | None = None
         self.draining = False
         self.over: str | None = None
@@ -217,18 +218,22 @@ class Dispatcher:
         self._rooms.setdefault(owner, deque()).append(waiter)
         try:
             await waiter
-        except asyncio.CancelledError:
+        except BaseException:
             if waiter in (left := self._rooms.get(owner, deque())):
                 left.remove(waiter)
+            elif not waiter.cancelled():
+                self._given[owner] -= 1
             self.pump()  # gives its turn to the next
             raise
+        self._given[owner] -= 1
 
     def _give_rooms(self, owner: str) -> None:
         waiters, seqs = self._rooms[owner], 0 if self.limits is None else self.limits.max_num_seqs
         if self._has_room(owner):
-            for _ in range(min(len(waiters), seqs - self._lines.count(owner))):
+            for _ in range(min(len(waiters), seqs - self._lines.count(owner) - self._given[owner])):
                 if not (waiter := waiters.popleft()).done():
                     waiter.set_result(None)
+                    self._given[owner] += 1
         if not waiters:
             del self._rooms[owner]
 
@@ -273,7 +278,7 @@ class Dispatcher:
         return (
             not self.ending
             and self.limits is not None
-            and self._lines.count(owner) < self.limits.max_num_seqs
+            and self._lines.count(owner) + self._given[owner] < self.limits.max_num_seqs
             and any(replica.job.state.phase == "ready" for replica in self._replicas)
         )
 

@@ -9,13 +9,14 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ...openai.errors import ApiError
 from ..overview import engine_view, take_sample
@@ -39,6 +40,19 @@ class Overview:
         self._made = float("-inf")
         self._causes: dict[str, tuple[int, float, dict[str, int]]] = {}
         self.viewers: Counter[str] = Counter()
+
+    def enter(self, owner: str, most: int) -> Callable[[], None]:
+        """Counts one more open stream of the owner, which may have `most`; returns what ends it. Raises ApiError."""
+        if self.viewers.total() >= MAX_VIEWERS or self.viewers[owner] >= most:
+            message = f"{self.viewers.total()} pages are open, at most {most} per key: close one"
+            raise ApiError(message, "too_many_viewers", status=503)
+        self.viewers[owner] += 1
+
+        def leave() -> None:
+            self.viewers[owner] -= 1
+            self.viewers += Counter()  # without those at 0
+
+        return leave
 
     async def view(self, owner: str) -> dict[str, Any]:
         """The view with the owner's newest batches. Raises ApiError (503) if the store cannot be read."""
@@ -79,6 +93,20 @@ class Overview:
                 self._causes.pop(next(iter(self._causes)))
             self._causes[batch.id] = batch.failed, now, causes
         return causes
+
+
+class _Watched(StreamingResponse):
+    """A stream of events. `left` is called at its end, even if nothing was sent."""
+
+    def __init__(self, events: AsyncIterator[bytes], left: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._left = left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._left()
 
 
 def _failure(batch: BatchRow) -> str | None:
@@ -124,27 +152,19 @@ def page_router(services: Services, version: str) -> APIRouter:
     async def view(request: Request, stream: bool = False) -> Response:
         """Replicas, ranks, links, requests and your newest batches; with `stream` once a second, as events."""
         owner = owner_of(request)
-        first = await overview.view(owner)
         if not stream:
-            return JSONResponse(first)
-        most = MAX_VIEWERS if request.state.key is None else MAX_OF_KEY
-        if overview.viewers.total() >= MAX_VIEWERS or overview.viewers[owner] >= most:
-            message = f"{overview.viewers.total()} pages are open, at most {most} per key: close one"
-            raise ApiError(message, "too_many_viewers", status=503)
-        return StreamingResponse(
-            events(owner, request.state.keys, request.state.key),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-store"},
-        )
+            return JSONResponse(await overview.view(owner))
+        leave = overview.enter(owner, MAX_VIEWERS if request.state.key is None else MAX_OF_KEY)
+        try:
+            await overview.view(owner)
+        except BaseException:
+            leave()
+            raise
+        return _Watched(events(owner, request.state.keys, request.state.key), leave)
 
     async def events(owner: str, keys: KeyRing | None, key: Key | None) -> AsyncIterator[bytes]:
-        overview.viewers[owner] += 1
-        try:
-            while not services.dispatcher.ending and (keys is None or key is None or keys.works(key)):
-                yield b"data: " + json.dumps(await overview.view(owner)).encode() + b"\n\n"
-                await asyncio.sleep(1.0)
-        finally:
-            overview.viewers[owner] -= 1
-            overview.viewers += Counter()  # without those at 0
+        while not services.dispatcher.ending and (keys is None or key is None or keys.works(key)):
+            yield b"data: " + json.dumps(await overview.view(owner)).encode() + b"\n\n"
+            await asyncio.sleep(1.0)
 
     return router

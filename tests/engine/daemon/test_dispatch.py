@@ -366,3 +366,28 @@ def test_an_answer_that_cannot_be_shown_ends_alone() -> None:
         assert first.aboard == ["other", "good"]
 
     asyncio.run(scene())
+
+
+def test_rooms_count_from_the_time_they_are_given() -> None:
+    """Not from the time their waiters resume: a line that comes between the two waits. One that is cancelled between
+    the two gives its room to the next."""
+
+    async def scene() -> None:
+        job, most = Job(), LIMITS.max_num_seqs
+        jobs: Any = [job]
+        dispatcher = Dispatcher(jobs, Observer())
+        await dispatcher.start()
+        job.to("loading")
+        waiting = [asyncio.create_task(dispatcher.room("a")) for _ in range(most)]
+        await asyncio.sleep(0)
+        job.to("ready")
+        late = dispatcher.room("a")
+        assert late.send(None) is not None
+        late.close()
+        waiting[0].cancel()
+        next_one = asyncio.create_task(dispatcher.room("a"))
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await next_one
+        assert not any(dispatcher._given.values())
+
+    asyncio.run(scene())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
+import select
 import shutil
+import socket
 import sqlite3
 import subprocess
+import threading
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import Any
 import pytest
 from daemon_tools import NAME, deployment, line, served, submit, wait_batch
 from laddertron.engine.daemon.http.keys import add_key, revoke_key
-from laddertron.engine.daemon.http.page import MAX_OF_KEY, MAX_VIEWERS, page_of_daemon
+from laddertron.engine.daemon.http.page import MAX_OF_KEY, MAX_VIEWERS, Overview, page_of_daemon
 from laddertron.engine.daemon.overview import RECENT_SECONDS, SAMPLE_SECONDS, Sample, Samples, engine_view, take_sample
 from laddertron.engine.daemon.store.records import error_codes
 from laddertron.engine.daemon.store.schema import Rows, migrate
@@ -161,6 +165,39 @@ def test_a_key_has_few_places_and_loses_them_when_it_is_revoked(folder: Path, tm
             stream.read()
         assert other.readline() == b"\n"
         assert other.readline().startswith(b"data: ")
+
+
+def test_watchers_that_come_at_once_are_counted_first(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thirty of one key, before the first view is made: four are admitted, and their places are free again later."""
+    keys = tmp_path / "keys.json"
+    alice = add_key(keys, "alice")[1]
+    go, view = threading.Event(), Overview.view
+
+    async def late(self: Overview, owner: str) -> dict[str, Any]:
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        return await view(self, owner)
+
+    monkeypatch.setattr(Overview, "view", late)
+    with served(deployment(tmp_path), folder, keys=keys) as daemon:
+        head = f"GET /v1/overview?stream=true HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {alice}\r\n\r\n"
+        with contextlib.ExitStack() as stack:
+
+            def opened() -> socket.socket:
+                one = stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), HANG_S))
+                one.sendall(head.encode())
+                return one
+
+            made = [opened() for _ in range(30)]
+            until(lambda: len(select.select(made, [], [], 0)[0]) >= 30 - MAX_OF_KEY)
+            go.set()
+            firsts = [one.recv(1 << 16).split(b" ", 2)[1] for one in made]
+            assert (firsts.count(b"200"), firsts.count(b"503")) == (MAX_OF_KEY, 30 - MAX_OF_KEY)
+            for one in made:
+                one.close()
+            until(lambda: opened().recv(1 << 16).split(b" ", 2)[1] == b"200")
 
 
 def test_the_policy_covers_the_page_whole() -> None:
