@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -31,8 +32,12 @@ def broken_rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can only be reached from this machine."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """Whether an address can only be reached from this machine. A name other than localhost may resolve to any."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _where_not(fine: Callable[[Deployment], bool], key: str) -> Callable[[Deployment], object]:

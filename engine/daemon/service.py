@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ..config.rules import is_loopback
 from ..config.schema import Deployment
 from ..job import EngineJob
 from ..metrics.observer import Observer
@@ -105,10 +106,11 @@ class Daemon:
                 daemon.tls_key,
             )
             version = self._parts.version
-            server = make_server(make_app(self.services, version, keys, metrics_listener is None), options)
+            app = make_app(self.services, version, keys, metrics_listener is None, self._local_names(listener))
+            server = make_server(app, options)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             if metrics_listener is not None:
-                probes = make_probe_app(self.services, version, keys)
+                probes = make_probe_app(self.services, version, keys, self._local_names(metrics_listener))
                 stack.push_async_callback(ProbeListener(probes, metrics_listener, options).close)
             watching = asyncio.create_task(self._watch(store, batches))
             try:
@@ -179,6 +181,12 @@ class Daemon:
             batches.gate.set(why)
 
     # the parts
+
+    def _local_names(self, listener: socket.socket) -> tuple[str, ...] | None:
+        """The names of this daemon if it has no keys and `listener` is on loopback, else None: any name will do."""
+        if self._parts.keys is not None or not is_loopback(listener.getsockname()[0]):
+            return None
+        return tuple(name.lower() for name in (self._deployment.daemon.host, self._deployment.metrics.host))
 
     async def _open_store(self) -> Store:
         daemon, given = self._deployment.daemon, self._parts.store

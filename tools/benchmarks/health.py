@@ -37,8 +37,8 @@ from laddertron.engine.daemon.store.store import StoreOptions  # noqa: E402
 from laddertron.tools.demos.serving import free_port  # noqa: E402
 
 PAUSE_S = 0.01
-FILES = b"GET /v1/files HTTP/1.1\r\nhost: x\r\n\r\n"
-UNSENT = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n"
+FILES = b"GET /v1/files HTTP/1.1\r\nhost: localhost\r\n\r\n"
+UNSENT = b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000\r\n\r\n"
 HUGE = {"model": "demo", "prompt": ["x"] * 128, "n": 8, "logprobs": 20, "max_tokens": 16, "ignore_eos": True}
 LARGE = b"".join(json.dumps(line(str(n), 8, n, "x" * 300)).encode() + b"\n" for n in range(20_000))
 BLANK = (b" " * 999_999 + b"\n") * 190 + json.dumps(line("a", 1, 1)).encode() + b"\n"

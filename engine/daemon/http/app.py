@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -31,7 +32,7 @@ _ERROR = {
     "required": ["error"],
     "properties": {"error": {"type": "object", "required": [*_MEMBERS], "properties": _MEMBERS}},
 }
-_STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504, 507)
+_STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 415, 421, 429, 431, 500, 503, 504, 507)
 _OTHER_KINDS = ("audio", "embeddings", "images", "moderations", "responses")
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -118,19 +119,28 @@ def _handle_errors(app: FastAPI) -> None:
         return response_of(failed())
 
 
-def make_app(services: Services, version: str, keys: KeyRing | None, with_metrics: bool = True) -> Guard:
+def make_app(
+    services: Services,
+    version: str,
+    keys: KeyRing | None,
+    with_metrics: bool = True,
+    local_names: Collection[str] | None = None,
+) -> Guard:
+    """Makes the daemon's application. `local_names`: see Guard."""
     generator = Generator(services)
     app = Direct(make_api(services, generator, version, with_metrics), generator)
-    return Guard(app, services.limits, keys, services.observer, services.usage)
+    return Guard(app, services.limits, keys, services.observer, services.usage, local_names)
 
 
-def make_probe_app(services: Services, version: str, keys: KeyRing | None) -> Guard:
+def make_probe_app(
+    services: Services, version: str, keys: KeyRing | None, local_names: Collection[str] | None = None
+) -> Guard:
     """Makes an application with only /health, /ready and /metrics, behind the same guard."""
     app = FastAPI(title="laddertron probes", version=version, docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(probes_router(services))
     app.include_router(metrics_router(services.observer))
     _handle_errors(app)
-    return Guard(app, services.limits, keys)
+    return Guard(app, services.limits, keys, local_names=local_names)
 
 
 def _described(schema: dict[str, Any]) -> dict[str, Any]:

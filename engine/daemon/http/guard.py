@@ -8,6 +8,7 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Collection
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -20,6 +21,7 @@ from ...openai.body import TOKENIZE
 from ...openai.errors import ApiError
 from ...openai.schema import CHAT, COMPLETIONS
 from ..usage import Usage
+from .authority import check_local
 from .bodies import SMALL_BYTES, Unread, UnreadAnswers
 from .errors import failed, response_of, stopping
 from .keys import Key, KeyRing
@@ -54,8 +56,10 @@ class Guard:
         keys: KeyRing | None,
         observer: Observer | None = None,
         usage: Usage | None = None,
+        local_names: Collection[str] | None = None,
     ) -> None:
-        self._usage = usage
+        """`local_names`: what hosts a request may name besides this machine's, else any (see check_local)."""
+        self._usage, self._local_names = usage, local_names
         self._app, self._limits, self._keys = app, limits, keys
         self._observer = observer or Observer()
         self._sparse = Sparse(_UNKNOWN_LINES)
@@ -96,11 +100,14 @@ class Guard:
     def _admit(self, scope: Scope) -> int:
         """Checks a request before its body; returns the most bytes that the body may have. Raises ApiError."""
         headers = Headers(scope=scope)
+        scope.setdefault("state", {})["key"] = None
         if sum(len(name) + len(value) + 4 for name, value in headers.raw) > self._limits.max_header_bytes:
             raise ApiError(f"headers of more than {self._limits.max_header_bytes} bytes", None, status=431, close=True)
+        if self._local_names is not None:
+            check_local(headers.getlist("host"), headers.getlist("origin"), self._local_names)
         path: str = scope["path"]
-        state = scope.setdefault("state", {})
-        state["key"], state["known"], state["keys"] = None, self._keys is None, self._keys
+        state = scope["state"]
+        state["known"], state["keys"] = self._keys is None, self._keys
         if self._keys is not None:
             self._identify(self._keys, path, headers, state)
         if headers.get("content-encoding", "identity").strip().lower() != "identity":

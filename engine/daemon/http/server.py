@@ -18,6 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...openai.errors import ApiError
+from .authority import authority_of, origin_form
 from .connections import Acceptor, Room, ServerOptions, Slot
 from .tls import TlsFault, check_pair
 
@@ -36,6 +37,7 @@ class _Bounded(H11Protocol):
     options: ServerOptions
     room: Room
     slot: Slot
+    _fault = "not an HTTP request"
     _timer: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
     _leaving: asyncio.TimerHandle | None = None
@@ -71,12 +73,17 @@ class _Bounded(H11Protocol):
             self.cycle.scope["abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
     def _next_event(self) -> Any:
-        """Returns h11's next event, and counts the bytes of the body."""
+        """Returns h11's next event, and counts the bytes of the body. A request is changed to origin form."""
         event = self._h11_next()
         if isinstance(event, h11.Data):
             self._body += len(event.data)
         elif isinstance(event, h11.Request):
             self._came = self._body = 0
+            try:
+                return _in_origin_form(event)
+            except ValueError as error:
+                self._fault = f"not an HTTP request: {error}"
+                raise h11.RemoteProtocolError(str(error)) from error
         return event
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -126,7 +133,7 @@ class _Bounded(H11Protocol):
             self.conn.their_state is h11.ERROR and len(self.conn.trailing_data[0]) > self.options.max_header_bytes
         )
         status = 431 if too_long else 400
-        message = f"headers of more than {self.options.max_header_bytes} bytes" if too_long else "not an HTTP request"
+        message = f"headers of more than {self.options.max_header_bytes} bytes" if too_long else self._fault
         body = json.dumps(ApiError(message, "invalid_http", status=status).to_json()).encode()
         headers = [
             ("content-type", "application/json"),
@@ -146,6 +153,19 @@ class _Bounded(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """Takes the authority out of a request's target; it replaces the Host field. Raises ValueError."""
+    for name, value in request.headers:
+        if name == b"host":
+            authority_of(value.decode("latin-1"))
+    target, authority = origin_form(request.method, request.target)
+    if authority is None:
+        return request
+    others = [(name, value) for name, value in request.headers if name != b"host"]
+    headers = [(b"host", authority), *others]
+    return h11.Request(method=request.method, headers=headers, target=target, http_version=request.http_version)
 
 
 class HttpServer(uvicorn.Server):

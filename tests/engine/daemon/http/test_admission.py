@@ -34,9 +34,9 @@ TIGHT = replace(
     header_timeout=FOR_EVER_S,
     body_timeout=FOR_EVER_S,
 )
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def sent(daemon: Served, *what: bytes) -> Iterator[list[socket.socket]]:
 
 
 def post(daemon: Served, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     answer = daemon.raw(head.encode() + body)
     status = int(answer.split(b" ", 2)[1])
     return status, json.loads(answer.partition(b"\r\n\r\n")[2])
@@ -95,7 +95,7 @@ def test_an_address_has_its_share(daemon: Served) -> None:
 
 def test_length_and_transfer_encoding_together_are_refused(daemon: Served) -> None:
     """RFC 9112, 6.1: and nothing that follows on the connection is a request."""
-    smuggled = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+    smuggled = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
     body = b"0\r\n\r\n" + smuggled
     both = HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n" + body
     answer = daemon.raw(both)

@@ -91,11 +91,13 @@ def error_of(answer: tuple[int, dict[str, Any], dict[str, str]]) -> tuple[int, s
 
 def test_bodies_too_large_are_refused_unread(daemon: Served) -> None:
     """By the announced length at once (nothing of the body is sent), and by what comes where no length is given."""
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\nconnection: close\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\nconnection: close\r\n\r\n"
+    )
     with socket.create_connection(("127.0.0.1", daemon.port), timeout=HANG_S) as connection:
         connection.sendall(head)
         assert b" 413 " in connection.recv(65536).splitlines()[0]
-    chunked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunked = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     answer = daemon.raw(chunked + (b"1000\r\n" + b"x" * 0x1000 + b"\r\n") * 8 + b"0\r\n\r\n")
     assert b" 413 " in answer.splitlines()[0]
     assert b"body_too_large" in answer
@@ -152,7 +154,7 @@ def test_compressed_bodies_are_415(daemon: Served) -> None:
 
 
 def test_headers_too_long_are_431(daemon: Served) -> None:
-    head = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+    head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
     assert b" 431 " in daemon.raw(head + b"x: " + b"y" * 40_000 + b"\r\n\r\n").splitlines()[0]
     many = b"".join(b"x-%d: y\r\n" % n for n in range(20_000))
     assert b" 431 " in daemon.raw(head + many + b"\r\n").splitlines()[0]
@@ -196,7 +198,7 @@ def test_what_does_not_come_in_time_is_not_waited_for(folder: Path, tmp_path: Pa
     with served(deployment(tmp_path, replace(SMALL, header_timeout=0.5)), folder) as daemon:
         assert daemon.raw(b"GET / HTTP/1.1\r\nx-a: ") == b""
     with served(deployment(tmp_path, replace(SMALL, body_timeout=0.5)), folder) as daemon:
-        late = daemon.raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n{")
+        late = daemon.raw(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000\r\n\r\n{")
         assert b" 408 " in late.splitlines()[0]
         assert b"request_timeout" in late
 
@@ -449,7 +451,7 @@ def test_a_client_that_goes_away_takes_its_request_along(folder: Path, tmp_path:
         daemon.on_loop(job.hold)
         for stream in (True, False):
             body = json.dumps({"model": NAME, "prompt": "x", "max_tokens": 300, "stream": stream}).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
             with socket.create_connection(("127.0.0.1", daemon.port)) as connection:
                 connection.sendall(head + body)
                 until(lambda: len(job.submitted) == len(job.cancels) + 1)

@@ -288,7 +288,7 @@ def test_a_disk_that_fails_pauses_everything_and_loses_nothing(folder: Path, tmp
                     call()
                 assert refused.value.status_code == 507
             assert client.batches.retrieve(batch.id).id == batch.id
-            ready = daemon.raw(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            ready = daemon.raw(b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             assert b" 503 " in ready.splitlines()[0]
             assert why.encode() in ready
         finally:

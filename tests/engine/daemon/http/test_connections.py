@@ -30,7 +30,7 @@ SILENT, LINGERING = 1400, 70
 PROBE_S = 1.0
 """Under load too; docs/reliability.md has an idle machine's figures."""
 PATIENT = replace(LimitsConfig(), header_timeout=FOR_EVER_S, body_timeout=FOR_EVER_S)
-UNSENT = "POST {} HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n"
+UNSENT = "POST {} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def ask(port: int, path: str = "/health", tls: ssl.SSLContext | None = None, key
         if tls is not None:
             made = stack.enter_context(tls.wrap_socket(made, server_hostname="127.0.0.1"))
         bearer = f"authorization: Bearer {key}\r\n" if key else ""
-        made.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{bearer}\r\n".encode())
+        made.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{bearer}\r\n".encode())
         head = made.recv(1 << 16)
         return int(head.split(b" ", 2)[1]) if head else 0, time.monotonic() - began
     return 0, time.monotonic() - began
@@ -162,7 +162,7 @@ def test_a_refused_request_reads_why_while_it_sends(folder: Path, tmp_path: Path
     """The connection is half closed after the answer, and closed a moment later, whether or not the client ends."""
     with served(deployment(tmp_path, PATIENT), folder) as daemon:
         body = b"x" * 8_000_000
-        head = f"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        head = f"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         assert daemon.raw(head + body).startswith(b"HTTP/1.1 413")
         with held(daemon.port, 1, UNSENT.format("/nowhere").encode()) as made:
             came = b""
@@ -176,13 +176,13 @@ def test_a_short_body_keeps_its_connection(folder: Path, tmp_path: Path) -> None
     """A refused request's body that has come is dropped, and the next request is served."""
     with (
         served(deployment(tmp_path, PATIENT), folder) as daemon,
-        held(daemon.port, 1, b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}") as made,
+        held(daemon.port, 1, b"POST /nowhere HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}") as made,
     ):
         came = b""
         while not came.endswith(b"}}"):
             came += made[0].recv(1 << 16)
         assert came.startswith(b"HTTP/1.1 404")
-        made[0].sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        made[0].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert made[0].recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 

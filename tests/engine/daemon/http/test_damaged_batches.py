@@ -189,7 +189,7 @@ def test_a_result_that_cannot_be_read_fails_its_line_alone(folder: Path, tmp_pat
         assert {entry["error"]["code"] for entry in errors.values()} == {"result_unreadable"}
         made = lines_of(client, ended.output_file_id)
         assert {name for name, entry in made.items() if entry["error"] is None} == {"r-0", "r-5"}
-        page = daemon.raw(b"GET /v1/overview HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        page = daemon.raw(b"GET /v1/overview HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         assert page.startswith(b"HTTP/1.1 200")
         ran = len(daemon.jobs[0].submitted)
         again = wait_batch(client, submit(client, many(6), extra_body={"reuse_batch_id": ended.id}).id)

@@ -249,7 +249,7 @@ def test_answers_that_nobody_reads_are_bounded(folder: Path, tmp_path: Path, mon
                 await asyncio.sleep(0.005)
 
         looking = asyncio.run_coroutine_threadsafe(look(), daemon.loop)
-        request = "GET /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n\r\n"
+        request = "GET /v1/files HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {}\r\n\r\n"
         with contextlib.ExitStack() as stack:
             for _, secret in (alice, bob):
                 for _ in range(12):
@@ -277,7 +277,7 @@ def test_a_stream_that_nobody_reads_is_ended(folder: Path, tmp_path: Path) -> No
     with served(deployment(tmp_path, limits), folder, lambda: [FakeJob(model)], probes=True) as daemon:
         body = {"model": NAME, "prompt": "x", "stream": True, "max_tokens": 10_000, "logprobs": 20, "ignore_eos": True}
         data = json.dumps({**body, "n": 8}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n".encode()
         with contextlib.ExitStack() as stack:
             for _ in range(2):
                 one = stack.enter_context(socket.socket())

@@ -205,7 +205,7 @@ def test_limits_of_requests(folder: Path, tmp_path: Path, keys: Path) -> None:
         say(mine)
         daemon.on_loop(daemon.jobs[0].hold)
         body = json.dumps({"model": NAME, "prompt": "x"}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {alice}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {alice}\r\n"
         with socket.create_connection(("127.0.0.1", daemon.port)) as held:
             before = len(daemon.jobs[0].submitted)
             held.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -284,8 +284,8 @@ def test_usage_is_what_answers_said(folder: Path, tmp_path: Path, keys: Path) ->
         ids = {key.id: key.name for key in read_keys(keys)}
 
         def seen(secret: str) -> dict[str, list[int]]:
-            head = f"GET /v1/usage HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {secret}\r\nconnection: close\r\n\r\n"
-            value = json.loads(daemon.raw(head.encode()).partition(b"\r\n\r\n")[2])
+            head = f"GET /v1/usage HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {secret}\r\n"
+            value = json.loads(daemon.raw(f"{head}connection: close\r\n\r\n".encode()).partition(b"\r\n\r\n")[2])
             fields = ("requests", "prompt_tokens", "completion_tokens")
             out: dict[str, list[int]] = {}
             for row in value["data"]:  # two days, where midnight came between

@@ -46,7 +46,7 @@ def watched() -> Observer:
 def get(daemon: Served, path: str, key: str = "", port: int = 0) -> tuple[int, str]:
     """From the probe listener, where there is one."""
     held = f"authorization: Bearer {key}\r\n" if key else ""
-    request = f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{held}\r\n"
+    request = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{held}\r\n"
     answer = daemon.raw(request.encode(), port or daemon.probe_port)
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split(b" ", 2)[1]) if head else 0, body.decode()
@@ -203,7 +203,7 @@ def test_the_probe_listener_answers_while_the_daemons_loop_is_held(folder: Path,
 
 def test_connections_do_not_starve_the_probe_listener(folder: Path, tmp_path: Path) -> None:
     """Every connection of the API is taken by one that has asked, and 1,024 silent ones came to the probes' own."""
-    asked = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+    asked = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
     with (
         served(deployment(tmp_path, FEW), folder, probes=True) as daemon,
         idle(daemon.port, 6, asked),
@@ -230,7 +230,9 @@ def test_hostile_bodies_beside_a_batch(folder: Path, tmp_path: Path) -> None:
     line of the batch too, and no more bytes of bodies are held than may be."""
     limits = replace(LimitsConfig(), max_held_bytes=8_000_000)
     body = b'{"model": "tiny", "prompt": [' + b"1," * 999_999 + b"1]}"
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
     statuses: list[int] = []
     with served(deployment(tmp_path, limits), folder, observer=watched(), probes=True) as daemon:
 

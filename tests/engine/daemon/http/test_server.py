@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[4]
 QUICK = replace(LimitsConfig(), max_connections=512, header_timeout=1.0, body_timeout=1.0)
 HEADS = (
     b"GET / HTTP/1.1\r\nx-a: ",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000\r\n\r\n",
     b"",
 )
 
@@ -84,7 +84,7 @@ def test_two_hundred_slow_sockets_keep_nobody_waiting(folder: Path, tmp_path: Pa
         dribbling = asyncio.gather(*(one.dribble() for one in slow))
         for _ in range(20):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             assert (await asyncio.wait_for(reader.read(1 << 16), HANG_S)).startswith(b"HTTP/1.1 200")
             writer.close()
         assert not any(one.cut_off.done() for one in slow)
@@ -132,7 +132,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         server = make_server(endless, options)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         with socket.create_connection(listener.getsockname()) as client:
-            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
             async with asyncio.timeout(HANG_S):
                 while not heard:
                     await asyncio.sleep(0.02)
@@ -190,7 +190,7 @@ def test_who_does_not_trust_the_certificate_or_speaks_plainly_gets_nothing(secur
     client = OpenAI(base_url=f"https://127.0.0.1:{secure.port}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.APIConnectionError):
         client.models.list()
-    assert b"200" not in secure.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert b"200" not in secure.raw(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
 
 
 def test_the_batch_client_over_tls(secure: Served, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

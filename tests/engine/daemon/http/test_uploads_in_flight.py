@@ -43,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def head(key: str, length: int | None) -> bytes:
     how = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
     kind = "content-type: multipart/form-data; boundary=b"
-    return f"POST /v1/files HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n{kind}\r\n{how}\r\n\r\n".encode()
+    return (
+        f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {key}\r\n{kind}\r\n{how}\r\n\r\n".encode()
+    )
 
 
 def chunk(data: bytes) -> bytes:

@@ -661,9 +661,8 @@ def test_ready_says_that_the_export_folder_is_gone(tmp_path: Path) -> None:
     with served(config, write_folder(tmp_path / "tiny")) as daemon:
 
         def answer() -> tuple[int, str]:
-            head, _, body = daemon.raw(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").partition(
-                b"\r\n\r\n"
-            )
+            request = b"GET /ready HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+            head, _, body = daemon.raw(request).partition(b"\r\n\r\n")
             return int(head.split()[1]), json.loads(body).get("reason", "")
 
         until(lambda: answer()[0] == 200)
