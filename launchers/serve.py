@@ -67,7 +67,7 @@ def serve(
             make_folder(data_dir)
         except OSError as error:
             raise ServeError(f"daemon.data_dir: {data_dir} cannot be made: {error.strerror}") from error
-        set_up(sys.stderr, daemon.log_format, daemon.log_level, data_dir / "audit.jsonl")
+        set_up(sys.stderr, daemon.log_level, data_dir / "audit.jsonl")
         keys = None if daemon.api_key_file is None else KeyRing(Path(daemon.api_key_file))
         watcher = observer or _observer(deployment)
         in_use = dict[str, int]()
@@ -81,7 +81,7 @@ def serve(
     with contextlib.ExitStack() as sockets:
         listener = sockets.enter_context(_listen(daemon.host, daemon.port, "daemon.port"))
         scraped = None
-        if (metrics := deployment.metrics).enabled and metrics.port is not None:
+        if (metrics := deployment.metrics).port is not None:
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
         store = StoreOptions(adopt=adopt, skip_damaged=skip_damaged)
         try:
@@ -165,14 +165,13 @@ async def _say_ready(
     """Logs one line once every replica is ready: address, model and number of ranks."""
     await daemon.dispatcher.complete.wait()
     parallel, door = deployment.parallel, _url(listener, deployment.daemon.tls_cert is not None)
-    metrics = f", metrics at {door if scraped is None else _url(scraped)}/metrics" if deployment.metrics.enabled else ""
     log.info(
-        "ready: %s/v1 serves %s: replicas: %d of %d ranks%s, page at %s/",
+        "ready: %s/v1 serves %s: replicas: %d of %d ranks, metrics at %s/metrics, page at %s/",
         door,
         deployment.served_model_name,
         parallel.replicas,
         parallel.ranks,
-        metrics,
+        door if scraped is None else _url(scraped),
         door,
         extra={"event": "ready", "model": deployment.served_model_name},
     )
@@ -184,8 +183,6 @@ def _url(listener: socket.socket, tls: bool = False) -> str:
 
 
 def _observer(deployment: Deployment) -> Observer:
-    if not deployment.metrics.enabled:
-        return Observer()
     vllm = (deployment.served_model_name, deployment.engine.block_size) if deployment.metrics.vllm_names else None
     observer = Observer(CollectorRegistry(), Path(deployment.daemon.data_dir), _telemetry(deployment), vllm=vllm)
     observer.series.set("build_info", 1.0, __version__, deployment.served_model_name, deployment.model.wiring)

@@ -259,14 +259,6 @@ RULES: tuple[Rule, ...] = (
         "token a step: raise it or lower engine.max_num_seqs",
     ),
     Rule(
-        ("engine.enable_chunked_prefill", "engine.max_num_batched_tokens", "model.max_model_len"),
-        lambda d: (
-            not d.engine.enable_chunked_prefill and d.engine.max_num_batched_tokens < (d.model.max_model_len or 0)
-        ),
-        "false needs max_num_batched_tokens ({engine.max_num_batched_tokens}) >= model.max_model_len "
-        "({model.max_model_len}): a prompt would not fit one step",
-    ),
-    Rule(
         ("daemon.tls_cert", "daemon.tls_key"),
         lambda d: d.daemon.tls_cert and d.daemon.tls_key is None,
         "needs daemon.tls_key too: TLS needs both",
@@ -290,9 +282,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("metrics.port", "daemon.port"),
-        lambda d: (
-            d.metrics.enabled and d.metrics.port and (d.metrics.host, d.metrics.port) == (d.daemon.host, d.daemon.port)
-        ),
+        lambda d: d.metrics.port and (d.metrics.host, d.metrics.port) == (d.daemon.host, d.daemon.port),
         "{metrics.port} is the daemon's port: leave it out to share the daemon's listener",
     ),
 )

@@ -81,6 +81,27 @@ REMOVED = {
     "model.shared_filesystem": "remove the key: each rank reads its own slices; to read every byte once, write "
     "per-rank files with `laddertron shard MODEL --tensor-parallel-size N`",
     "parallel.backend=mpi": "use auto or native, also under mpirun, which still starts the ranks",
+    "parallel.collective_timeout": "remove the key: it follows measured step times, in preflight it is 30 s",
+    "launch.slurm.partition": "add --partition=NAME to launch.slurm.extra_args",
+    "launch.slurm.account": "add --account=NAME to launch.slurm.extra_args",
+    "launch.slurm.qos": "add --qos=NAME to launch.slurm.extra_args",
+    "launch.slurm.time_limit": "add --time=D-HH:MM:SS to launch.slurm.extra_args",
+    "launch.kubernetes.gpu_resource": "remove the key: it is nvidia.com/gpu; edit the manifest for another",
+    "launch.kubernetes.rdma_count": "remove the key: it is 8; edit the manifest for another number",
+    "launch.kubernetes.ssh_secret": "remove the key: name the Secret laddertron-ssh",
+    "launch.kubernetes.keys_secret": "remove the key: name the Secret laddertron-keys",
+    "launch.kubernetes.shm_size": "remove the key: it is 64 GiB; edit the manifest for another size",
+    "engine.priority_ageing": "remove the key: a waiting line gains a priority every 30 s",
+    "engine.max_whitespace": "remove the key: it is 32",
+    "engine.enable_chunked_prefill": "remove the key: long prompts are always computed in chunks",
+    "daemon.log_format": "remove the key: text on a terminal, else JSON",
+    "daemon.limits.max_header_bytes": "remove the key: it is 16 KiB",
+    "daemon.limits.max_request_bytes": "set daemon.limits.max_line_bytes, which limits lines and requests alike",
+    "daemon.limits.max_choices": "remove the key: it is 128, and at most engine.max_num_seqs",
+    "metrics.enabled": "remove the key: metrics are always served; with daemon.api_key_file they need a key",
+    "acceptance.max_memory": "remove the key: it is 1.1 of the prediction",
+    "acceptance.min_hidden": "remove the key: compare the column `hidden` of the page",
+    "acceptance.timeout": "remove the key: it is an hour for one measurement",
 }
 """Former keys and key=value pairs, and what to do instead."""
 
@@ -139,7 +160,6 @@ class ParallelConfig:
     expert_layout: Literal["auto", "tensor", "spread"] = "auto"
     dense_path: Literal["whole", "node"] = "whole"
     tuning_file: PathStr | None = None
-    collective_timeout: Annotated[float, Unit("seconds"), Range(0.1, DAY)] | None = None
 
     @property
     def ranks(self) -> int:
@@ -157,10 +177,6 @@ class SlurmConfig:
     """Options of `srun` and of the script of `launch --emit slurm`."""
 
     mpi: Annotated[str, Word(r"[a-z0-9_]{1,32}", "a plugin that `srun --mpi=list` names")] = "pmix"
-    partition: Device | None = None
-    account: Device | None = None
-    qos: Device | None = None
-    time_limit: Annotated[float, Unit("seconds"), Range(60, 365 * DAY)] = DAY
     gpus: bool = True
     container_image: Text | None = None
     container_mounts: tuple[Text, ...] = ()
@@ -174,14 +190,9 @@ class KubernetesConfig:
     name: Annotated[str, Word(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "a lower-case DNS label of up to 40")] = "laddertron"
     namespace: Annotated[str, Word(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a lower-case DNS label")] = "default"
     image: Text = "laddertron:latest"
-    gpu_resource: Text = "nvidia.com/gpu"
     rdma_resource: Text | None = None
-    rdma_count: Annotated[int, Range(1, 64)] = 8
     model_claim: Text | None = None
     data_claim: Text | None = None
-    ssh_secret: Text = "laddertron-ssh"
-    keys_secret: Text = "laddertron-keys"
-    shm_size: Size = 64 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +231,6 @@ class EngineConfig:
     kv_cache_memory: Size | None = None
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
     enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
     attention: Literal["auto", "torch", "flashinfer"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Range(1, 1024)] | None = None
@@ -228,8 +238,6 @@ class EngineConfig:
     speculation: Literal["auto", "ngram", "model"] | bool = False
     draft_model: PathStr | None = None
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
-    priority_ageing: Duration = 30.0
-    max_whitespace: Annotated[int, Range(1, 4096)] = 32
 
     @property
     def cpu_kv_bytes(self) -> int:
@@ -242,18 +250,15 @@ class LimitsConfig:
     """Limits on requests; a request over a limit is refused before anything is stored or allocated for it."""
 
     max_body_bytes: Size = 200_000_000
-    max_request_bytes: Size = 10_000_000
     max_line_bytes: Size = 10_000_000
     max_lines: Count = 50_000
     max_connections: Count = 1024
-    max_header_bytes: Size = 16 * KIB
     header_timeout: Annotated[float, Unit("seconds"), Range(0.1, 3600)] = 10.0
     body_timeout: Annotated[float, Unit("seconds"), Range(0.1, 3600)] = 10.0
     request_timeout: Annotated[float, Unit("seconds"), Range(0.1, 30 * DAY)] = 3600.0
     max_interactive_requests: Count = 1024
     max_held_bytes: Size = 256 * MIB
     max_connections_per_address: Count = 512
-    max_choices: Annotated[int, Range(1, 1024)] = 128
     min_free_disk: Annotated[int, Unit("bytes"), Range(0, 2**60)] = 1 * GIB
 
 
@@ -275,7 +280,6 @@ class DaemonConfig:
     heartbeat_timeout: Annotated[float, Unit("seconds"), Range(1, 3600)] = 10.0
     max_restarts: Annotated[int, Range(0, 1000)] = 3
     standby: Annotated[int, Range(0, 1)] = 0
-    log_format: Literal["auto", "json", "text"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
@@ -285,7 +289,6 @@ class MetricsConfig:
     """Where /metrics is served (on the daemon's own listener, or with /health and /ready on a second one where `port`
     is set), and the OpenTelemetry collectors."""
 
-    enabled: bool = True
     host: Address = "127.0.0.1"
     port: Port | None = None
     vllm_names: bool = False
@@ -298,11 +301,8 @@ class AcceptanceConfig:
     """Thresholds of `laddertron acceptance`; shares are relative to the prediction of `plan`."""
 
     min_speed: Annotated[float, Unit("none"), Range(0, 1)] = 0.7
-    max_memory: Annotated[float, Unit("none"), Range(1, 1000)] = 1.1
-    min_hidden: Annotated[float, Unit("none"), Range(0, 1)] = 0.0
     recovery_margin: Duration = 10.0
     max_load: Annotated[float, Unit("none"), Range(0, 1)] = 0.1
-    timeout: Annotated[float, Unit("seconds"), Range(1, 7 * DAY)] = 3600.0
 
 
 @dataclass(frozen=True, slots=True)

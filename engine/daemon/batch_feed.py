@@ -57,7 +57,7 @@ class BatchFeed(LineFlights):
     """Feeds one batch. Call `run`, which returns when every line has its result; call `stop` after cancelling it."""
 
     def __init__(self, batch: BatchRow, core: Core, gate: Gate) -> None:
-        super().__init__(core.dispatcher, core.text, batch.id, core.limits.max_choices, batch.owner)
+        super().__init__(core.dispatcher, core.text, batch.id, batch.owner)
         self.batch, self._core, self._gate = batch, core, gate
         self._store, self._usage = core.store, core.usage
         self._path = core.store.path_of(batch.input_file_id)

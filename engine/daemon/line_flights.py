@@ -19,13 +19,10 @@ log = logging.getLogger(__name__)
 
 class LineFlights(FlightOwner):
     """Call `take` for a line once the dispatcher has room; `answered` is called with its result. `run_id`: the batch's
-    or the run's id; answer ids and default seeds are derived from it. `max_choices`: see `to_requests`."""
+    or the run's id; answer ids and default seeds are derived from it."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, text: TextModel, run_id: str, max_choices: int | None, owner: str = ""
-    ) -> None:
-        self._dispatcher, self._text, self._run_id = dispatcher, text, run_id
-        self._max_choices, self._owner = max_choices, owner
+    def __init__(self, dispatcher: Dispatcher, text: TextModel, run_id: str, owner: str = "") -> None:
+        self._dispatcher, self._text, self._run_id, self._owner = dispatcher, text, run_id, owner
         self._flights: dict[Flight, BatchLine] = {}
 
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
@@ -48,7 +45,7 @@ class LineFlights(FlightOwner):
         request_id = f"{self._run_id[-12:]}-{name}"
         origin = RequestOrigin(request_id, self._run_id, custom_id, queue=self._run_id, salt=self._owner)
         try:
-            requests = to_requests(body, prompts, limits, origin, self._text, self._max_choices)
+            requests = to_requests(body, prompts, limits, origin, self._text)
         except ApiError as error:
             self._refuse(line, error)
             return

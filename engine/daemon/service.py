@@ -100,7 +100,6 @@ class Daemon:
             options = ServerOptions(
                 connections_within(daemon.limits.max_connections),
                 daemon.limits.max_connections_per_address,
-                daemon.limits.max_header_bytes,
                 daemon.limits.header_timeout,
                 daemon.tls_cert,
                 daemon.tls_key,
@@ -205,7 +204,7 @@ class Daemon:
         limits, served = daemon.limits, self._deployment.served_model_name
         core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, served, parts.model_digest)
         batches = Batches(Core(*core), daemon.retention)
-        bodies = HeldBodies(limits.max_held_bytes, limits.max_request_bytes)
+        bodies = HeldBodies(limits.max_held_bytes, limits.max_line_bytes)
         uploads = Reservations(store, usage, limits.min_free_disk)
         return Services(*core, batches, int(time.time()), bodies, uploads)
 

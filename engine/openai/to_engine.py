@@ -78,6 +78,10 @@ async def with_word_ids(body: Body, text: Encoder) -> Body:
     return body._replace(params=replace(body.params, bad_word_ids=ids))
 
 
+MAX_CHOICES = 128
+"""The largest `n`, as of the OpenAI API."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
     """The origin of a body's requests: what the scheduler needs in addition to prompts and parameters. `key` and
@@ -98,11 +102,10 @@ def to_requests(
     limits: ModelLimits,
     origin: RequestOrigin,
     text: TextModel | None = None,
-    max_choices: int | None = None,
 ) -> list[Request]:
     """Makes one engine request for each prompt; after the first, `request_id` has the suffix `.1`, `.2` … `text`: its
     end tokens are added to the model's. Raises ApiError for parameters that this model does not support."""
-    most = min(limits.max_num_seqs, max_choices or limits.max_num_seqs)
+    most = min(limits.max_num_seqs, MAX_CHOICES)
     given = body.params
     if body.tools and text is not None and not (text.tool_format if body.tool_choice == "auto" else text.takes_tools):
         message = "the model's chat template does not support tools, or its format of calls is unknown"

@@ -39,7 +39,6 @@ class RunOptions:
     served_model_name: str
     run_id: str = "run-0"
     max_line_bytes: int = MAX_LINE_BYTES
-    max_choices: int | None = None
     drain_s: float = 30.0
 
 
@@ -57,7 +56,7 @@ class BatchRun(LineFlights):
         progress: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> None:
         self.dispatcher = Dispatcher(jobs, self, relaunches=False)
-        super().__init__(self.dispatcher, text, options.run_id, options.max_choices)
+        super().__init__(self.dispatcher, text, options.run_id)
         self._encoder, self._files, self._options, self._progress = encoder, files, options, progress
         self._lost = self._requests = self._ok = self._failed = self._skipped = 0
         self._causes: dict[str | None, FailureCause] = {}  # by error code

@@ -20,14 +20,12 @@ class SchedulerLimits:
     block_size: int
     num_blocks: int
     enable_prefix_caching: bool = True
-    enable_chunked_prefill: bool = True
-    ageing_s: float = 60.0
+    ageing_s: float = 30.0
     watermark: float = 0.01
     microbatches: int = 1
     """Plans that are on their way at once in a pipeline; a sequence is in one of them."""
     max_scored_positions: int = 1 << 30
-    """Prompt positions whose logits are wanted in one step (`prompt_logprobs`): they cost a vocabulary of memory each.
-    Without chunked prefill a prompt is scored whole all the same."""
+    """Prompt positions whose logits are wanted in one step (`prompt_logprobs`): each costs a vocabulary of memory."""
     split: SplitRule | None = None
     """Which steps may be computed in two streams; None: none."""
     speculation: SpeculationRule | None = None
@@ -38,11 +36,6 @@ class SchedulerLimits:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "every running sequence needs one token a step, raise the one or lower the other"
-            )
-        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_model_len="
-                f"{self.max_model_len}: a prompt must fit a step, enable chunked prefill or raise the former"
             )
 
 

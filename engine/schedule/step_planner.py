@@ -13,9 +13,6 @@ from .sequence import RequestGroup, Sequence
 from .speculation import Speculation
 from .waiting_queue import Turn, WaitingQueues
 
-BLOCKED_STEPS = 8
-"""Without chunked prefill: steps that a prompt waits for room next to the running sequences before it gets a separate
-step."""
 LEAST_CHUNK = 256
 """Tokens of the smallest chunk that a prompt is cut into to fill a pipeline: a stage reads its weights for each."""
 MOST_PAYLOAD = 8 << 20
@@ -50,7 +47,6 @@ class StepPlan:
     prefilled: list[Sequence] = field(default_factory=list)
     payload: int = 0
     preempted: bool = False
-    blocked: bool = False
     invited: Turn | None = None
     """The sequence for which others were preempted: it is admitted next, without regard to the watermark."""
 
@@ -66,22 +62,16 @@ class Planner:
         self.step = 0
         self.parked: list[str] = []
         """Ids of the requests of which the last plan preempted a choice."""
-        self._blocked_steps = 0
         self._reserve = int(limits.watermark * limits.num_blocks)
 
     def plan(self, now: float) -> tuple[Batch, StepPlan] | None:
         """Plans the next step; None if nothing can be planned."""
         plan = StepPlan(now, self.limits.max_num_batched_tokens, self.limits.max_scored_positions)
         self.parked = []
-        alone = self._blocked_steps >= BLOCKED_STEPS
-        self._invite(plan, alone)
+        self._invite(plan)
         prefills: list[Sequence] = []
-        if not alone:
-            self._decode(plan, prefills)
+        self._decode(plan, prefills)
         self._prefill(plan, prefills)
-        if alone and not plan.chunks:
-            self._decode(plan, prefills)
-        self._blocked_steps = self._blocked_steps + 1 if plan.blocked else 0
         return (self._seal(plan), plan) if plan.chunks else None
 
     def _decode(self, plan: StepPlan, prefills: list[Sequence]) -> None:
@@ -201,7 +191,7 @@ class Planner:
         self.parked.append(victim.group.request.request_id)
         self.waiting.push_back(victim)
 
-    def _invite(self, plan: StepPlan, alone: bool) -> None:
+    def _invite(self, plan: StepPlan) -> None:
         """Preempts running sequences of a worse rank if the next waiting sequence lacks a slot or blocks."""
         residency = self.residency
         running, pool = residency.running, residency.pool
@@ -214,11 +204,8 @@ class Planner:
         reuse = residency.reuse(head)
         if residency.slots and pool.available - residency.need(head, reuse) >= self._spare():
             return
-        remaining = len(head.tokens) - reuse.start
         if any(other.rank <= rank and other.remaining > 1 for other in running):
             return  # its prompt would not start in this step
-        if not self.limits.enable_chunked_prefill and not alone and remaining + len(running) > plan.budget:
-            return
         lower = [other for other in running if other.rank > rank]
         matched = set(reuse.shared)
         gain = sum(pool.references(b) == 1 and b not in matched for other in lower for b in other.blocks)
@@ -257,9 +244,6 @@ class Planner:
             if sequence.inflight or (plan.preempted and not invited):
                 return
             reuse = residency.reuse(sequence)
-            if not self.limits.enable_chunked_prefill and len(sequence.tokens) - reuse.start > plan.budget:
-                plan.blocked = True
-                return
             if not residency.running and residency.pool.available < residency.need(sequence, reuse):
                 for group in list(residency.holders.values()):
                     residency.unhold(group)
@@ -303,11 +287,11 @@ class Planner:
         """Plans the next chunk of the sequence's known tokens, as large as the budget allows."""
         start, known = sequence.computed, len(sequence.tokens)
         count = min(known - start, plan.budget)
-        if self.limits.microbatches > 1 and self.limits.enable_chunked_prefill:
+        if self.limits.microbatches > 1:
             # A single prompt must fill all stages too: at least two chunks for each micro-batch.
             count = min(count, max(LEAST_CHUNK, -(-known // (2 * self.limits.microbatches))))
         scores = not sequence.prompt_scored and start < sequence.group.prompt_len - 1
-        if scores and self.limits.enable_chunked_prefill:
+        if scores:
             count = min(count, max(1, plan.scored))
             plan.scored -= count
         last = start + count == known

@@ -124,10 +124,10 @@ def split_rule(
     )
 
 
-def make_grammars(folder: Path, config: ModelConfig, max_whitespace: int) -> Grammars:
+def make_grammars(folder: Path, config: ModelConfig) -> Grammars:
     """Makes grammars for the model's tokenizer; if that fails, a substitute that refuses structured output."""
     try:
-        return GrammarSlots(folder, config.vocab_size, config.eos_token_ids, max_whitespace)
+        return GrammarSlots(folder, config.vocab_size, config.eos_token_ids)
     except (ValueError, OSError) as fault:
         return NoGrammars(f"structured output cannot be had here: {fault}")
 
@@ -203,8 +203,6 @@ def build(
         block_size=keys.block_size,
         num_blocks=num_blocks,
         enable_prefix_caching=keys.enable_prefix_caching,
-        enable_chunked_prefill=keys.enable_chunked_prefill,
-        ageing_s=keys.priority_ageing,
         microbatches=parallel.microbatches,
         max_scored_positions=max(1, SCORED_LOGITS // len(share.shard.vocab)),
         speculation=speculation_rule(keys.speculation),
@@ -237,7 +235,7 @@ def _sampler(
         return NoDraws()
     config, keys = share.config, deployment.engine
     shares = LEAVES // communicator.size if deployment.parallel.deterministic == "everywhere" else 0
-    grammars = make_grammars(Path(deployment.text_folder), config, keys.max_whitespace)
+    grammars = make_grammars(Path(deployment.text_folder), config)
     size, ids, seqs = config.vocab_size, share.shard.vocab, keys.max_num_seqs
     sampler = Sampler(size, ids, seqs, communicator.gather, device, grammars, on_device, shares)
     if config.experts is not None:
@@ -350,11 +348,7 @@ def _warmed_up(
         # NOTE: compilation times differ between ranks: collectives still have the timeout of a load.
         warm_up(runner, limits, voice.tell)
         communicator.gather(np.zeros(1, np.uint8))
-    timeouts = None
-    if (limit := deployment.parallel.collective_timeout) is None:
-        timeouts = CollectiveTimeouts(FIRST_TIMEOUT_S, communicator.set_timeout)
-    else:
-        communicator.set_timeout(limit)
+    timeouts = CollectiveTimeouts(FIRST_TIMEOUT_S, communicator.set_timeout)
     emulated = deployment.parallel.collective == "emulated"
     graphs = make_graphs(runner, deployment.engine, emulated, communicator, reserved, voice)
     runner.warmed_up(timeouts, graphs)

@@ -24,6 +24,9 @@ _SSHD_BESIDE, _SSHD_ALONE = _SSHD.format(exec="", flags=""), _SSHD.format(exec="
 
 
 _PROBES = 9464
+GPU_RESOURCE, RDMA_COUNT = "nvidia.com/gpu", 8
+SSH_SECRET, KEYS_SECRET = "laddertron-ssh", "laddertron-keys"
+SHM_BYTES = 64 << 30
 """The port of /health, /ready and /metrics if metrics.port is not set."""
 _PATHS = (
     "model.tokenizer",
@@ -105,7 +108,7 @@ def _mounts(deployment: Deployment, serves: bool) -> tuple[list[dict[str, Any]],
         if folder in [MOUNT, *(mount["mountPath"] for mount in mounts)]:
             raise LaunchError(f"daemon.api_key_file={keys}: its folder is already a volume: use a separate folder")
         mounts.append({"name": "keys", "mountPath": folder, "readOnly": True})
-        volumes.append({"name": "keys", "secret": {"secretName": kube.keys_secret, "defaultMode": 0o400}})
+        volumes.append({"name": "keys", "secret": {"secretName": KEYS_SECRET, "defaultMode": 0o400}})
     return mounts, volumes
 
 
@@ -117,9 +120,9 @@ def _pod(
     kube = deployment.launch.kubernetes
     limits: dict[str, Any] = {}
     if ranks and deployment.engine.device != "cpu":
-        limits[kube.gpu_resource] = per_node
+        limits[GPU_RESOURCE] = per_node
     if ranks and kube.rdma_resource is not None:
-        limits[kube.rdma_resource] = kube.rdma_count
+        limits[kube.rdma_resource] = RDMA_COUNT
     mounts: list[dict[str, Any]] = [
         {"name": "config", "mountPath": MOUNT, "readOnly": True},
         {
@@ -132,11 +135,11 @@ def _pod(
     ]
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": f"{kube.name}-config"}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(kube.shm_size)}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(SHM_BYTES)}},
     ]
     if ssh:
         mounts.append({"name": "ssh", "mountPath": "/root/.ssh", "readOnly": True})
-        volumes.append({"name": "ssh", "secret": {"secretName": kube.ssh_secret, "defaultMode": 0o400}})
+        volumes.append({"name": "ssh", "secret": {"secretName": SSH_SECRET, "defaultMode": 0o400}})
     for own, more in zip((mounts, volumes), _mounts(deployment, serves), strict=True):
         own.extend(more)
     container: dict[str, Any] = {
@@ -150,7 +153,7 @@ def _pod(
     }
     if limits:
         container["resources"] = {"limits": limits}
-    if serves and deployment.metrics.enabled:
+    if serves:
         port = deployment.metrics.port or _PROBES
         container["ports"] = [{"name": "probes", "containerPort": port}]
         scheme = {"scheme": "HTTPS"} if deployment.daemon.tls_cert is not None else {}
@@ -166,9 +169,7 @@ def _program(deployment: Deployment, arguments: Sequence[str]) -> tuple[str, ...
     # $(POD_IP) is expanded by the kubelet: ranks in other pods, probes and clients must reach the daemon
     overrides = ["daemon.control_host=$(POD_IP)"]
     if arguments[0] == "serve":
-        if deployment.metrics.enabled:
-            port = deployment.metrics.port or _PROBES
-            overrides += ["metrics.host=$(POD_IP)", f"metrics.port={port}"]
+        overrides += ["metrics.host=$(POD_IP)", f"metrics.port={deployment.metrics.port or _PROBES}"]
         if deployment.daemon.api_key_file is not None:
             overrides.append("daemon.host=$(POD_IP)")
     return (

@@ -14,6 +14,8 @@ from .host_allocation import divide
 from .hosts import Host, HostAllocation, LaunchError
 
 DRAIN_NOTICE_S = 300
+WALL_TIME = "--time=1-00:00:00"
+"""Unless `launch.slurm.extra_args` has another."""
 
 
 def node_shape(deployment: Deployment, fabric: Fabric | None) -> tuple[int, int]:
@@ -40,12 +42,6 @@ def node_shape(deployment: Deployment, fabric: Fabric | None) -> tuple[int, int]
     return len(per_host), max(per_host.values())
 
 
-def wall_time(seconds: float) -> str:
-    """Slurm's D-HH:MM:SS."""
-    whole = int(seconds)
-    return f"{whole // 86400}-{whole // 3600 % 24:02}:{whole // 60 % 60:02}:{whole % 60:02}"
-
-
 def sbatch(deployment: Deployment, fabric: Fabric | None, program: Sequence[str], service: bool) -> str:
     """The script that runs the laddertron command `program`; `service`: without end. Raises LaunchError."""
     nodes, per_node = node_shape(deployment, fabric)
@@ -55,8 +51,7 @@ def sbatch(deployment: Deployment, fabric: Fabric | None, program: Sequence[str]
         f"--nodes={nodes}",
         f"--ntasks-per-node={per_node}",
         *([f"--gpus-per-node={per_node}"] if slurm.gpus and deployment.engine.device != "cpu" else []),
-        *(f"--{key}={value}" for key in ("partition", "account", "qos") if (value := getattr(slurm, key))),
-        f"--time={wall_time(slurm.time_limit)}",
+        *([] if any(word.startswith("--time") for word in slurm.extra_args) else [WALL_TIME]),
         "--exclusive",
         "--requeue",
         "--open-mode=append",

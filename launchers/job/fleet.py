@@ -126,7 +126,6 @@ class Fleet:
             suspect_s=min(usual.suspect_s, daemon.heartbeat_timeout / 2),
             dead_s=daemon.heartbeat_timeout,
             silence_s=max(usual.silence_s, daemon.heartbeat_timeout),
-            least_step_s=parallel.collective_timeout or usual.least_step_s,
         )
         return JobOptions(
             world_size=parallel.ranks,

@@ -119,7 +119,7 @@ def run_preflight(
     IdentityError if the number of ranks differs from the deployment's, and other errors, which name the rank. `give_up`
     is called on a thread with a message about a wait that timed out, and must end the process: MPI's calls have no
     timeout."""
-    limit_s = deployment.parallel.collective_timeout or CommOptions().timeout_s
+    limit_s = CommOptions().timeout_s
 
     def end(words: str) -> None:
         nccl_log_path().unlink(missing_ok=True)

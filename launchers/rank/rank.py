@@ -76,7 +76,7 @@ def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
 
 def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOptions:
     keys = deployment.parallel
-    options: dict[str, Any] = {} if keys.collective_timeout is None else {"timeout_s": keys.collective_timeout}
+    options: dict[str, Any] = {}
     if deployment.launch.bind_to == PLACEMENT:
         # the cores are this rank's own: with a second one its transport may spin while the rank computes
         options["spin_us"] = 20.0 if len(os.sched_getaffinity(0)) > 1 else 0.0
@@ -275,9 +275,8 @@ def run_rank(
     device = choose_device(deployment, identity)
     mine = device.type, current_tier(), str(torch.get_num_threads())
     status.computes_with = (mine,)
-    if deployment.metrics.enabled:
-        status.health = HealthWatch(make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device)))
-        status.health.start()
+    status.health = HealthWatch(make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device)))
+    status.health.start()
     say(messages.Loading(0.1, "connecting"))
     with join_group(deployment, identity, secret, bootstrap) as communicator:
         status.communicator, weights_file = communicator, -1

@@ -235,7 +235,7 @@ def _write_configs(cluster: Cluster, folder: Path, gpus: str) -> None:
             "max_num_batched_tokens": 256,
             "kv_cache_memory": "2MiB",
         },
-        "daemon": {"data_dir": str(folder / "data"), "drain_timeout": "2s", "max_restarts": 8, "log_format": "json"},
+        "daemon": {"data_dir": str(folder / "data"), "drain_timeout": "2s", "max_restarts": 8},
     }
     (folder / "deploy.yaml").write_text(yaml.safe_dump(deployment))
     (folder / "alerts.yml").write_text(scaled((MONITORING / "alerts.yml").read_text(), FACTOR))

@@ -168,7 +168,7 @@ def test_preflight_names_who_cannot_have_rdma(link: Cluster, tmp_path: Path) -> 
 def test_preflight_ends_on_a_cut_link(link: Cluster, tmp_path: Path) -> None:
     """Pulled while ranks measure: an error that names the other end, exit 1, and nothing is left on any node."""
     config, before = deployment(link, tmp_path), link.control.stats().bytes
-    words = ["launch", str(config), "preflight", "--set", "parallel.collective_timeout=4"]
+    words = ["launch", str(config), "preflight"]
     command = [sys.executable, "-m", "laddertron.launchers.cli", *words]
     process = link.start(0, command, QUIET, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:

@@ -133,7 +133,8 @@ def test_the_batch_script_drains_is_requeued_and_resumes(slurm: tuple[Cluster, S
     the time is up: admission stops, what is under way ends and is written. 3. The job requeues itself, starts again and
     finishes the rest. No line is lost, none answered twice, and what was written before the requeue stays as it was."""
     cluster, running = slurm
-    job = Job(tmp_path, "launcher: slurm, ranks_per_node: 1, slurm: {time_limit: 30m}", tp=2, lines=120, tokens=24)
+    keys = "launcher: slurm, ranks_per_node: 1, slurm: {extra_args: [--time=30]}"
+    job = Job(tmp_path, keys, tp=2, lines=120, tokens=24)
     emitted = running.run(job.command(sys.executable, launch=True, arguments=("--emit", "slurm")))
     assert emitted.returncode == 0, emitted.stderr
     script, log = tmp_path / "job.sbatch", tmp_path / "job.log"

@@ -20,6 +20,8 @@ from ..plan.tables import sheet_lines
 if TYPE_CHECKING:
     from ...launchers.measure.preflight import PreflightOutcome
 
+MAX_MEMORY = 1.1
+"""Memory of a GPU rank after loading, as a multiple of the prediction."""
 NOT_KEPT = "these figures are not worth keeping"
 
 
@@ -125,7 +127,7 @@ def fabric_part(found: PreflightOutcome) -> Part:
     return Part((*lines, "", *sheet_lines(Sheet("All-reduces", columns, tuple(rows), 2, note))))
 
 
-def memory_part(rows: Sequence[Mapping[str, Any]], plan: CapacityEstimate, limits: AcceptanceConfig) -> Part:
+def memory_part(rows: Sequence[Mapping[str, Any]], plan: CapacityEstimate) -> Part:
     """Bytes in use of each rank after loading, from bench's rows."""
     m, gpu = plan.memory, plan.question.keys.gpu
     held = rows[0]["rank_bytes"]
@@ -135,9 +137,7 @@ def memory_part(rows: Sequence[Mapping[str, Any]], plan: CapacityEstimate, limit
     note = "" if gpu else "Not judged on CPUs: Python and torch are in what is measured, untouched KV blocks are not."
     lines = sheet_lines(Sheet("Memory after loading", ("", "predicted", "measured"), cells, 1, note))
     share = held[fullest] / predicted
-    check = Check(
-        "memory of the fullest rank", f"{share:.2f}", f"≤ {limits.max_memory:.2f}", share <= limits.max_memory
-    )
+    check = Check("memory of the fullest rank", f"{share:.2f}", f"≤ {MAX_MEMORY:.2f}", share <= MAX_MEMORY)
     return Part(tuple(lines), (check,) if gpu else ())
 
 
@@ -159,8 +159,6 @@ def speed_part(rows: Sequence[Mapping[str, Any]], plan: CapacityEstimate, limits
         checks += at_least(
             f"decode of {batch} over predicted", row["decode_tok_s"][0] / expected.tokens_per_s, limits.min_speed
         )
-        if hidden is not None:
-            checks += at_least(f"hidden share of {batch}", hidden, limits.min_hidden)
     checks += at_least("prefill over predicted", rows[0]["prefill_tok_s"][0] / prompt.tokens_per_s, limits.min_speed)
     pairs = ("prefill", "decode", "hidden", "exposed")
     columns = ("batch", *(f"{name} {kind}" for name in pairs for kind in ("predicted", "measured")))

@@ -174,7 +174,7 @@ def main() -> None:
     rows, port = [], free_port()
     with tempfile.TemporaryDirectory(prefix="laddertron-health-") as folder:
         asyncio.run(fill(Path(folder) / "data"))
-        sets = (f"metrics.port={port}", "daemon.limits.max_choices=1024", "engine.max_num_seqs=64")
+        sets = (f"metrics.port={port}", "engine.max_num_seqs=64")
         night = Night(Path(folder), real=False, step_s=0.005, sets=sets)
         try:
             night.start()

@@ -27,13 +27,15 @@ _LINGERING = 32
 _RETRY_SECONDS = 0.1
 
 
+MAX_HEADER_BYTES = 16 << 10
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Limits of a connection. Seconds, bytes."""
 
     max_connections: int = 1024
     max_per_address: int = 512
-    max_header_bytes: int = 16384
     header_timeout: float = 10.0
     tls_cert: str | None = None
     tls_key: str | None = None

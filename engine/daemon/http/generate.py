@@ -209,7 +209,7 @@ class Generator:
             salt=owner_of(request),
             deadline=now + limits.request_timeout,
         )
-        requests = to_requests(body, prompts, dispatcher.limits, origin, self._services.text, limits.max_choices)
+        requests = to_requests(body, prompts, dispatcher.limits, origin, self._services.text)
         reply = _Reply(body, self._services, request.state.unread, request.headers.get("traceparent"))
         flight = Flight(tuple(requests), Answer(body, requests, self._services.text, name, int(now)), reply)
         reply.submitted = reply.now()

@@ -23,6 +23,7 @@ from ...openai.schema import CHAT, COMPLETIONS
 from ..usage import Usage
 from .authority import check_local
 from .bodies import SMALL_BYTES, Unread, UnreadAnswers
+from .connections import MAX_HEADER_BYTES
 from .errors import failed, response_of, stopping
 from .keys import Key, KeyRing
 from .logs import Sparse
@@ -101,8 +102,8 @@ class Guard:
         """Checks a request before its body; returns the most bytes that the body may have. Raises ApiError."""
         headers = Headers(scope=scope)
         scope.setdefault("state", {})["key"] = None
-        if sum(len(name) + len(value) + 4 for name, value in headers.raw) > self._limits.max_header_bytes:
-            raise ApiError(f"headers of more than {self._limits.max_header_bytes} bytes", None, status=431, close=True)
+        if sum(len(name) + len(value) + 4 for name, value in headers.raw) > MAX_HEADER_BYTES:
+            raise ApiError(f"headers of more than {MAX_HEADER_BYTES} bytes", None, status=431, close=True)
         if self._local_names is not None:
             check_local(headers.getlist("host"), headers.getlist("origin"), self._local_names)
         path: str = scope["path"]
@@ -119,7 +120,7 @@ class Guard:
         if path == _FILES:
             most = self._limits.max_body_bytes + _MULTIPART
         elif path in (CHAT, COMPLETIONS, TOKENIZE):
-            most = self._limits.max_request_bytes
+            most = self._limits.max_line_bytes
         if length.isdecimal() and int(length[:20]) > most:
             raise too_large(most)
         return most

@@ -117,12 +117,10 @@ class Sparse:
         return left
 
 
-def set_up(stream: TextIO, form: str, level: str, audit_file: Path | None = None) -> None:
-    """Sets up logging. `form`: auto (text on a terminal, else json), json or text. The audit file may be rotated."""
-    if form == "auto":
-        form = "text" if stream.isatty() else "json"
+def set_up(stream: TextIO, level: str, audit_file: Path | None = None) -> None:
+    """Sets up logging: text on a terminal, else JSON. The audit file may be rotated."""
     handler = QueuedHandler(stream)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    handler.setFormatter(TextFormatter() if stream.isatty() else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
     if audit_file is not None:

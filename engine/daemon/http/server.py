@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...openai.errors import ApiError
 from .authority import authority_of, origin_form
-from .connections import Acceptor, Room, ServerOptions, Slot
+from .connections import MAX_HEADER_BYTES, Acceptor, Room, ServerOptions, Slot
 from .tls import TlsFault, check_pair
 
 log = logging.getLogger(__name__)
@@ -129,11 +129,9 @@ class _Bounded(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         self._disarm()
-        too_long = (
-            self.conn.their_state is h11.ERROR and len(self.conn.trailing_data[0]) > self.options.max_header_bytes
-        )
+        too_long = self.conn.their_state is h11.ERROR and len(self.conn.trailing_data[0]) > MAX_HEADER_BYTES
         status = 431 if too_long else 400
-        message = f"headers of more than {self.options.max_header_bytes} bytes" if too_long else self._fault
+        message = f"headers of more than {MAX_HEADER_BYTES} bytes" if too_long else self._fault
         body = json.dumps(ApiError(message, "invalid_http", status=status).to_json()).encode()
         headers = [
             ("content-type", "application/json"),
@@ -254,7 +252,7 @@ def make_server(app: Any, options: ServerOptions) -> HttpServer:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        h11_max_incomplete_event_size=options.max_header_bytes,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_keep_alive=15,
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         ssl_certfile=options.tls_cert,

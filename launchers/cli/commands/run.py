@@ -79,7 +79,6 @@ class Prepared:
             served_model_name=deployment.served_model_name,
             run_id=f"run-{deployment.engine.seed}",
             max_line_bytes=deployment.daemon.limits.max_line_bytes,
-            max_choices=deployment.daemon.limits.max_choices,
             drain_s=deployment.daemon.drain_timeout,
         )
 

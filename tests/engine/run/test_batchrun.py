@@ -584,9 +584,9 @@ def test_replicas_start_one_after_another(bench: Bench) -> None:
 
 
 def test_options_reach_the_engine(bench: Bench) -> None:
-    """max_choices bounds n, the run's id makes the seeds."""
-    bench.write(completion("a", n=4), completion("b"))
-    summary = bench.run(plain, replace(OPTIONS, max_choices=2))
+    """The engine's seats bound n, the run's id makes the seeds."""
+    bench.write(completion("a", n=LIMITS.max_num_seqs + 1), completion("b"))
+    summary = bench.run(plain)
     assert (summary.ok, summary.failed) == (1, 1)
     first = bench.job.submitted[0].params.seed
     bench.run(plain, replace(OPTIONS, run_id="run-1"), overwrite=True)

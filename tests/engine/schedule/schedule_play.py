@@ -251,8 +251,7 @@ class Play:
 def _limits(choices: Choices) -> SchedulerLimits:
     seqs, size, length = 1 + choices.below(6), 1 + choices.below(5), 6 + choices.below(30)
     least = -(-length // size)
-    chunked = choices.below(4) != 3
-    budget = seqs + choices.below(20) if chunked else max(seqs, length) + choices.below(10)
+    budget = seqs + choices.below(20)
     blocks = max(1, least - 2 + choices.below(2 * least + 4))
     return SchedulerLimits(
         seqs,
@@ -261,7 +260,6 @@ def _limits(choices: Choices) -> SchedulerLimits:
         size,
         blocks,
         enable_prefix_caching=choices.below(4) != 0,
-        enable_chunked_prefill=chunked,
         ageing_s=5.0,
         watermark=choices.below(3) * 0.05,
         max_scored_positions=1 + choices.below(30),

@@ -21,7 +21,6 @@ from laddertron.engine.batch import Batch, Chunk, NewSequence, StepResult, decod
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParams
 from laddertron.engine.schedule.limits import RequestTooLarge
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
-from laddertron.engine.schedule.step_planner import BLOCKED_STEPS
 from laddertron.engine.schedule.waiting_queue import AGED_TURN
 from schedule_play import Play, check_books, play, waiting_in
 
@@ -109,7 +108,6 @@ def test_scored_prompts_are_cut_to_what_their_logits_cost() -> None:
         {"max_num_batched_tokens": 5},
         {"num_blocks": 20},
         {"enable_prefix_caching": True, "num_blocks": 24},
-        {"enable_chunked_prefill": False},
         {"max_num_seqs": 1},
         {"block_size": 1, "num_blocks": 70},
     ],
@@ -199,22 +197,6 @@ def test_a_prompt_begun_goes_on_before_others_begin() -> None:
     assert [[c.slot for c in decode(frame).chunks] for frame in game.plans] == [[0], [0], [1], [0], [0], [0]]
     assert last_plan(game).admitted[0].tokens == game.ledger.requests["other"].prompt
     game.drain()
-
-
-def test_without_chunks_a_prompt_gets_a_step_of_its_own_in_time() -> None:
-    """The prompt never fits beside three running sequences: after BLOCKED_STEPS steps it runs alone."""
-    game = Play(limits(max_num_batched_tokens=64, enable_chunked_prefill=False))
-    for name in "abc":
-        game.add(ask(name, 3, 40))
-    for _ in range(3):
-        game.step()
-    game.add(ask("long", 63, 1))
-    before = len(game.plans)
-    game.drain()
-    plans = [decode(frame) for frame in game.plans[before:]]
-    alone = next(i for i, p in enumerate(plans) if any(c.count == 63 for c in p.chunks))
-    assert alone == BLOCKED_STEPS
-    assert len(plans[alone].chunks) == 1
 
 
 def test_one_prompt_for_all_choices() -> None:
@@ -430,8 +412,6 @@ def test_refused_at_the_door() -> None:
     game.drain()
     with pytest.raises(ValueError, match="max_num_batched_tokens=3 is less than max_num_seqs=4"):
         limits(max_num_batched_tokens=3)
-    with pytest.raises(ValueError, match="a prompt must fit a step"):
-        limits(max_num_batched_tokens=63, enable_chunked_prefill=False)
 
 
 def test_prefix_cache_leaves_one_token_and_keeps_tenants_apart() -> None:

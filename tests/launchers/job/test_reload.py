@@ -40,8 +40,8 @@ DEMO = str(ROOT / "configs" / "demo.yaml")
     [
         ("daemon.port=8001", "daemon.port", "restart `laddertron serve`"),
         ("daemon.data_dir=elsewhere", "daemon.data_dir", "restart `laddertron serve`"),
-        ("daemon.limits.max_choices=3", "daemon.limits", "restart `laddertron serve`"),
-        ("metrics.enabled=false", "metrics.enabled", "restart `laddertron serve`"),
+        ("daemon.limits.max_lines=3", "daemon.limits", "restart `laddertron serve`"),
+        ("metrics.vllm_names=true", "metrics.vllm_names", "restart `laddertron serve`"),
         ("parallel.replicas=2", "parallel.replicas", "as many queues"),
         ("model.served_model_name=other", "model.served_model_name", "clients ask for 'demo'"),
         ("engine.max_num_seqs=3", None, ""),

@@ -70,17 +70,15 @@ def test_speed_is_held_to_the_plan(plan: CapacityEstimate) -> None:
     assert "Predicted for CPU cores, assumed: set launch.fabric" in "".join(slow.lines)
     assert missed(slow) == [*(f"decode of {n} over predicted" for n in BATCHES), "prefill over predicted"]
     assert pages.speed_part(rows(plan, 0.69), plan, replace(LIMITS, min_speed=0.0)).checks == ()
-    hidden = replace(LIMITS, min_hidden=0.6)
-    assert missed(pages.speed_part(rows(plan, 1.0), plan, hidden)) == [f"hidden share of {n}" for n in BATCHES]
-    assert missed(pages.speed_part(rows(plan, 1.0, hidden=None), plan, hidden)) == []
+    assert missed(pages.speed_part(rows(plan, 1.0, hidden=None), plan, LIMITS)) == []
 
 
 def test_memory_is_judged_on_gpus(plan: CapacityEstimate) -> None:
     """The fullest rank counts. A process on a CPU has more in it than the plan predicts."""
     gpu = replace(plan, question=replace(plan.question, keys=replace(plan.question.keys, gpu=True)))
-    assert missed(pages.memory_part(rows(plan, 1.0, held=1.2), gpu, LIMITS)) == ["memory of the fullest rank"]
-    assert missed(pages.memory_part(rows(plan, 1.0, held=1.0), gpu, LIMITS)) == []
-    assert pages.memory_part(rows(plan, 1.0, held=1.2), plan, LIMITS).checks == ()
+    assert missed(pages.memory_part(rows(plan, 1.0, held=1.2), gpu)) == ["memory of the fullest rank"]
+    assert missed(pages.memory_part(rows(plan, 1.0, held=1.0), gpu)) == []
+    assert pages.memory_part(rows(plan, 1.0, held=1.2), plan).checks == ()
 
 
 def test_a_recovery_may_take_a_start_and_the_margin() -> None:
@@ -155,7 +153,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("sleep 1000 & sleep 1000", "preflight: no end within 1 s (acceptance.timeout)"),
+        ("sleep 1000 & sleep 1000", "preflight: no end within 1 s"),
         ("echo noise >&2; echo 'error: rank 8 on n1 did not start in 120 s: is the network cut?' >&2; exit 1",
          "preflight: rank 8 on n1 did not start in 120 s: is the network cut?"),
         ("exit 7", "preflight: exit code 7"),
@@ -163,12 +161,15 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     ids=["never ends", "never answers", "says nothing"],
 )  # fmt: skip
 def test_a_step_without_a_result(
-    stand_in: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str], script: str, reason: str
-) -> None:
+    stand_in: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], script: str, reason: str,
+) -> None:  # fmt: skip
     """One line names it, the page says it, the exit code is 1, and no process is left."""
     stand_in(script)
+    if "no end" in reason:
+        monkeypatch.setattr(acceptance, "LIMIT_S", 1.0)
     before, out = {p.pid for p in descendants(os.getpid())}, tmp_path / "page.md"
-    assert main(["acceptance", str(CONFIG), "-o", str(out), *SHORT, "--set", "acceptance.timeout=1s"]) == 1
+    assert main(["acceptance", str(CONFIG), "-o", str(out), *SHORT]) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert errors == [f"error: {reason}"]
     assert "**Not accepted: preflight.**" in out.read_text()
@@ -218,6 +219,6 @@ def test_the_whole_page(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert "**Accepted.**" in text
     assert "all bits are equal" in " ".join(text.split())  # the line is folded where the path is long
-    assert "signal 9" in text
+    assert "signal 9" in text or "exited without reporting" in text  # which is seen first
     assert "The stream has the text of an undisturbed one." in text
     assert {p.pid for p in descendants(os.getpid())} <= before

@@ -38,6 +38,8 @@ from ..bench_measure import check_lengths
 
 LOAD_S = 2.0
 """How long other processes are watched before anything is measured."""
+LIMIT_S = 3600.0
+"""The longest that one measurement may take."""
 STREAM_S = 5.0
 """About how long the stream whose rank is killed would take undisturbed."""
 RANK = "laddertron.launchers.rank.worker"
@@ -51,8 +53,8 @@ class StepFailed(RuntimeError):
 class Steps:
     """Runs commands of laddertron about one deployment; when a step ends, none of its processes is left."""
 
-    def __init__(self, config: str, overrides: Sequence[str], folder: Path, limit_s: float) -> None:
-        self._config, self._folder, self.limit_s = config, folder, limit_s
+    def __init__(self, config: str, overrides: Sequence[str], folder: Path) -> None:
+        self._config, self._folder = config, folder
         self._sets = [word for override in overrides for word in ("--set", override)]
 
     @contextmanager
@@ -70,9 +72,9 @@ class Steps:
         """Exit code and output. Raises StepFailed for another code than `codes`, or past the time limit."""
         with self.started(name, *words) as process:
             try:
-                code = process.wait(self.limit_s)
+                code = process.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
-                raise StepFailed(f"{name}: no end within {self.limit_s:g} s (acceptance.timeout)") from None
+                raise StepFailed(f"{name}: no end within {LIMIT_S:g} s") from None
         if code not in codes:
             raise StepFailed(f"{name}: {self.last_words(name) or f'exit code {code}'}")
         return code, (self._folder / f"{name}.out").read_text()
@@ -85,12 +87,12 @@ class Steps:
 
     def wait(self, process: subprocess.Popen[str], name: str, what: str, condition: Callable[[], bool]) -> None:
         """Asks twenty times a second. Raises StepFailed."""
-        deadline = time.monotonic() + self.limit_s
+        deadline = time.monotonic() + LIMIT_S
         while not condition():
             if process.poll() is not None:
                 raise StepFailed(f"{name}: {self.last_words(name) or f'exit code {process.returncode}'}")
             if time.monotonic() > deadline:
-                raise StepFailed(f"{name}: no {what} within {self.limit_s:g} s (acceptance.timeout)")
+                raise StepFailed(f"{name}: no {what} within {LIMIT_S:g} s")
             time.sleep(0.05)
 
 
@@ -177,7 +179,7 @@ class Served:
 
     def kill_a_rank(self, tokens: int) -> pages.Recovery:
         """Kills one that runs on this host while a stream of so many tokens is open. Raises StepFailed."""
-        client = BatchClient(f"http://127.0.0.1:{self._port}/v1", timeout=self._steps.limit_s)
+        client = BatchClient(f"http://127.0.0.1:{self._port}/v1", timeout=LIMIT_S)
         name = self._deployment.served_model_name
         undisturbed = _Stream(client, name, tokens)
         self._wait("undisturbed stream", lambda: not undisturbed.is_alive())
@@ -236,7 +238,7 @@ def command(
     load = busy_share(LOAD_S)
     parts.append(pages.load_part(load, limits))
     with ended_by_term(), tempfile.TemporaryDirectory(prefix="laddertron-acceptance-") as name:
-        steps = Steps(os.path.abspath(config), overrides, Path(name), limits.timeout)
+        steps = Steps(os.path.abspath(config), overrides, Path(name))
         asked = Asked(prompt, generate, repeats, cases)
         try:
             parts += measure(steps, deployment, plan, asked)
@@ -290,7 +292,7 @@ def measure(steps: Steps, deployment: Deployment, plan: CapacityEstimate, asked:
     sizes = ("--prompt", str(work.prompt), "--generate", str(work.output))
     batch = ("--batch", ",".join(map(str, work.batches)), "--repeats", str(asked.repeats))
     rows = json.loads(steps.run("bench", "bench", "sweep", *sizes, *batch, "--json", "-")[1])
-    yield pages.memory_part(rows, plan, limits)
+    yield pages.memory_part(rows, plan)
     yield pages.speed_part(rows, plan, limits)
     code, out = steps.run("verify", "verify", "--cases", str(asked.cases), codes=(OK, FAILED))
     yield pages.text_part("verify", out, code == OK if deployment.parallel.deterministic else None)

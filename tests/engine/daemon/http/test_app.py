@@ -40,8 +40,7 @@ from waiting import FOR_EVER_S, HANG_S, cheapest, until
 SMALL = replace(
     LimitsConfig(),
     max_body_bytes=200_000,
-    max_request_bytes=20_000,
-    max_line_bytes=5_000,
+    max_line_bytes=20_000,
     max_lines=50,
     max_connections=64,
     header_timeout=FOR_EVER_S,
@@ -108,7 +107,7 @@ def test_a_file_too_large_too_long_or_of_too_many_lines(daemon: Served) -> None:
     for data, expected in (
         (b"x\n" * 100_001, (400, "too_many_lines")),
         (b"\n".join(b"x" * 4900 for _ in range(45)), (413, "file_too_large")),
-        (b"x" * 6000 + b"\n", (400, "line_too_long")),
+        (b"x" * 21_000 + b"\n", (400, "line_too_long")),
         (line("a") * 51, (400, "too_many_lines")),
     ):
         body, kind = form(data)

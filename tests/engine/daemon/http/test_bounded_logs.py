@@ -64,7 +64,7 @@ def test_a_process_whose_log_is_not_read_ends() -> None:
     """The pipe stays full: neither a lock nor the last flush holds the end up."""
     code = (
         "import logging, sys; from laddertron.engine.daemon.http.logs import set_up\n"
-        "set_up(sys.stderr, 'json', 'info')\n"
+        "set_up(sys.stderr, 'info')\n"
         "for number in range(20_000): logging.warning('x' * 100)\n"
         "print('logged', flush=True)"
     )

@@ -185,7 +185,7 @@ HUGE: dict[str, Any] = {"prompt": ["x"] * 64, "n": 8, "logprobs": 20, "max_token
 def test_a_huge_answer_is_made_off_the_loop(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 512 choices with 20 log probabilities a token, asked for alone and as a batch's line; in pieces it has the
     bytes that it has whole."""
-    limits = replace(LimitsConfig(), max_choices=512)
+    limits = LimitsConfig()
 
     def job() -> list[FakeJob]:
         return [FakeJob(MANY)]
