@@ -14,13 +14,30 @@ from .hosts import Host, HostAllocation, LaunchError
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """How this machine reaches the other hosts of a job: `interface` with its `address` routes to `peer`, an address of
+    the listed host `name`. `subnet`: of the interface, if every host has an address in it, else ""."""
+
+    peer: str
+    name: str
+    interface: str
+    address: str
+    subnet: str = ""
+
+    @property
+    def reason(self) -> str:
+        return f"{self.interface} ({self.address}) routes to {self.name}; launch.interface overrides it"
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """One job's hosts in the order of its ranks. `interfaces` and `hcas` (port keys, `mlx5_0`, `mlx5_0:2`): chosen by
-    the placement; () without a fabric."""
+    the placement; () without a fabric. `route`: where neither placement nor configuration chooses an interface."""
 
     hosts: tuple[Host, ...]
     interfaces: tuple[str, ...] = ()
     hcas: tuple[str, ...] = ()
+    route: Route | None = None
 
     @property
     def ranks(self) -> int:
@@ -136,4 +153,5 @@ def together(shares: Sequence[Share]) -> Share:
         raise LaunchError(f"a job needs the same number of ranks on each host, got {counts}: change hosts or replicas")
     interfaces = dict.fromkeys(name for share in shares for name in share.interfaces)
     hcas = {name for share in shares for name in share.hcas}
-    return Share(tuple(found.values()), tuple(interfaces), tuple(sorted(hcas)))
+    route = next((share.route for share in shares if share.route is not None), None)
+    return Share(tuple(found.values()), tuple(interfaces), tuple(sorted(hcas)), route)

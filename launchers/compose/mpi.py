@@ -15,7 +15,7 @@ from ...topology.hardware.fabric import Fabric, counted
 from .host_allocation import Share
 from .hosts import LaunchError
 from .network import NetworkChoice, Variable, choose_network, variables
-from .rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, cores_text, interfaces_text, seats_text
+from .rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_ROUTE, ENV_SEATS, cores_text, interfaces_text, seats_text
 
 Kind = Literal["openmpi", "mpich", "slurm", "torchrun"]
 WORKER = "laddertron.launchers.rank.worker"
@@ -105,6 +105,8 @@ def compose(
 
 def _environment(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
     env = variables(deployment, network, share) | _listening(deployment, site, share, network)
+    if share.route is not None and not network.interfaces:
+        env[ENV_ROUTE] = Variable(share.route.peer, f"ranks use the interface that routes there: {share.route.reason}")
     if site.fabric is None:
         return env
     env[ENV_SEATS] = Variable(
@@ -160,6 +162,17 @@ def _version(site: Site) -> str:
     return ".".join(map(str, site.version)) or "(not found on this machine)"
 
 
+def _included(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> tuple[str, str]:
+    """The interfaces for Open MPI, with the reason; "" if it chooses. A route gives its subnet, since other hosts may
+    have another name for the interface, and only where nothing else restricts Open MPI: it refuses to do both."""
+    if network.interfaces:
+        return ",".join(network.interfaces), network.interface_reason
+    settings = (*deployment.launch.extra_args, *deployment.launch.env, *site.shell)
+    if share.route is None or any("tcp_if_" in word for word in settings):
+        return "", ""
+    return share.route.subnet, share.route.reason
+
+
 def _openmpi(
     deployment: Deployment, site: Site, share: Share, network: NetworkChoice, names: Sequence[str]
 ) -> list[Part]:
@@ -184,10 +197,10 @@ def _openmpi(
         parts.append(Part(("--mca", "mpi_yield_when_idle", "1"), "waiting ranks yield their core"))
     if launch.rsh_agent is not None:
         parts.append(Part(("--mca", "plm_rsh_agent", launch.rsh_agent), "launch.rsh_agent"))
-    if len(share.hosts) > 1 and network.interfaces:
-        reason = network.interface_reason
-        parts.append(Part(("--mca", "oob_tcp_if_include", ",".join(network.interfaces)), reason))
-        parts.append(Part(("--mca", "btl_tcp_if_include", ",".join(network.interfaces)), reason))
+    include, reason = _included(deployment, site, share, network)
+    if len(share.hosts) > 1 and include:
+        parts.append(Part(("--mca", "oob_tcp_if_include", include), reason))
+        parts.append(Part(("--mca", "btl_tcp_if_include", include), reason))
     if len(share.hosts) > 1 and ENV_LISTEN in names and site.listen is not None:
         prefix, daemon = ("orte", "orted") if site.version[:1] in ((3,), (4,)) else ("prte", "prted")
         agent = f"env LD_PRELOAD={site.listen} {ENV_LISTEN}={','.join(network.interfaces)} {daemon}"

@@ -18,6 +18,9 @@ ENV_SEATS = "LADDERTRON_SEATS"
 ENV_INTERFACES = "LADDERTRON_INTERFACES"
 """`node1=ib0,node2=bond0`: the interface that the placement chose on each host to connect to others."""
 
+ENV_ROUTE = "LADDERTRON_ROUTE"
+"""An address of one of the job's hosts: each host uses the interface that routes to it, or has it."""
+
 ENV_CORES = "LADDERTRON_CORES"
 """`node1=0-13/14-27,node2=0-3+8/4-7`: the cores of each host's seats by local rank, if launch.bind_to is placement."""
 

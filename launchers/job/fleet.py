@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ...engine.config.load import Deployment, to_json
-from ...topology.hardware.interfaces import address_of
+from ...topology.hardware.interfaces import address_of, address_towards
 from ..compose.detect_launcher import survey
 from ..compose.host_allocation import Share, divide
 from ..compose.host_names import HostNames
 from ..compose.hosts import Host, LaunchError, read_hosts
 from ..compose.mpi import CONTROL, LaunchCommand, Site, compose, worker_program
 from ..compose.network import choose_network
+from ..compose.routes import find_route
 from .device_memory import device_memory
 from .rank_logs import RankWords
 from .supervisor import JobFailure, JobHooks, JobOptions, JobTimeouts, MpiJob
+
+log = logging.getLogger(__name__)
 
 
 def substitute(share: Share, places: Mapping[str, str]) -> Share:
@@ -72,6 +76,7 @@ class Fleet:
         self._spares = tuple(host.partition(":")[0] for host in deployment.launch.spare_hosts)
         listed = (*(host.name for share in self.shares for host in share.hosts), *self._spares)
         self.names = HostNames(listed, self._hostname)
+        self.shares = tuple(self._routed(deployment, share) for share in self.shares)
         self._places: dict[str, str] = {}
         self._words = RankWords()
         self.deployment = self._resolved(deployment)
@@ -82,6 +87,11 @@ class Fleet:
         if len(found) != 1 or len(interfaces := found.pop()) != 1:
             return deployment
         return replace(deployment, launch=replace(deployment.launch, interface=interfaces[0]))
+
+    def _routed(self, deployment: Deployment, share: Share) -> Share:
+        if choose_network(deployment, share).interfaces:
+            return share
+        return replace(share, route=find_route(self.names, share.hosts))
 
     @property
     def local(self) -> bool:
@@ -94,7 +104,8 @@ class Fleet:
         left."""
         share = self.shares[replica]
         self._places = spare_places(share.hosts, sorted(excluded), self._spares, self._places, self.names)
-        return compose(self.deployment, self.site, substitute(share, self._places), worker_program(self.site), CONTROL)
+        placed = self._routed(self.deployment, substitute(share, self._places))
+        return compose(self.deployment, self.site, placed, worker_program(self.site), CONTROL)
 
     def local_devices(self, replica: int) -> tuple[int, ...]:
         """CUDA indices of this machine's GPUs that a replica's ranks use, if they use GPUs."""
@@ -113,6 +124,8 @@ class Fleet:
                 return address_of(interface)
             except ValueError as fault:
                 raise LaunchError(f"{fault}: set daemon.control_host") from fault
+        if (route := next((share.route for share in self.shares if share.route is not None), None)) is not None:
+            return route.address
         hosts = [h.name for share in self.shares for h in share.hosts if not self.names.is_here(h.name)]
         return _address_towards((*hosts, *self._spares)[0])
 
@@ -152,6 +165,8 @@ def replicas_of(
     OSError."""
     fleet = Fleet(deployment, os.environ)
     config = json.dumps(to_json(fleet.deployment))
+    for reason in dict.fromkeys(share.route.reason for share in fleet.shares if share.route is not None):
+        log.info("network: %s", reason, extra={"event": "network"})
 
     def replica(index: int) -> MpiJob:
         memory = device_memory(deployment, fleet.local_devices(index), in_use) if restart else None
@@ -163,14 +178,9 @@ def replicas_of(
 
 
 def _address_towards(host: str) -> str:
-    # connecting a datagram socket sends nothing: it only looks up the route
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            found: str = probe.getsockname()[0]
+        return address_towards(host)
     except socket.gaierror as error:
         raise LaunchError(f"host {host}: {error.strerror}: correct launch.hosts, or name its address") from None
     except OSError as error:
         raise LaunchError(f"no route to {host} ({error}): set daemon.control_host or launch.interface") from None
-    return found

@@ -26,7 +26,8 @@ from ...topology.json_codec import build, unbuild
 from ...topology.placement.identity import Identity, require_world
 from ...topology.placement.layout import observed_layout
 from ..rank import load_tuning as tuned
-from ..rank.rank import choose_device, comm_options, local_address, require_own_hostnames, set_threads
+from ..rank.network import local_address, use_route
+from ..rank.rank import choose_device, comm_options, require_own_hostnames, set_threads
 from .preflight_job import MEET_S, START_S, Watch, sign
 from .preflight_links import SLACK_S, measure_links, report, sweep, unconnected
 from .preflight_plan import (
@@ -126,6 +127,7 @@ def run_preflight(
         give_up(words)
 
     watch = Watch(limit_s, end)
+    use_route(deployment, os.environ)
     return _measure(deployment, identity, _bootstrap(identity, watch), watch)
 
 

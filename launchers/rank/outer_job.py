@@ -28,7 +28,8 @@ from ..control import messages
 from ..control.control import ControlServer, new_secret
 from ..control.control_client import ControlClient
 from ..job.in_flight import InFlight
-from .rank import local_address, run_rank
+from .network import local_address, use_route
+from .rank import run_rank
 from .rank_status import Status
 
 LEAVING_S = 10.0
@@ -198,6 +199,7 @@ def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
     bootstrap: Bootstrap | None = None
     host = LOOPBACK
     if several:
+        use_route(deployment, os.environ)
         bootstrap = bootstrap_of(identity, os.environ)
         nodes = [name.decode() for name in bootstrap.all_gather(identity.node.encode())]
         host = local_address(deployment, nodes) if identity.rank == 0 else ""

@@ -6,9 +6,8 @@ import gc
 import json
 import logging
 import os
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ...engine.config import load as deploy
@@ -23,16 +22,16 @@ from ...topology.connect import connect
 from ...topology.hardware.cpu_tier import TierError, limit_libraries
 from ...topology.hardware.cpu_tier import current as current_tier
 from ...topology.hardware.cuda_stack import CudaUnusable, choose, look
-from ...topology.hardware.interfaces import address_of
 from ...topology.hardware.sysfs import Sysfs, available_bytes
 from ...topology.json_codec import from_json, unbuild
 from ...topology.placement.identity import Identity
 from ...topology.placement.layout import observed_layout
 from ...topology.placement.machines import Machine, shared_hostname, this_machine
 from ...topology.placement.mapping import MappingError, verify
-from ..compose.rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_SEATS, bind, cores_here, expected, of_host
+from ..compose.rank_mapping import ENV_CORES, ENV_SEATS, bind, cores_here, expected
 from ..control import messages
 from .load_tuning import backend_here, tuned_choice
+from .network import local_address, use_route
 from .rank_status import HealthWatch, Status, loading_words, make_look
 from .standing_by import Channel, require_memory, stand_by
 
@@ -45,33 +44,6 @@ SNAPSHOT_S = 0.25
 
 class DeviceError(Refusal, ValueError):
     """The configured device is not available on this host."""
-
-
-def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
-    """The address that this rank binds for its group: loopback on one node, else that of the configured interface, of
-    the interface that the launcher passed for this host, or of this host's name. Raises ValueError if the interface has
-    none, or the name resolves to loopback."""
-    if len(set(nodes)) == 1:
-        return "127.0.0.1"
-    if deployment.launch.interface is not None:
-        return address_of(deployment.launch.interface)
-    hostname = socket.gethostname()
-    placed = of_host(ENV_INTERFACES, os.environ.get(ENV_INTERFACES), hostname)
-    if placed is not None:
-        try:
-            return address_of(placed)
-        except ValueError as error:
-            raise ValueError(
-                f"{hostname}: {error}: the fabric file differs: save it again (`laddertron launch CONFIG topo "
-                "--save FILE`) or set launch.interface"
-            ) from None
-    address = socket.gethostbyname(hostname)
-    if address.startswith("127."):
-        raise ValueError(
-            f"{hostname} resolves to {address}: set launch.interface to the interface that reaches the "
-            f"other nodes ({', '.join(sorted(set(nodes)))})"
-        )
-    return address
 
 
 def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOptions:
@@ -120,6 +92,7 @@ def join_group(
     deployment: Deployment, identity: Identity, secret: bytes = b"", bootstrap: Bootstrap | None = None
 ) -> Communicator:
     """Connects this rank's group. Raises ValueError, MeshError or RuntimeError."""
+    use_route(deployment, os.environ)
     bootstrap = bootstrap or bootstrap_of(identity, os.environ)
     require_own_hostnames(bootstrap)
     said = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())

@@ -15,6 +15,7 @@ from waiting import HANG_S
 from cluster.launching import Job, ranks_on
 from cluster.nodes import Cluster
 from cluster.slurm import until
+from cluster.test_launch import launch_section
 
 pytestmark = pytest.mark.cluster
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
@@ -79,3 +80,27 @@ def test_a_spare_replaces_a_host_that_is_listed_by_another_name(possible: None, 
                 os.kill(pid, signal.SIGTERM)
             daemon.wait(HANG_S)
         assert "n1-ib is excluded: 10.213.0.3 replaces it" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "launch"),
+    [
+        ("openmpi", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("openmpi", True), ("mpich", False)]),
+    ],
+)
+def test_a_bridge_on_every_host_is_not_taken_for_the_network(
+    possible: None, tmp_path: Path, launcher: str, launch: bool
+) -> None:
+    """docker0 with one address on both hosts, and the network's interface has another name on the second."""
+    rename = ["ip link set eth0 down", "ip link set eth0 name ens3", "ip link set ens3 up"]
+    bridge = ["ip link add docker0 type bridge", "ip addr add 172.17.0.1/16 dev docker0", "ip link set docker0 up"]
+    with Cluster(2) as cluster:
+        for node, words in enumerate((bridge, bridge + rename)):
+            done = cluster.run(node, ["sh", "-c", " && ".join(words)])
+            assert done.returncode == 0, done.stderr
+        keys = launch_section(cluster, tmp_path, launcher).replace(", UCX_NET_DEVICES: eth0", "")
+        job = Job(tmp_path, keys, tp=2, lines=2, tokens=4)
+        done = cluster.run(0, job.command(sys.executable, launch=launch), QUIET)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert job.answered() == job.names

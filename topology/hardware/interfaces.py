@@ -71,6 +71,15 @@ def address_of(interface: str) -> str:
     return next((address for address in found if ":" not in address), found[0])
 
 
+def address_towards(peer: str) -> str:
+    """This host's address on the route to `peer`, an address. Raises OSError if there is no route."""
+    family, kind, protocol, _, place = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)  # a datagram socket sends nothing
+        own: str = probe.getsockname()[0]
+    return own
+
+
 def interface_of(address: str) -> str:
     """The network interface that holds an address. Raises ValueError naming those that there are."""
     found = {text.partition("/")[0]: name for name, texts in addresses().items() for text in texts}

@@ -16,7 +16,7 @@ from laddertron.launchers.compose.rank_mapping import (
     of_host,
     seats_text,
 )
-from laddertron.launchers.rank.rank import local_address
+from laddertron.launchers.rank.network import local_address
 from laddertron.topology.placement.mapping import MappingError, verify
 
 
@@ -70,7 +70,7 @@ def test_a_rank_binds_to_the_placements_interface(monkeypatch: pytest.MonkeyPatc
             raise ValueError(f"interface {interface} has no address on this host")
         return addresses[interface]
 
-    monkeypatch.setattr("laddertron.launchers.rank.rank.address_of", address)
+    monkeypatch.setattr("laddertron.launchers.rank.network.address_of", address)
     plain = Deployment(model=ModelSection(path="m"))
     monkeypatch.delenv(ENV_INTERFACES, raising=False)
     assert local_address(plain, nodes) == "192.0.2.1"
