@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from .comm.bootstrap import Bootstrap
 from .comm.collectives import Alone, AloneGather, Blocking, Collective, Gather
-from .comm.emulated import emulate
+from .comm.emulated import Emulated
 from .comm.groups import CommOptions, Communicator, TorchGroups
 from .comm.ledger import Ledger
 from .comm.lines import Lines, PlanChannel, stamped
@@ -70,7 +70,7 @@ def connect(
             link = "net" if lines.leave_the_host else "node"
             pipeline.boundary = SocketBoundary(pipeline, lines, gathers, rank, layout.size, ledger, link)
         if options.emulation is not None:
-            all_reduce = emulate(all_reduce, options.emulation, ledger, on_gpu=backend == "nccl")
+            all_reduce = Emulated(all_reduce, options.emulation, ledger)
         if options.node_group:
             node_reduce = _node_collective(bootstrap, layout, options, backend, groups, ledger, closers, limits)
         if not options.overlap:

@@ -25,27 +25,20 @@ class LinkCost:
 class Emulation:
     """The cost of one all-reduce of n bytes: latency_s + n / bytes_per_s, or by one of `others` where that is cheaper
     (a library has protocols for small and for large messages). The wire carries one message at a time; the latencies of
-    several overlap. `name` says which fabric is meant. On a GPU alone: `multiprocessors` that a message holds while it
-    travels (0: none, a pure delay), and `ranks` of the group that is meant, which say how many of the bytes pass
-    through a rank's memory."""
+    several overlap. `name` says which fabric is meant."""
 
     name: str
     latency_s: float
     bytes_per_s: float = float("inf")
     others: tuple[LinkCost, ...] = ()
-    ranks: int = 2
-    multiprocessors: int = 0
 
     def __post_init__(self) -> None:
         if not (0 <= self.latency_s < 60 and self.bytes_per_s > 0):
             raise ValueError(f"emulation {self.name}: latency_s in [0, 60) and bytes_per_s > 0, got {self}")
-        if self.ranks < 1 or self.multiprocessors < 0:
-            raise ValueError(f"emulation {self.name}: ranks of 1 or more and multiprocessors of 0 or more, got {self}")
 
     @property
     def label(self) -> str:
-        held = f", {self.multiprocessors} multiprocessors held" if self.multiprocessors else ""
-        return f"emulated {self.name}{held}"
+        return f"emulated {self.name}"
 
     def parts(self, nbytes: int) -> tuple[float, float]:
         """(latency, time on the wire) of a message of nbytes, in seconds."""
@@ -56,7 +49,3 @@ class Emulation:
     def seconds(self, nbytes: int) -> float:
         """One all-reduce of nbytes, alone on the wire."""
         return sum(self.parts(nbytes))
-
-    def moved_bytes(self, nbytes: int) -> int:
-        """Bytes a rank reads, and writes, for an all-reduce: each part travels to its sum and back."""
-        return round(2 * (self.ranks - 1) / self.ranks * nbytes)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ...topology.cost.prices import emulation_of
 from ...topology.link_cost import Emulation
 from .schema import PLACEMENT, Deployment, ParallelConfig
 
@@ -49,16 +48,6 @@ def _stages(d: Deployment) -> int:
     return d.parallel.pipeline_parallel_size
 
 
-def _emulation_fault(d: Deployment) -> str:
-    if d.parallel.collective != "emulated" or d.parallel.emulated_fabric is None:
-        return ""
-    try:
-        emulated_link(d.parallel)
-    except ValueError as fault:
-        return str(fault)
-    return ""
-
-
 def _duplicate_hosts(d: Deployment) -> str:
     names = [host.partition(":")[0] for host in (*d.launch.hosts, *d.launch.spare_hosts)]
     return ", ".join(sorted({name for name in names if names.count(name) > 1}))
@@ -97,25 +86,16 @@ RULES: tuple[Rule, ...] = (
         lambda d: d.model.weights == "int8" and d.model.dtype not in ("auto", "bfloat16"),
         "int8 needs dtype bfloat16, not {model.dtype}: use stored",
     ),
-    *(
-        Rule(
-            (f"parallel.{key}", "parallel.collective"),
-            _where_not(lambda d: d.parallel.collective == "emulated", f"parallel.{key}"),
-            "has no effect with collective {parallel.collective}: set collective: emulated, or leave it out",
-        )
-        for key in ("emulated_delay", "emulated_bandwidth", "emulated_fabric", "emulated_multiprocessors")
+    Rule(
+        ("parallel.emulated_delay", "parallel.collective"),
+        _where_not(lambda d: d.parallel.collective == "emulated", "parallel.emulated_delay"),
+        "has no effect with collective {parallel.collective}: set collective: emulated, or leave it out",
     ),
-    *(
-        Rule(
-            (f"parallel.{key}", "parallel.emulated_fabric"),
-            _where_not(
-                lambda d: d.parallel.collective != "emulated" or d.parallel.emulated_fabric is None, f"parallel.{key}"
-            ),
-            "conflicts with emulated_fabric {parallel.emulated_fabric}: leave one of the two out",
-        )
-        for key in ("emulated_delay", "emulated_bandwidth")
+    Rule(
+        ("parallel.collective", "engine.device"),
+        lambda d: d.parallel.collective == "emulated" and d.engine.device == "cuda",
+        "emulated needs engine.device: cpu",
     ),
-    Rule(("parallel.emulated_fabric", _TP), _emulation_fault, "{found}"),
     Rule(
         ("parallel.split_steps", _TP),
         lambda d: d.parallel.split_steps == "always" and d.parallel.tensor_parallel_size == 1,
@@ -125,11 +105,6 @@ RULES: tuple[Rule, ...] = (
         ("parallel.split_steps", "parallel.overlap"),
         lambda d: d.parallel.split_steps == "always" and not d.parallel.overlap,
         "always needs overlap: true; use auto or never",
-    ),
-    Rule(
-        ("parallel.emulated_multiprocessors", "engine.device"),
-        lambda d: d.parallel.emulated_multiprocessors and d.engine.device == "cpu",
-        "needs engine.device: cuda; on a CPU leave it at 0",
     ),
     Rule(
         ("parallel.backend", "engine.device"),
@@ -289,15 +264,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def emulated_link(keys: ParallelConfig) -> Emulation | None:
-    """The link of `collective: emulated`, else None. Raises ValueError if the fabric is unknown or too small."""
+    """The link of `collective: emulated`, else None."""
     if keys.collective != "emulated":
         return None
-    if keys.emulated_fabric is not None:
-        return emulation_of(keys.emulated_fabric, keys.tensor_parallel_size, keys.emulated_multiprocessors)
-    return Emulation(
-        f"link {keys.emulated_delay * 1e3:g} ms",
-        keys.emulated_delay,
-        float(keys.emulated_bandwidth or "inf"),
-        ranks=keys.tensor_parallel_size,
-        multiprocessors=keys.emulated_multiprocessors,
-    )
+    return Emulation(f"link {keys.emulated_delay * 1e3:g} ms", keys.emulated_delay)

@@ -82,6 +82,9 @@ REMOVED = {
     "per-rank files with `laddertron shard MODEL --tensor-parallel-size N`",
     "parallel.backend=mpi": "use auto or native, also under mpirun, which still starts the ranks",
     "parallel.collective_timeout": "remove the key: it follows measured step times, in preflight it is 30 s",
+    "parallel.emulated_bandwidth": "remove the key: an emulated link has a delay alone, emulated_delay",
+    "parallel.emulated_fabric": "set emulated_delay, or plan for that fabric with `laddertron plan --fabric`",
+    "parallel.emulated_multiprocessors": "remove the key: emulated links are for CPUs",
     "launch.slurm.partition": "add --partition=NAME to launch.slurm.extra_args",
     "launch.slurm.account": "add --account=NAME to launch.slurm.extra_args",
     "launch.slurm.qos": "add --qos=NAME to launch.slurm.extra_args",
@@ -139,7 +142,7 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """How the model is spread and how its ranks speak. `emulated_*` describe an emulated link."""
+    """How the model is spread and how its ranks speak. `emulated_delay` is of an emulated link."""
 
     tensor_parallel_size: Annotated[int, Range(1, 1024)] = 1
     pipeline_parallel_size: Annotated[int, Range(1, 256)] = 1
@@ -151,9 +154,6 @@ class ParallelConfig:
     collective: Literal["auto", "flat", "two_level", "exchange", "emulated"] = "auto"
     backend: Literal["auto", "native", "gloo", "nccl"] = "auto"
     emulated_delay: Annotated[float, Unit("seconds"), Range(0, 10)] = 0.0
-    emulated_bandwidth: Size | None = None  # bytes a second; None: only the delay
-    emulated_fabric: Annotated[str, Word(r"[0-9]+x[A-Za-z0-9-]{1,40}", "a fabric such as 2x8xH100")] | None = None
-    emulated_multiprocessors: Annotated[int, Range(0, 128)] = 0
     deterministic: Literal["everywhere"] | bool = False
     require_transport: Literal["any", "ib", "socket"] = "any"
     embedding: Literal["auto", "shard", "replicate"] = "auto"

@@ -13,7 +13,7 @@ Words = Mapping[str, Any]
 class Case:
     """One rank of a deployment. `layers` of the model are kept, which decides neither a step's peak nor a layer's
     launches. `words`: of its config.json, where that is no Llama's. `fp8`: as the model's published fp8 checkpoint.
-    `emulated`: all-reduces take the time of another fabric's. `stages`: of a pipeline, all of which run."""
+    `stages`: of a pipeline, all of which run."""
 
     name: str
     model: str
@@ -22,7 +22,6 @@ class Case:
     wiring: str = "standard"
     fp8: bool = False
     two_level: bool = False
-    emulated: bool = False
     stages: int = 1
     layers: int = 4
     words: Words = field(default_factory=dict)
@@ -90,7 +89,6 @@ CASES = (
     Case("8B deterministic, tp 8", "llama-3.1-8b", 8, parallel={"deterministic": True}),
     Case("70B fp8 KV, tp 8", "llama-3.1-70b", 8, engine={"kv_cache_dtype": "fp8"}),
     Case("405B two-level, tp 16", "llama-3.1-405b", 16, 2, two_level=True),
-    Case("70B emulated links, tp 8", "llama-3.1-70b", 8, emulated=True),
     Case("70B split steps, tp 8", "llama-3.1-70b", 8, parallel={"split_steps": "always"}),
     Case("Qwen3-235B, tp 8", "qwen3-235b-a22b", 8, words=_QWEN3_235B),
     Case("Qwen3-235B spread, 2 x 8", "qwen3-235b-a22b", 16, 2, words=_QWEN3_235B, parallel=_SPREAD),

@@ -30,7 +30,6 @@ from laddertron.models.weights import tensor_reader
 from laddertron.models.weights.parallel_reader import Readers
 from laddertron.models.weights.slices import PRODUCTS, expected_shapes, sources_of
 from laddertron.topology.comm.collectives import Alone, AloneGather, Gathering
-from laddertron.topology.comm.emulated_gpu import EmulatedOnGpu
 from laddertron.topology.comm.groups import Communicator, TorchGroups
 from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.comm.lines import Lines
@@ -38,7 +37,6 @@ from laddertron.topology.comm.nccl import DeviceWait, NcclGather, Roll, nccl_col
 from laddertron.topology.comm.nccl_boundary import NcclBoundary
 from laddertron.topology.comm.pipeline import RING, Pipeline
 from laddertron.topology.comm.two_level import TwoLevel
-from laddertron.topology.link_cost import Emulation
 from laddertron.topology.placement.layout import GroupLayout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -171,9 +169,6 @@ def communicator(gpu: FakeGpu, case: Case, rank: int, stage: int, ring: Any, pla
     if case.parallel.get("dense_path") == "node":
         inside = [dist.new_group(list(node)) for node in layout.nodes]
         node_reduce = nccl_collective(inside[rank // each], ledger, "node")
-    if case.emulated:
-        fabric = Emulation("another fabric", 20e-6, 50e9, ranks=case.tp, multiprocessors=16)
-        reduce = EmulatedOnGpu(reduce, fabric, ledger)
     gathers: Any = AloneGather() if alone else _Gather(tp, ledger, wait)
     return Communicator(
         rank, layout, "nccl", reduce, gathers, sender, ledger, TorchGroups(tp), [], lambda seconds: None,

@@ -1,5 +1,5 @@
 """An emulated fabric on CPUs: wraps another collective and holds back its result until the predicted time has passed.
-Its printed name begins with "emulated". On a GPU emulated_gpu.py does this with a kernel.
+Its printed name begins with "emulated".
 """
 
 from __future__ import annotations
@@ -59,17 +59,3 @@ class Emulated:
             return found
 
         return Later(finish)
-
-
-def emulate(inner: Collective, emulation: Emulation, ledger: Ledger, on_gpu: bool) -> Collective:
-    """`inner` with the time of `emulation` laid over it, by the device's clock or the host's. Raises ValueError where
-    multiprocessors are to be held and there are none, RuntimeError where the GPU's part cannot be had."""
-    if on_gpu:
-        from .emulated_gpu import EmulatedOnGpu
-
-        return EmulatedOnGpu(inner, emulation, ledger)
-    if emulation.multiprocessors:
-        raise ValueError(
-            f"{emulation.label}: only a GPU has multiprocessors to hold; leave emulated_multiprocessors at 0 on a CPU"
-        )
-    return Emulated(inner, emulation, ledger)

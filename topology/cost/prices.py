@@ -56,7 +56,7 @@ def _regime(backend: Backend, shape: Shape, bulk: bool = False, ports: int = 1) 
 _SLOPE_BYTES = 1 << 20
 
 
-def emulation_of(spec: str, ranks: int, multiprocessors: int = 0) -> Emulation:
+def emulation_of(spec: str, ranks: int) -> Emulation:
     """All-reduces of a group of `ranks` on the fabric that `spec` names, at untuned prices: NCCL's between GPUs, the
     native transport's between CPUs. Raises ValueError for an unknown fabric, PlacementError for a group that cannot be
     laid over it."""
@@ -72,4 +72,4 @@ def emulation_of(spec: str, ranks: int, multiprocessors: int = 0) -> Emulation:
             if first is not None and last is not None:
                 lines.append(LinkCost(first, _SLOPE_BYTES / (last - first) if last > first else float("inf")))
     best, *others = lines
-    return Emulation(f"{spec}, {ranks} ranks", best.latency_s, best.bytes_per_s, tuple(others), ranks, multiprocessors)
+    return Emulation(f"{spec}, {ranks} ranks", best.latency_s, best.bytes_per_s, tuple(others))

@@ -31,7 +31,6 @@ from laddertron.tools.plan.plan_source import Asked, from_deployment, from_names
 from laddertron.tools.plan.roofline import ATTENTION_CALLS, Load, SimulatedGroup, gpu_rates, links
 from laddertron.tools.plan.tables import as_json, markdown, sheets
 from laddertron.topology.cost.cost import Shape
-from laddertron.topology.cost.prices import emulation_of
 from laddertron.topology.hardware.presets import preset
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -535,15 +534,6 @@ def test_emulated_links_are_planned_as_such() -> None:
     plan = deployed_plan("demo")
     assert plan.traffic[0].all_reduce_s > 1e-3
     assert any("emulated" in text for text in plan.assumptions)
-
-
-def test_an_emulated_fabric_is_planned_at_its_own_prices() -> None:
-    """The demo as if its two ranks sat on two nodes of H100: NCCL's price across InfiniBand in every all-reduce."""
-    sets = ("parallel.emulated_delay=0s", "parallel.emulated_fabric=2x1xH100")
-    plan = make_plan(from_deployment(read(ROOT / "configs" / "demo.yaml", sets), Asked(None, Work())))
-    wanted = emulation_of("2x1xH100", 2).seconds(plan.traffic[0].message_bytes)
-    assert wanted <= plan.traffic[0].all_reduce_s < 3 * wanted
-    assert any("emulated 2x1xH100, 2 ranks" in text for text in plan.assumptions)
 
 
 def test_without_overlap_a_ladder_is_as_slow_as_standard(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from laddertron.topology.comm.collectives import (
     PeerLost,
     RanksDisagree,
 )
-from laddertron.topology.comm.emulated import Emulated, emulate
+from laddertron.topology.comm.emulated import Emulated
 from laddertron.topology.comm.groups import CommOptions
 from laddertron.topology.comm.ledger import Ledger, overlap_ratio
 from laddertron.topology.comm.lines import FRAME_LIMIT, PlanChannel
@@ -480,7 +480,7 @@ def test_accounts_stand_under_the_layer_that_was_named() -> None:
     """Of the transport, of a link emulated over it, and of both without overlap; a sixteenth name is nobody's."""
     with _transports(1, 1) as (one,):
         native, ledger = NativeCollective(one, lambda size: "exchange"), Ledger()
-        emulated = emulate(native, Emulation("two nodes", 0.0), ledger, on_gpu=False)
+        emulated = Emulated(native, Emulation("two nodes", 0.0), ledger)
         collectives: list[Collective] = [native, Blocking(native), emulated]
         for number, collective in enumerate(collectives):
             for layer in ("ladder attention", "ladder mlp", "ladder attention"):

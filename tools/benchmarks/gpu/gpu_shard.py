@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import numbers, say
+from emulated_gpu import EmulatedOnGpu
 from gpu_model import BLOCK, NAMES, TINY, device_of, make_model, of_layers, predicted_ms, rewired, wait_for
 from gpu_shard_report import shard_table
 from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs
@@ -34,7 +35,7 @@ from laddertron.models.stages import RankShard
 from laddertron.tools.plan.published import SHAPES
 from laddertron.tools.plan.roofline import Load
 from laddertron.topology.comm.collectives import Alone, Collective, Pending
-from laddertron.topology.comm.emulated import emulate
+from laddertron.topology.comm.emulated import Emulated
 from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.cost.prices import emulation_of
 from torch import Tensor
@@ -132,8 +133,12 @@ class Variant:
     def __init__(self, rank: Rank, wiring: str, held: int, batch: int, recorder: CudaRecorder | None) -> None:
         case, self.device = rank.case, rank.device
         self.wiring, self.held = wiring, held
-        self.emulation = emulation_of(case.fabric, case.ranks, held)
-        self.collective = Counted(emulate(Alone(), self.emulation, Ledger(), on_gpu=rank.device.type == "cuda"))
+        self.emulation = emulation_of(case.fabric, case.ranks)
+        self.collective = Counted(
+            EmulatedOnGpu(Alone(), self.emulation, Ledger(), case.ranks, held)
+            if rank.device.type == "cuda"
+            else Emulated(Alone(), self.emulation, Ledger())
+        )
         model = rewired(rank.model, wiring, self.collective)
         layout, tokens = rank.layout(batch, rank.device)
         model.forward(tokens, layout, rank.attention, tokens)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
-import laddertron.topology.comm
 import pytest
 import torch
-from laddertron.topology.comm import emulated_gpu, gpu_stream
+from laddertron.topology.comm import gpu_stream
 from laddertron.topology.comm.collectives import Done
-from laddertron.topology.comm.emulated import Emulated, emulate
-from laddertron.topology.comm.emulated_gpu import HoldKernelLaunch, launch_of
 from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.cost.cost import choose, shape_of, untuned
 from laddertron.topology.cost.prices import emulation_of, reference
 from laddertron.topology.hardware.presets import preset
 from laddertron.topology.link_cost import Emulation, LinkCost
 from laddertron.topology.placement.placement import PlacementError, place
+
+GPU = Path(__file__).resolve().parents[3] / "tools" / "benchmarks" / "gpu"
+sys.path.insert(0, str(GPU))
+
+import emulated_gpu  # noqa: E402
+from emulated_gpu import EmulatedOnGpu, HoldKernelLaunch, launch_of, moved_bytes  # noqa: E402
 
 
 @pytest.mark.parametrize(("spec", "ranks"), [("8xH100", 8), ("2x8xH100", 16), ("8xH100-PCIe", 8), ("2x4xcpu", 2)])
@@ -50,20 +54,19 @@ def test_the_cheaper_of_two_protocols_is_taken_by_size() -> None:
 
 def test_bytes_through_memory_grow_with_the_group() -> None:
     """An all-reduce passes nearly twice its size through each of many ranks, once of two, nothing of one."""
-    moved = [Emulation("x", 0.0, ranks=n).moved_bytes(1 << 20) for n in (1, 2, 8, 16)]
+    moved = [moved_bytes(n, 1 << 20) for n in (1, 2, 8, 16)]
     assert moved == [0, 1 << 20, 7 << 18, 15 << 17]
 
 
 def test_what_the_gpu_is_told() -> None:
     """A 16 KiB message over 8 ranks in 24.3 us: a pure delay moves nothing; with 4 multiprocessors held, 28 KiB pass
     through memory, in vectors of 16 bytes. A message that is shorter than a vector only takes its time."""
-    pure, held = emulation_of("8xH100", 8), emulation_of("8xH100", 8, multiprocessors=4)
-    assert launch_of(pure, 16 << 10, 16) == HoldKernelLaunch(0, 24303, 0, 0)
-    assert launch_of(held, 16 << 10, 16) == HoldKernelLaunch(4, 24303, 1024, 1792)
-    assert launch_of(held, 10, 16) == HoldKernelLaunch(4, 24000, 0, 1)
-    assert held.label == "emulated 8xH100, 8 ranks, 4 multiprocessors held"
+    link = emulation_of("8xH100", 8)
+    assert launch_of(link, 8, 0, 16 << 10, 16) == HoldKernelLaunch(0, 24303, 0, 0)
+    assert launch_of(link, 8, 4, 16 << 10, 16) == HoldKernelLaunch(4, 24303, 1024, 1792)
+    assert launch_of(link, 8, 4, 10, 16) == HoldKernelLaunch(4, 24000, 0, 1)
     with pytest.raises(ValueError, match=r"1000 bytes take 3 s, at most 2 s"):
-        launch_of(Emulation("a slow one", 3.0), 1000, 16)
+        launch_of(Emulation("a slow one", 3.0), 8, 0, 1000, 16)
 
 
 class _Inner:
@@ -129,8 +132,8 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch, multiprocessors: int) -> tuple[Any,
     monkeypatch.setattr(emulated_gpu, "StreamCollective", _Side)
     monkeypatch.setattr(emulated_gpu, "load_kernels", lambda: kernels)
     monkeypatch.setattr(emulated_gpu, "multiprocessors_here", lambda: 132)
-    emulation = emulation_of("8xH100", 8, multiprocessors)
-    return emulate(_Inner(noted), emulation, Ledger(), on_gpu=True), kernels, noted
+    collective = EmulatedOnGpu(_Inner(noted), emulation_of("8xH100", 8), Ledger(), 8, multiprocessors)
+    return collective, kernels, noted
 
 
 def test_a_pure_delay_is_one_sleeping_warp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,20 +162,16 @@ def test_held_multiprocessors_move_the_bytes_of_the_message(monkeypatch: pytest.
     assert [s.nbytes for s in collective._scratches] == [16384, 524288]
 
 
-def test_a_gpu_must_keep_multiprocessors_to_compute_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_must_keep_multiprocessors_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"this GPU has 132.*use at most 131"):
         _on_gpu(monkeypatch, 132)
-    with pytest.raises(ValueError, match="only a GPU has multiprocessors"):
-        emulate(_Inner([]), emulation_of("8xH100", 8, 4), Ledger(), on_gpu=False)
-    assert isinstance(emulate(_Inner([]), emulation_of("8xH100", 8), Ledger(), on_gpu=False), Emulated)
 
 
 def test_without_triton_the_mend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "laddertron.topology.comm.hold_kernel", raising=False)
-    monkeypatch.delattr(laddertron.topology.comm, "hold_kernel", raising=False)
+    monkeypatch.delitem(sys.modules, "hold_kernel", raising=False)
     with pytest.raises(RuntimeError, match=r"needs Triton.*ACCEL=cuda"):
-        emulate(_Inner([]), emulation_of("8xH100", 8), Ledger(), on_gpu=True)
+        EmulatedOnGpu(_Inner([]), emulation_of("8xH100", 8), Ledger(), 8)
 
 
 # ---- on a GPU ----
@@ -186,7 +185,7 @@ def _collective(multiprocessors: int) -> tuple[Any, Ledger]:
             return Done(x)
 
     ledger = Ledger()
-    return emulate(Alone(), emulation_of("8xH100", 8, multiprocessors), ledger, on_gpu=True), ledger
+    return EmulatedOnGpu(Alone(), emulation_of("8xH100", 8), ledger, 8, multiprocessors), ledger
 
 
 @pytest.mark.gpu
@@ -219,13 +218,13 @@ def test_messages_take_their_time_on_the_device_and_none_on_the_host(held: int) 
 @needs_gpu
 def test_work_beside_a_message_is_hidden() -> None:
     """A message of 2 ms and products of about as long: together less than 1.5 times the longer."""
-    emulation = Emulation("2 ms", 2e-3, ranks=8, multiprocessors=8)
+    emulation = Emulation("2 ms", 2e-3)
 
     class Alone:
         def start(self, x: torch.Tensor, *_: object) -> Any:
             return Done(x)
 
-    collective = emulate(Alone(), emulation, Ledger(), on_gpu=True)
+    collective = EmulatedOnGpu(Alone(), emulation, Ledger(), 8, 8)
     a = torch.randn(4096, 4096, device="cuda").to(torch.bfloat16)
     x = torch.ones(8192, device="cuda", dtype=torch.bfloat16)
 

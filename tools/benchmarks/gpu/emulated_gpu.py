@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from laddertron.topology.comm.collectives import Collective, Later, Pending
+from laddertron.topology.comm.gpu_stream import StreamCollective
+from laddertron.topology.comm.ledger import Ledger
+from laddertron.topology.hardware.cuda_stack import triton_missing
+from laddertron.topology.link_cost import Emulation
 from torch import Tensor
-
-from ..hardware.cuda_stack import triton_missing
-from ..link_cost import Emulation
-from .collectives import Collective, Later, Pending
-from .gpu_stream import StreamCollective
-from .ledger import Ledger
 
 LONGEST_S = 2.0
 """A longer message would not fit the kernels' 32 bits of nanoseconds."""
@@ -32,14 +31,18 @@ class HoldKernelLaunch:
     moved: int
 
 
-def launch_of(emulation: Emulation, nbytes: int, vector_bytes: int) -> HoldKernelLaunch:
-    """Pure. What is left over beyond whole vectors stays where it is. Raises ValueError for a message that takes more
-    than LONGEST_S."""
+def moved_bytes(ranks: int, nbytes: int) -> int:
+    """Bytes a rank reads, and writes, for an all-reduce: each part travels to its sum and back."""
+    return round(2 * (ranks - 1) / ranks * nbytes)
+
+
+def launch_of(emulation: Emulation, ranks: int, held: int, nbytes: int, vector_bytes: int) -> HoldKernelLaunch:
+    """One message in a group of `ranks` that occupies `held` multiprocessors. What is left over beyond whole vectors
+    stays where it is. Raises ValueError for a message that takes more than LONGEST_S."""
     seconds = emulation.seconds(nbytes)
     if seconds > LONGEST_S:
         raise ValueError(f"{emulation.label}: {nbytes} bytes take {seconds:.3g} s, at most {LONGEST_S:g} s can be had")
-    vectors, moved = nbytes // vector_bytes, emulation.moved_bytes(nbytes) // vector_bytes
-    held = emulation.multiprocessors
+    vectors, moved = nbytes // vector_bytes, moved_bytes(ranks, nbytes) // vector_bytes
     return HoldKernelLaunch(held, round(seconds * 1e9), vectors if held else 0, moved if held else 0)
 
 
@@ -47,7 +50,7 @@ def load_kernels() -> Any:
     """hold_kernel, whose import compiles nothing yet. Raises ImportError, also where Triton could compile nothing."""
     if fault := triton_missing():
         raise ImportError(fault)
-    from . import hold_kernel
+    import hold_kernel
 
     return hold_kernel
 
@@ -61,8 +64,9 @@ class EmulatedOnGpu:
     ready, and the later one decides when x may be taken. Messages of one such group go one after another, as NCCL's
     do. x passes unchanged through the emulation."""
 
-    def __init__(self, inner: Collective, emulation: Emulation, ledger: Ledger) -> None:
-        """Raises RuntimeError without Triton, ValueError if not one multiprocessor would be left to compute."""
+    def __init__(self, inner: Collective, emulation: Emulation, ledger: Ledger, ranks: int, held: int = 0) -> None:
+        """ranks: of the emulated group; held: multiprocessors that a message occupies. Raises RuntimeError without
+        Triton, ValueError if not one multiprocessor would be left to compute."""
         try:
             self._kernels = load_kernels()
         except ImportError as fault:
@@ -70,16 +74,16 @@ class EmulatedOnGpu:
                 f"{emulation.label}: needs Triton, which comes with CUDA builds of torch ({fault}): make env ACCEL=cuda"
             ) from fault
         there = multiprocessors_here()
-        if emulation.multiprocessors >= there:
+        if held >= there:
             raise ValueError(
                 f"{emulation.label}: this GPU has {there}, and some must be left to compute: use at most {there - 1}"
             )
-        self._inner, self._emulation = inner, emulation
+        self._inner, self._emulation, self._ranks, self._held = inner, emulation, ranks, held
         self._scratches: list[Tensor] = []
         self._side = StreamCollective(self._issue, ledger, "emulated", emulation.label)
 
     def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
-        if self._emulation.multiprocessors and (not self._scratches or self._scratches[-1].nbytes < x.nbytes):
+        if self._held and (not self._scratches or self._scratches[-1].nbytes < x.nbytes):
             # The outgrown ones stay: a graph that was captured with one still writes to it.
             size = 1 << (x.nbytes - 1).bit_length()
             self._scratches.append(torch.empty(size, dtype=torch.uint8, device=x.device))
@@ -93,7 +97,7 @@ class EmulatedOnGpu:
 
     def _issue(self, x: Tensor) -> None:
         kernels = self._kernels
-        launch = launch_of(self._emulation, x.nbytes, kernels.VECTOR_BYTES)
+        launch = launch_of(self._emulation, self._ranks, self._held, x.nbytes, kernels.VECTOR_BYTES)
         if not launch.programs:
             kernels.delay[(1,)](launch.ns, num_warps=1)
             return

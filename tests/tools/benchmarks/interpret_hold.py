@@ -8,8 +8,8 @@ import itertools
 import json
 from typing import Any
 
+import hold_kernel
 import torch
-from laddertron.topology.comm import hold_kernel
 
 READINGS = itertools.count(0, 50)
 NAPS: list[int] = []
