@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import io
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ..config.schema import LimitsConfig
 from ..metrics.observer import AnswerTimes
-from ..openai.batch_input import BatchLine, LineRules, error_line, off_loop, read_lines, same_lines
+from ..openai.batch_input import BatchLine, LineRules, digests_of, error_line, off_loop, read_lines, same_lines
 from ..openai.body_worker import prepare_line
 from ..openai.errors import ApiError
 from ..openai.prefetch import Ready, answer_id, prepared
@@ -23,9 +25,11 @@ from .core import Core
 from .flight import Flight
 from .line_flights import LineFlights
 from .store import records
+from .store.files import open_checked
 from .store.rows import NO_TOKENS, BatchRow, Result
 from .store.schema import Rows
 from .store.store import StoreUnavailable
+from .store.sums import BLOCK_BYTES, Damaged
 from .usage import tokens_of
 
 log = logging.getLogger(__name__)
@@ -53,6 +57,11 @@ def rules_of(batch: BatchRow, limits: LimitsConfig) -> LineRules:
     return LineRules(batch.endpoint, limits.max_line_bytes, limits.max_lines)
 
 
+def damaged_results(batch: BatchRow, numbers: Sequence[int]) -> Damaged:
+    some = ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")
+    return Damaged("result", f"batch {batch.id}: the stored results of lines {some} do not match their checksums")
+
+
 class BatchFeed(LineFlights):
     """Feeds one batch. Call `run`, which returns when every line has its result; call `stop` after cancelling it."""
 
@@ -60,7 +69,6 @@ class BatchFeed(LineFlights):
         super().__init__(core.dispatcher, core.text, batch.id, batch.owner)
         self.batch, self._core, self._gate = batch, core, gate
         self._store, self._usage = core.store, core.usage
-        self._path = core.store.path_of(batch.input_file_id)
         self._encoder = core.encoder.of(batch.owner, batch.id, math.inf)
         self._in_turn = partial(core.store.in_turn, batch.owner)
         self._rules = rules_of(batch, core.limits)
@@ -84,9 +92,9 @@ class BatchFeed(LineFlights):
     async def run(self) -> None:
         """Submits every unfinished line and waits for the results to be stored. Raises OSError if the input cannot be
         read, StoreUnavailable if another daemon has taken over the store."""
-        finished = await self._store.read(lambda db: records.finished_numbers(db, self.batch.id))
+        finished = await self._finished()
         self._deaths = await self._store.read(lambda db: records.read_deaths(db, self.batch.id))
-        with self._path.open("rb") as file:
+        with await self.input() as file:
             lines = off_loop(read_lines(file, self._rules, finished, large=True), self._in_turn)
             served = self._core.served_model_name
             async with contextlib.aclosing(prepared(lines, self._encoder, served, self._large)) as ready:
@@ -95,6 +103,25 @@ class BatchFeed(LineFlights):
                     self.take(line, prompts, self._deaths.get(line.number, 0))
         while self._flights or self._results or self._writing:
             await self._move()
+
+    async def _finished(self) -> set[int]:
+        """Numbers of the lines that have a result which is intact."""
+        damaged: list[int] = []
+        query = partial(records.finished_numbers, batch_id=self.batch.id, damaged=damaged)
+        finished = await self._store.read(query, self.batch.owner)
+        if damaged:
+            self._store.report(damaged_results(self.batch, damaged))
+        return finished
+
+    async def input(self) -> io.BufferedReader:
+        """Opens the input file, whose blocks are checked as they are read. Raises OSError or Damaged."""
+        return await self._open(self.batch.input_file_id)
+
+    async def _open(self, file_id: str) -> io.BufferedReader:
+        file = await self._store.read(lambda db: records.get_file(db, file_id))
+        if file is None:
+            raise FileNotFoundError(errno.ENOENT, "the file was deleted", file_id)
+        return io.BufferedReader(await open_checked(self._store, file), BLOCK_BYTES)
 
     async def _large(self, line: BatchLine, ids: bool = True) -> Ready:
         """Prepares a large line in a text worker."""
@@ -115,16 +142,15 @@ class BatchFeed(LineFlights):
         if not self._model or not earlier.model_digest == self.batch.model_digest == self._model:
             log.warning("batch %s: no answers of batch %s are reused: another model", self.batch.id, batch_id)
             return
-        before, most = self._store.path_of(earlier.input_file_id), self._rules.max_line_bytes
-        try:
-            numbers = await self._in_turn(lambda: same_lines(before, self._path, most))
-        except FileNotFoundError:
-            if before.exists():
-                raise  # this batch's own file is missing
-            log.warning(
-                "batch %s: no answers of batch %s are reused: its input file was deleted", self.batch.id, batch_id
-            )
-            return
+        most = self._rules.max_line_bytes
+        with await self.input() as now:
+            try:
+                with await self._open(earlier.input_file_id) as before:
+                    digests = await self._in_turn(lambda: digests_of(before, most))
+            except (FileNotFoundError, Damaged) as error:
+                log.warning("batch %s: no answers of batch %s are reused: %s", self.batch.id, batch_id, error)
+                return
+            numbers = await self._in_turn(lambda: same_lines(digests, now, most))
         last: int | None = 0
         while last is not None:
             part, last = await self._store.read(
@@ -145,9 +171,9 @@ class BatchFeed(LineFlights):
 
     async def finish_rest(self, code: str, message: str) -> BatchRow:
         """Writes an error line for every line that has no result."""
-        finished = await self._store.read(lambda db: records.finished_numbers(db, self.batch.id))
+        finished = await self._finished()
         error = ApiError(message, code, status=None)
-        with self._path.open("rb") as file:
+        with await self.input() as file:
             part: list[Result] = []
             async for found in off_loop(read_lines(file, self._rules, finished, large=True), self._in_turn):
                 line = found if found.raw is None else await self.checked(found)

@@ -10,22 +10,24 @@ import sqlite3
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 from ..openai.batch_input import MAX_ERRORS, check_file
 from ..openai.errors import ApiError
-from .batch_feed import BatchFeed, Gate, rules_of
+from .batch_feed import BatchFeed, Gate, damaged_results, rules_of
 from .core import Core
 from .store import records
-from .store.files import Cleaner, InputFault, Outputs, check_input, size_of
+from .store.files import Cleaner, InputFault, Outputs, changed_input, check_digest, check_input, open_checked
 from .store.rows import BatchRow, FileRow, Status, new_id
 from .store.schema import Rows
 from .store.store import StoreUnavailable
+from .store.sums import CheckedFile, Damaged
 
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 16  # batches of a key that feed the engine at the same time; the others wait in order of creation
 _EXPIRY_SECONDS = 60.0
+_REPAIR_SECONDS = 20.0  # a client waits that long for lines that are computed again
 _OUTCOMES: dict[str, tuple[str, str]] = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this request ran"),
     "expired": ("batch_expired", "the batch's completion window was over before this request ran"),
@@ -54,15 +56,19 @@ class Batches:
         self._over: str | None = None
 
     async def start(self) -> None:
-        for batch in await self._store.read(records.open_batches):
+        damaged: list[Damaged] = []
+        for batch in await self._store.read(lambda db: records.open_batches(db, damaged)):
             self._start_batch(batch)
+        for row in damaged:
+            self._store.report(row)
         self._spawn(self._cleaner.run())
 
     async def close(self) -> None:
         """Stores the computed results and stops, without changing the status of any batch."""
-        for task in list(self._tasks):
+        tasks = [*self._tasks, *self._outputs.tasks]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def engine_over(self, reason: str) -> None:
         """Fails the batches whose lines were in flight when the engine died; the others wait for another daemon."""
@@ -106,13 +112,13 @@ class Batches:
             self._stop(batch_id, "cancelled")
         return batch
 
-    async def add_file(self, file: FileRow, check: Callable[[int], None]) -> None:
-        """Adds a file whose bytes are already on disk. `check` gets the number of bytes that its owner has stored
-        before, and may raise. Raises StoreUnavailable or OSError."""
+    async def add_file(self, file: FileRow, sums: str, check: Callable[[int], None]) -> None:
+        """Adds a file whose bytes are already on disk; `sums`: of its blocks. `check` gets the number of bytes that its
+        owner has stored before, and may raise. Raises StoreUnavailable or OSError."""
 
         def work(rows: Rows) -> None:
             check(records.stored_bytes(rows.db, file.owner))
-            records.add_file(rows, file)
+            records.add_file(rows, file, sums)
 
         export, path = self._store.export, self._store.path_of(file.id)
         if export is not None:
@@ -136,21 +142,58 @@ class Batches:
         for name in await self._store.write(lambda rows: records.drop_batch(rows, batch)):
             self._store.remove_bytes(name)
 
-    async def content(self, file: FileRow) -> BinaryIO:
-        """Opens a file. Makes an output file again if it is missing or its size is wrong. Raises StoreUnavailable,
-        OSError, or ApiError if an uploaded file's size has changed."""
-        path, batch_id = self._store.path_of(file.id), file.batch_id
-        size = await self._store.in_thread(lambda: size_of(path))
-        if size != file.bytes and batch_id is not None:
+    async def content(self, file: FileRow, begin: int = 0, end: int | None = None) -> CheckedFile:
+        """Opens a file whose bytes from `begin` to `end` match their checksums. Makes an output file again if it is
+        missing or damaged, computing the lines whose results are damaged. Raises StoreUnavailable, OSError, Damaged, or
+        ApiError (503) while such lines are computed."""
+        try:
+            return await self._checked(file, begin, end)
+        except (Damaged, FileNotFoundError) as error:
+            batch_id = file.batch_id
+            if batch_id is None:
+                raise
             batch = await self._store.read(lambda db: records.get_batch(db, batch_id))
-            if batch is not None and file.id in (batch.output_file_id, batch.error_file_id):
-                await self._outputs.make(batch, file.id, file.bytes)
-                if await self._store.read(lambda db: records.get_file(db, file.id)) is None:  # deleted meanwhile
-                    self._store.remove_bytes(file.id)
-        elif size not in (None, file.bytes):
-            message = f"file {file.id!r} has {size} bytes on the disk, {file.bytes} were uploaded: upload it again"
-            raise ApiError(message, "file_damaged", status=500)
-        return await self._store.in_thread(lambda: path.open("rb"))
+            if batch is None or file.id not in (batch.output_file_id, batch.error_file_id):
+                raise
+            log.warning("file %s is generated again: %s", file.id, error, extra={"event": "store"})
+        made = self._outputs.make(file, file.id == batch.output_file_id, partial(self._compute_damaged, batch))
+        try:
+            await asyncio.wait_for(made, _REPAIR_SECONDS)
+        except TimeoutError:
+            message = f"lines of {batch.id} whose stored results are damaged are computed again: try again"
+            raise ApiError(message, "file_damaged", status=503, retry_after=5) from None
+        made_again = await self._store.read(lambda db: records.get_file(db, file.id))
+        return await self._checked(made_again or file, begin, end)
+
+    async def _checked(self, file: FileRow, begin: int, end: int | None) -> CheckedFile:
+        opened = await open_checked(self._store, file)
+        try:
+            await self._store.in_turn(file.owner, lambda: opened.check(begin, end))
+            await self._store.in_turn(file.owner, lambda: check_digest(file, self._store.path_of(file.id)))
+        except BaseException as error:
+            opened.close()
+            if isinstance(error, Damaged):
+                self._store.report(error)
+            raise
+        return opened
+
+    async def _compute_damaged(self, batch: BatchRow) -> None:
+        """Computes the lines of a completed batch whose results are damaged, if its input and the model are what they
+        were; else their results become errors in the files. Raises StoreUnavailable or OSError."""
+        if not (damaged := await self._damaged_lines(batch)):
+            return
+        try:
+            if batch.status != "completed":
+                raise InputFault("batch_ended", f"it is {batch.status}")
+            await self._check_input(batch)
+            feed = self._feed(batch)
+            try:
+                await self._run(batch.id, feed)
+            finally:
+                await feed.stop()
+        except (InputFault, Damaged) as fault:
+            self._store.report(damaged_results(batch, damaged))
+            log.error("batch %s: they cannot be computed again: %s", batch.id, fault)
 
     # a batch's life
 
@@ -172,6 +215,7 @@ class Batches:
         """Runs a batch from any status to its end. After a failure of the disk, retries once the store is usable."""
         said = {"event": "batch", "batch": batch.id}
         fault: InputFault | None = None
+        repaired = False
         checked = False
         try:
             while not batch.ended:
@@ -181,10 +225,18 @@ class Batches:
                         checked = True
                     if batch.status != "finalizing" and fault is not None:  # fails, and keeps its results
                         batch = await self._name_files(batch, "failed", _error(fault.code, str(fault)))
+                    elif batch.status == "finalizing" and not repaired and await self._some_damaged(batch):
+                        repaired = True  # once: if results are damaged again, their lines fail
+                        batch = await self._change(batch, "finalizing", status="in_progress")
                     else:
                         batch = await self._step(batch)
                     log.info("batch %s is %s", batch.id, batch.status, extra=said)
-                except InputFault as found:
+                except (InputFault, Damaged) as found:
+                    if isinstance(found, Damaged):
+                        if found.kind != "file":
+                            raise
+                        self._store.report(found)
+                        found = changed_input(found)
                     fault, checked = found, True
                     log.error("batch %s: %s", batch.id, found, extra=said)
                 except (StoreUnavailable, OSError) as error:
@@ -198,6 +250,9 @@ class Batches:
                     batch = await self._store.read(partial(records.batch_of, batch_id=batch.id))
         except KeyError:
             log.warning("batch %s was deleted", batch.id, extra=said)
+        except Damaged as damaged:
+            self._store.report(damaged)
+            log.error("batch %s stopped: delete it and submit its lines again", batch.id, extra=said)
         except Exception:
             log.exception("batch %s stopped: restart the daemon to resume it", batch.id, extra=said)
             if batch.status == "validating":  # else it would stop there again, and its file could never be deleted
@@ -218,7 +273,7 @@ class Batches:
         file = await self._store.read(lambda db: records.get_file(db, batch.input_file_id))
         if file is None:
             raise InputFault("input_file_missing", f"input file {batch.input_file_id} was deleted")
-        await self._store.in_turn(batch.owner, lambda: check_input(file, self._store.path_of(file.id)))
+        await check_input(self._store, file)
 
     async def _step(self, batch: BatchRow) -> BatchRow:
         match batch.status:
@@ -235,7 +290,7 @@ class Batches:
         """Validates the input file. Each key has one file checked at a time; in_turn divides the time between keys."""
         feed, core = self._feed(batch), self._core
         async with self._checking[batch.owner]:
-            with self._store.path_of(batch.input_file_id).open("rb") as file:
+            with await feed.input() as file:
                 in_turn = partial(self._store.in_turn, batch.owner)
                 rules = rules_of(batch, core.limits)
                 check = await check_file(file, rules, core.served_model_name, in_turn, feed.checked)
@@ -328,13 +383,24 @@ class Batches:
 
         return await self._store.write(work)
 
+    async def _some_damaged(self, batch: BatchRow) -> bool:
+        """Whether results of a batch that is about to end are damaged and can be computed again."""
+        if batch.errors or batch.cancelling_at is not None or batch.expired_at is not None:
+            return False
+        return bool(await self._damaged_lines(batch))
+
+    async def _damaged_lines(self, batch: BatchRow) -> list[int]:
+        damaged: list[int] = []
+        await self._store.read(lambda db: records.finished_numbers(db, batch.id, damaged), batch.owner)
+        return damaged
+
     async def _finalise(self, batch: BatchRow) -> BatchRow:
         if errors := await self._store.read(lambda db: records.unreadable_results(db, batch.id)):
-            log.error("batch %s: %d stored results cannot be read", batch.id, len(errors), extra={"event": "store"})
+            self._store.report(damaged_results(batch, [error.number for error in errors]))
             epoch = self._store.generation
             batch = await self._store.write(lambda rows: records.fail_results(rows, batch.id, errors, epoch))
         named = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
-        sizes = {file_id: await self._outputs.make(batch, file_id) for file_id in named}
+        made = {name: await self._outputs.write(batch.id, name, name == batch.output_file_id) for name in named}
         now = self._clock.stamp()
         status: Status = "completed"
         if batch.errors:
@@ -345,11 +411,12 @@ class Batches:
             status = "expired"
 
         def work(rows: Rows) -> BatchRow:
-            for file_id, size in sizes.items():
+            for file_id, (size, sums) in made.items():
                 kind = "output" if file_id == batch.output_file_id else "error"
                 name = f"{batch.id}_{kind}.jsonl"
                 until = None if batch.output_seconds is None else now + batch.output_seconds
-                records.add_file(rows, FileRow(file_id, batch.owner, "batch_output", name, size, now, batch.id, until))
+                file = FileRow(file_id, batch.owner, "batch_output", name, size, now, batch.id, until)
+                records.add_file(rows, file, sums)
             stamp: dict[str, Any] = {f"{status}_at": now}
             return records.change_batch(rows, batch.id, ("finalizing",), status=status, **stamp)
 

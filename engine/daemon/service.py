@@ -191,7 +191,13 @@ class Daemon:
         daemon, given = self._deployment.daemon, self._parts.store
         export = Path(daemon.export_dir) if daemon.export_dir is not None else None
         observer = self._parts.observer
-        options = replace(given, export_dir=export, observe_commit=observer.commit, observe_error=observer.store_error)
+        options = replace(
+            given,
+            export_dir=export,
+            observe_commit=observer.commit,
+            observe_error=observer.store_error,
+            observe_damage=observer.damage,
+        )
         return await open_store(Path(daemon.data_dir), options)
 
     @staticmethod

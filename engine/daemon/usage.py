@@ -16,6 +16,7 @@ from .store import records
 from .store.rows import Tokens
 from .store.schema import Rows
 from .store.store import Store
+from .store.sums import Damaged
 
 DAY = 86400
 _DAYS = 8
@@ -42,8 +43,11 @@ class Usage:
 
     async def load(self) -> None:
         day = self.today()
-        for row in await self._store.read(lambda db: records.read_usage(db, None, day)):
+        damaged: list[Damaged] = []
+        for row in await self._store.read(lambda db: records.read_usage(db, None, day, damaged)):
             self._today[row["owner"]] += row["prompt_tokens"] + row["completion_tokens"]
+        for wrong in damaged:
+            self._store.report(wrong)
 
     def enter(self, owner: str, computes: bool) -> None:
         """Counts one more open request of the owner; `computes`: it generates tokens. Raises ApiError, without counting

@@ -30,6 +30,7 @@ HTTP_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0, 600.0)
 BATCH_STATUSES = (
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled",
 )  # fmt: skip
+STORED_KINDS = ("row", "result", "file")
 FAILURE_KINDS = (
     "mismatch", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled", "load_stalled",
     "consequence", "protocol", "launch", "launcher_exit", "other",
@@ -225,6 +226,7 @@ def _daemon() -> Iterator[Series]:
     yield _histogram("store_commit_seconds", "Duration of a grouped commit to the store, with fsync.", COMMIT_SECONDS)
     yield _gauge("store_writable", "1 while the store accepts writes.")
     yield _counter("store_errors_total", "Failed writes to the store.")
+    yield _counter("store_damaged_total", "Reads of stored data that did not match its checksum.", "kind")
     yield _gauge(
         "clock_jump_seconds", "Size of the clock jump that paused deletion and expiry; 0 if they are not paused."
     )
@@ -274,6 +276,7 @@ LABELS: Mapping[str, str] = {
     "key": "A key's id (not its secret); none without a key file, other beyond 256 keys.",
     "tokens": "prompt or completion.",
     "limit": "requests_per_minute, concurrent_requests, tokens_per_day, stored_bytes.",
+    "kind": ", ".join(STORED_KINDS) + ".",
     "hca": "RDMA adapter, such as mlx5_0.",
     "port": "Port number of the adapter.",
     "device": "cpu or cuda; in failures also the GPU's index on its node.",

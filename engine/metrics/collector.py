@@ -12,7 +12,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 
 from ..job import RankHeartbeat
-from .catalogue import CATALOGUE, FINISH_REASONS, Series
+from .catalogue import CATALOGUE, FINISH_REASONS, STORED_KINDS, Series
 from .histogram import Buckets
 from .ranks import Histograms, Labels, RankFigures, Values
 from .vllm_names import made, summed, vllm_series
@@ -47,6 +47,8 @@ class Collector:
         """Initialises series whose labels are known to 0, so that a rate includes their first event."""
         for name in ("quarantined_requests_total", "nonfinite_logits_total", "store_errors_total"):
             self.set(name, 0.0)
+        for kind in STORED_KINDS:
+            self.set("store_damaged_total", 0.0, kind)
         for reason in FINISH_REASONS:
             self.set("request_success_total", 0.0, reason)
         for series in CATALOGUE.values():

@@ -192,6 +192,10 @@ class Observer:
         """Counts a failed commit or failed write of a file."""
         self.series.add("store_errors_total", 1.0)
 
+    def damage(self, kind: str) -> None:
+        """Counts something stored that did not match its checksum: a row, a result or a file."""
+        self.series.add("store_damaged_total", 1.0, kind)
+
     def http(self, route: str, code: int, seconds: float) -> None:
         """Counts a response; `route`: the template, never the requested path."""
         if self.series.is_full("http_request_duration_seconds", MAX_ROUTES, route):

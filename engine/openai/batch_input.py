@@ -8,7 +8,6 @@ import time
 from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ...topology.json_codec import ReadError, parse
@@ -202,17 +201,15 @@ def _raw_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, int, bytes | N
             yield number, length, None
 
 
-def same_lines(earlier: Path, later: Path, max_line_bytes: int) -> dict[int, int]:
-    """Maps numbers of lines of the earlier file to numbers of equal lines (see `digest_of`) in the later one. Memory:
-    16 bytes a line. Raises OSError."""
+def digests_of(file: BinaryIO, max_line_bytes: int) -> dict[bytes, int]:
+    """Maps the digests of a file's lines to their numbers. Memory: 16 bytes a line. Raises OSError."""
+    return {digest: number for digest, number, _ in line_digests(file, max_line_bytes)}
 
-    def digests(path: Path) -> Iterator[tuple[bytes, int]]:
-        with path.open("rb") as file:
-            for digest, number, _ in line_digests(file, max_line_bytes):
-                yield digest, number
 
-    numbers = dict(digests(earlier))
-    return {numbers[digest]: number for digest, number in digests(later) if digest in numbers}
+def same_lines(earlier: dict[bytes, int], later: BinaryIO, max_line_bytes: int) -> dict[int, int]:
+    """Maps numbers of an earlier file's lines, by digest, to numbers of equal lines in the later one."""
+    found = line_digests(later, max_line_bytes)
+    return {earlier[digest]: number for digest, number, _ in found if digest in earlier}
 
 
 @dataclass(slots=True)

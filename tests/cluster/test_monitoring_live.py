@@ -236,6 +236,18 @@ def test_a_slow_store_and_a_broken_one(live: Live) -> None:
     live.quiet("LaddertronStoreReadOnly")
 
 
+def test_a_stored_byte_changes(live: Live) -> None:
+    """The first byte of an uploaded file changes on the disk: the file is refused when it is read."""
+    live.quiet("LaddertronStoredDataDamaged")
+    name = ask(f"{DAEMON}/v1/batches/{send_batch(DAEMON, 1, **GREEDY)}")["input_file_id"]
+    path = live.folder / "data" / "files" / name
+    done = live.cluster.run(0, ["sh", "-c", f"printf X | dd of={path} bs=1 conv=notrunc"])
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        ask(f"{DAEMON}/v1/files/{name}/content")
+    live.fires("LaddertronStoredDataDamaged", seconds=120.0)
+
+
 def test_the_clock_jumps(live: Live) -> None:
     """Two hours ahead, then back."""
     live.quiet("LaddertronClockJump")

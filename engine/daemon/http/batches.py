@@ -129,9 +129,14 @@ def batches_router(services: Services) -> APIRouter:
     @router.delete("/v1/batches/{batch_id}")
     async def delete(request: Request, batch_id: str) -> dict[str, Any]:
         """Delete an ended batch with its results, output and error file; its input file is kept. An open one is 409."""
-        batch = await services.find(records.get_batch, "batch", batch_id, request)
-        if not batch.ended:
-            raise ApiError(f"the batch is {batch.status}: cancel it first", "batch_in_use", status=409)
+        try:
+            batch = await services.find(records.get_batch, "batch", batch_id, request)
+            if not batch.ended:
+                raise ApiError(f"the batch is {batch.status}: cancel it first", "batch_in_use", status=409)
+        except ApiError as error:
+            if error.code != "row_damaged":
+                raise
+            batch = await services.find(partial(records.get_batch, unchecked=True), "batch", batch_id, request)
         await services.write(services.batches.remove(batch))
         audit(request, "batch.deleted", batch_id)
         return {"id": batch_id, "object": "batch", "deleted": True}

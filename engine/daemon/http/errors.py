@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 
 from ...openai.errors import ApiError
 from ...text.pool import TextUnavailable
+from ..store.sums import Damaged
 
 
 def response_of(error: ApiError) -> JSONResponse:
@@ -45,6 +46,13 @@ def text_workers() -> Iterator[None]:
 def stopping() -> ApiError:
     message = "the daemon stopped before this request finished: its changes may be stored"
     return ApiError(message, "not_ready", status=503, retry_after=5, close=True)
+
+
+def damaged(error: Damaged) -> ApiError:
+    """The error for something stored that does not match its checksum, with its name."""
+    if error.kind == "file":
+        return ApiError(f"{error}: upload it again", "file_damaged", status=500)
+    return ApiError(f"{error}: delete it, or restore the store", "row_damaged", status=500)
 
 
 def unstored(message: str) -> ApiError:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import re
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
@@ -19,15 +19,15 @@ from ...openai.errors import ApiError
 from ...openai.validators import StrictModel, checked, json_schema, takes
 from ..store import records
 from ..store.disk import NewFile
-from ..store.files import new_digest
 from ..store.rows import FileRow, new_id
 from ..store.store import StoreUnavailable
-from .errors import not_found, unstored
+from ..store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged
+from .errors import damaged, not_found, unstored
 from .reservations import Reservation
 from .state import Services, audit, owner_of
 from .upload import FormParser, boundary_of
 
-_CHUNK, _READ = 1 << 18, 1 << 18
+_CHUNK = 1 << 18
 T = TypeVar("T")
 
 
@@ -88,7 +88,7 @@ class _Upload:
         self._parts: list[bytes] = []
         self._size = 0
         self._lines = _Lines(services.limits.max_lines, services.limits.max_line_bytes)
-        self.digest = new_digest()
+        self.sums = BlockSums()
 
     def take(self, data: bytes) -> None:
         self._lines.feed(data)
@@ -106,7 +106,7 @@ class _Upload:
 
     def _write(self, data: bytes) -> None:
         self._file.write(data)
-        self.digest.update(data)
+        self.sums.update(data)
 
 
 def files_router(services: Services) -> APIRouter:
@@ -140,23 +140,31 @@ def files_router(services: Services) -> APIRouter:
     @router.delete("/v1/files/{file_id}")
     async def delete(request: Request, file_id: str) -> dict[str, Any]:
         """Delete a file. Deleting an output file deletes the results that it was made of."""
-        file = await services.find(records.get_file, "file", file_id, request)
+        file = await services.find(partial(records.get_file, unchecked=True), "file", file_id, request)
         await services.write(services.batches.remove_file(file))
         audit(request, "file.deleted", file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     @router.get("/v1/files/{file_id}/content", response_class=StreamingResponse)
     async def content(request: Request, file_id: str) -> StreamingResponse:
-        """The file's bytes."""
+        """The file's bytes, or those of one range (206)."""
         file = await services.find(records.get_file, "file", file_id, request)
+        given = _range(request.headers.get("range", ""), file.bytes)
+        begin, end = given or (0, file.bytes)
         try:
-            opened = await services.batches.content(file)
+            opened = await services.batches.content(file, begin, end)
         except FileNotFoundError:
             raise not_found("content of file", file_id) from None
+        except Damaged as error:
+            raise damaged(error) from error
         except (OSError, StoreUnavailable) as error:
             raise unstored(f"the file could not be generated ({error})") from error
-        headers = {"content-length": str(os.fstat(opened.fileno()).st_size)}
-        return StreamingResponse(_read(services, opened), media_type="application/octet-stream", headers=headers)
+        end = min(end, opened.size) if given else opened.size
+        headers = {"content-length": str(max(0, end - begin)), "accept-ranges": "bytes"}
+        if given:
+            headers["content-range"] = f"bytes {begin}-{end - 1}/{opened.size}"
+        part, kind = _read(services, opened, begin, end), "application/octet-stream"
+        return StreamingResponse(part, 206 if given else 200, headers, kind)
 
     return router
 
@@ -172,12 +180,12 @@ async def finished(work: Awaitable[T]) -> T:
         raise
 
 
-async def _keep(services: Services, file: NewFile, row: FileRow) -> None:
+async def _keep(services: Services, file: NewFile, row: FileRow, sums: str) -> None:
     """Commits an upload's bytes and its row, or neither. Raises ApiError, OSError or StoreUnavailable."""
     try:
         await services.store.in_thread(file.commit)
         check = partial(services.usage.check_stored, row.owner, more=row.bytes)
-        await services.batches.add_file(row, check)
+        await services.batches.add_file(row, sums, check)
     except Exception:
         file.path.unlink(missing_ok=True)
         raise
@@ -206,8 +214,8 @@ async def _store(services: Services, request: Request) -> FileRow:
                 form.close()
                 row = _row(form, file_id, owner, store.clock.stamp())
                 await into.write(0)
-                row = replace(row, bytes=file.size, digest=into.digest.hexdigest())
-                await finished(_keep(services, file, row))
+                row = replace(row, bytes=file.size)
+                await finished(_keep(services, file, row, into.sums.text()))
             reservation.stored(row.bytes)
     except (OSError, StoreUnavailable) as error:
         if isinstance(error, OSError):
@@ -243,9 +251,30 @@ def _expiry(fields: dict[str, str], now: int) -> int | None:
         raise bad.within("expires_after: ", "expires_after") from None
 
 
-async def _read(services: Services, opened: BinaryIO) -> AsyncIterator[bytes]:
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+
+
+def _range(header: str, size: int) -> tuple[int, int] | None:
+    """The begin and end of a range of a file; None for the whole file: without the header, or if it has several ranges
+    or another unit. Raises ApiError (416)."""
+    match = _RANGE.fullmatch(header.strip())
+    if match is None or not any(match.groups()):
+        return None
+    first, last = match.groups()
+    begin = int(first) if first else max(0, size - int(last))
+    end = size if not first or not last else min(size, int(last) + 1)
+    if begin >= end:
+        raise ApiError(f"range {header[:60]!r}: the file has {size} bytes", "invalid_range", "range", status=416)
+    return begin, end
+
+
+async def _read(services: Services, opened: CheckedFile, begin: int, end: int) -> AsyncIterator[bytes]:
+    """Yields the bytes. Raises Damaged, which ends the connection early, if they change after they were checked."""
     with opened as file:
-        while chunk := await services.store.in_thread(lambda: file.read(_READ)):
+        file.seek(begin)
+        while begin < end:
+            chunk = await services.store.in_thread(partial(file.read, min(BLOCK_BYTES, end - begin)))
+            begin += len(chunk)
             yield chunk
 
 

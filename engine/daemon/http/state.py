@@ -14,8 +14,9 @@ from ..batches import Batches
 from ..core import Core
 from ..overview import Samples
 from ..store.store import StoreUnavailable
+from ..store.sums import Damaged
 from .bodies import HeldBodies
-from .errors import not_found, unstored
+from .errors import damaged, not_found, unstored
 from .keys import Key
 from .reservations import Reservations
 
@@ -38,6 +39,8 @@ class Services(Core):
             return await self.store.read(query, owner)
         except StoreUnavailable as error:
             raise unstored(str(error)) from error
+        except Damaged as error:
+            raise damaged(error) from error
 
     async def find(
         self, get: Callable[[sqlite3.Connection, str, str], T | None], what: str, name: str, request: Request
@@ -53,6 +56,9 @@ class Services(Core):
             return await work
         except StoreUnavailable as error:
             raise unstored(str(error)) from error
+        except Damaged as error:
+            self.store.report(error)
+            raise damaged(error) from error
 
 
 def owner_of(request: Request) -> str:

@@ -33,10 +33,8 @@ def usage_router(services: Services) -> APIRouter:
         limits = None if owner is None else asdict(services.usage.limits_of(owner))
 
         def listed(db: sqlite3.Connection) -> bytes:
-            out: dict[str, Any] = {
-                "object": "list",
-                "data": [_shown(row) for row in records.read_usage(db, owner, since)],
-            }
+            rows = records.read_usage(db, owner, since)
+            out: dict[str, Any] = {"object": "list", "data": [_shown(row) for row in rows]}
             if owner is not None:
                 out |= {"limits": limits, "stored_bytes": records.stored_bytes(db, owner)}
             return json.dumps(out).encode()

@@ -6,13 +6,17 @@ import asyncio
 import hashlib
 import logging
 import sqlite3
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from . import records
 from .disk import Files, NewFile
-from .rows import BatchRow, FileRow
+from .rows import FileRow
+from .schema import Rows
 from .store import Store, StoreUnavailable
+from .sums import BlockSums, CheckedFile, Damaged
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +59,6 @@ class Cleaner:
         return count
 
 
-new_digest = partial(hashlib.blake2b, digest_size=16)
-
-
 class InputFault(Exception):
     """An input file is missing or has changed: no line of it can be computed."""
 
@@ -66,46 +67,62 @@ class InputFault(Exception):
         self.code = code
 
 
-def check_input(file: FileRow, path: Path) -> None:
-    """Checks an input file by size, and by digest if one is stored. Raises InputFault or OSError."""
-    try:
+async def open_checked(store: Store, file: FileRow) -> CheckedFile:
+    """Opens a file. Raises Damaged, StoreUnavailable or OSError."""
+    sums = await store.read(lambda db: records.block_sums(db, file.id))
+    name = f"file {file.id} ({file.filename})"
+    return await store.in_thread(lambda: CheckedFile(store.path_of(file.id), name, file.bytes, sums))
+
+
+def check_digest(file: FileRow, path: Path) -> None:
+    """Compares an upload with the digest that an earlier version stored. Raises Damaged or OSError."""
+    if file.digest is not None:
         with path.open("rb") as opened:
-            size = opened.seek(0, 2)
-            opened.seek(0)
-            same = size == file.bytes
-            if same and file.digest is not None:
-                same = hashlib.file_digest(opened, new_digest).hexdigest() == file.digest
+            digest = hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+        if digest != file.digest:
+            raise Damaged("file", f"file {file.id} ({file.filename}) has changed on the disk since it was uploaded")
+
+
+async def check_input(store: Store, file: FileRow) -> None:
+    """Checks a whole input file. Raises InputFault, StoreUnavailable or OSError."""
+    try:
+        with await open_checked(store, file) as opened:
+            await store.in_turn(file.owner, opened.check)
+        await store.in_turn(file.owner, lambda: check_digest(file, store.path_of(file.id)))
     except FileNotFoundError as error:
         raise InputFault("input_file_missing", f"the input file is missing: {error.strerror}") from error
-    if not same:
-        raise InputFault(
-            "input_file_changed",
-            f"input file {file.id} ({file.filename}) has changed on the disk since it was uploaded ({file.bytes} bytes "
-            f"then, {size} now): upload it again and start a batch with reuse_batch_id",
-        )
+    except Damaged as damaged:
+        store.report(damaged)
+        raise changed_input(damaged) from damaged
+
+
+def changed_input(damaged: Damaged) -> InputFault:
+    return InputFault("input_file_changed", f"{damaged}: upload it again and start a batch with reuse_batch_id")
 
 
 _CHUNK = 1 << 18
 
 
-def write_lines(db: sqlite3.Connection, batch_id: str, ok: bool, path: Path, files: Files) -> int:
-    """Writes the output or error file of a batch; returns its bytes. Raises OSError."""
+def write_lines(db: sqlite3.Connection, batch_id: str, ok: bool, path: Path, files: Files) -> tuple[int, str]:
+    """Writes the output or error file of a batch; returns its bytes and the checksums of its blocks. Raises OSError."""
     with NewFile(path, files) as file:
         part: list[bytes] = []
-        size = 0
+        size, sums = 0, BlockSums()
+
+        def write() -> None:
+            data = b"".join(part)
+            file.write(data)
+            sums.update(data)
+
         for line in records.result_lines(db, batch_id, ok):
             part.append(line)
             size += len(line)
             if size >= _CHUNK:
-                file.write(b"".join(part))
+                write()
                 part, size = [], 0
-        file.write(b"".join(part))
+        write()
         file.commit()
-        return file.size
-
-
-def size_of(path: Path) -> int | None:
-    return path.stat().st_size if path.exists() else None
+        return file.size, sums.text()
 
 
 class Outputs:
@@ -113,25 +130,41 @@ class Outputs:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._making: dict[str, asyncio.Task[int]] = {}
+        self._making: dict[str, asyncio.Task[None]] = {}
 
-    async def make(self, batch: BatchRow, file_id: str, size: int | None = None) -> int:
-        """Makes a file of the batch unless it has `size` bytes already; returns its bytes. Raises OSError or
-        StoreUnavailable."""
-        task = self._making.get(file_id)
+    async def make(self, file: FileRow, ok: bool, prepare: Callable[[], Awaitable[object]] | None = None) -> None:
+        """Calls `prepare`, makes a batch's output file (`ok`) or error file, and stores its row. Raises what `prepare`
+        raises, OSError or StoreUnavailable."""
+        task = self._making.get(file.id)
         if task is None:
-            path, ok = self._store.path_of(file_id), file_id == batch.output_file_id
+            task = self._making[file.id] = asyncio.create_task(self._make(file, ok, prepare))
+            task.add_done_callback(lambda done: self._made(file.id, done))
+        await asyncio.shield(task)  # a client that leaves must not take the file from the others
 
-            def write(db: sqlite3.Connection) -> int:
-                if size is not None and size_of(path) == size:  # an earlier maker was faster
-                    return size
-                return write_lines(db, batch.id, ok, path, self._store.disk_files)
+    async def _make(self, file: FileRow, ok: bool, prepare: Callable[[], Awaitable[object]] | None) -> None:
+        if prepare is not None:
+            await prepare()
+        size, sums = await self.write(file.batch_id or "", file.id, ok)
 
-            task = self._making[file_id] = asyncio.create_task(self._store.read(write))
-            task.add_done_callback(lambda done: self._made(file_id, done))
-        return await asyncio.shield(task)  # a client that leaves must not take the file from the others
+        def work(rows: Rows) -> bool:
+            if found := records.get_file(rows.db, file.id) is not None:
+                records.add_file(rows, replace(file, bytes=size), sums)
+            return found
 
-    def _made(self, file_id: str, task: asyncio.Task[int]) -> None:
+        if not await self._store.write(work):  # deleted meanwhile
+            self._store.remove_bytes(file.id)
+
+    async def write(self, batch_id: str, file_id: str, ok: bool) -> tuple[int, str]:
+        """Writes a file of a batch; returns its bytes and the checksums of its blocks. Raises OSError or
+        StoreUnavailable."""
+        path, files = self._store.path_of(file_id), self._store.disk_files
+        return await self._store.read(lambda db: write_lines(db, batch_id, ok, path, files))
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        return list(self._making.values())
+
+    def _made(self, file_id: str, task: asyncio.Task[None]) -> None:
         del self._making[file_id]
         if not task.cancelled():
             task.exception()  # every client may have left: asyncio would log that it was never retrieved

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import secrets
 import shutil
 import sqlite3
@@ -20,6 +21,9 @@ from .store import Store, StoreOptions
 from .takeover import SCRATCH, continue_export, detach, put_in_place, rebuild
 
 log = logging.getLogger(__name__)
+
+_EVENT = {"event": "store"}
+_OF_INDEX = re.compile(r"row \d+ missing from index |wrong # of entries in index ")
 
 
 async def open_store(folder: Path, options: StoreOptions) -> Store:
@@ -61,9 +65,7 @@ def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
     db = connect_store(folder, options.connect)
     try:
         if not fresh:
-            verdict = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if verdict != "ok":
-                raise DiskError(f"{folder}/store.db is damaged ({verdict}): restore it, or rebuild from an export")
+            _check_pages(folder, db)
             if not db.execute("PRAGMA user_version").fetchone()[0]:
                 _refuse_empty(folder, options)
         migrate(db)
@@ -97,6 +99,24 @@ def _make_empty(folder: Path, options: StoreOptions) -> None:
     migrate(db)
     db.execute("INSERT INTO meta VALUES ('store', ?)", (secrets.randbits(62),))
     put_in_place(db, folder, options.files)
+
+
+def _check_pages(folder: Path, db: sqlite3.Connection) -> None:
+    """Checks the structure of store.db. Makes indexes again that alone are damaged: the rows have checksums. Raises
+    DiskError."""
+    faults = integrity_faults(db)
+    if faults and all(map(_OF_INDEX.match, faults)):
+        with contextlib.suppress(sqlite3.Error):
+            db.execute("REINDEX")
+            log.warning("indexes of %s/store.db were damaged (%s) and are made again", folder, faults[0], extra=_EVENT)
+            faults = integrity_faults(db)
+    if faults:
+        raise DiskError(f"{folder}/store.db is damaged ({faults[0]}): restore it, or rebuild from an export")
+
+
+def integrity_faults(db: sqlite3.Connection) -> list[str]:
+    """What SQLite finds wrong with the pages of the database, at most 100 faults."""
+    return [str(row[0]) for row in db.execute("PRAGMA integrity_check(100)") if row[0] != "ok"]
 
 
 def _set_log_aside(folder: Path) -> None:

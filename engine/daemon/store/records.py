@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from itertools import islice
+from typing import Any, TypeVar
 
 from ...metrics.observer import BatchView
 from ...openai.batch_input import error_line
 from ...openai.errors import ApiError
 from .rows import ENDED, BatchRow, FileRow, Result, Status, Tokens, new_id
-from .schema import Rows
+from .schema import KEYS, Rows
+from .sums import Damaged, is_intact
 
-_FILE = "id, owner, purpose, filename, bytes, created_at, batch_id, expires_at, digest"
+T = TypeVar("T")
 _JSON = ("errors", "metadata")
-_READABLE = "typeof(line) = 'text' AND json_valid(line)"
 _HAS_ENDED = f"status IN ({', '.join(repr(status) for status in sorted(ENDED))})"
 
 
-def _file(row: sqlite3.Row) -> FileRow:
-    return FileRow(**{name: row[name] for name in row.keys() if name != "no"})  # noqa: SIM118 (a Row iterates values)
+def _values(table: str, row: sqlite3.Row, unchecked: bool = False) -> dict[str, Any]:
+    """A complete row's values, without its running number and checksum. Raises Damaged, unless `unchecked`."""
+    values = dict(row)
+    if not unchecked and not is_intact(values):
+        raise Damaged("row", f"{name_of(table, values)} does not match its checksum")
+    return {name: value for name, value in values.items() if name not in ("no", "sum")}
 
 
-def _batch(row: sqlite3.Row) -> BatchRow:
-    values = {name: row[name] for name in row.keys() if name != "no"}  # noqa: SIM118
+def name_of(table: str, values: Mapping[str, Any]) -> str:
+    """A row by its key, for messages."""
+    return f"row {' '.join(str(values[name])[:80] for name in KEYS[table])!r} of table {table}"
+
+
+def _file(row: sqlite3.Row, unchecked: bool = False) -> FileRow:
+    return FileRow(**_values("files", row, unchecked))
+
+
+def _batch(row: sqlite3.Row, unchecked: bool = False) -> BatchRow:
+    values = _values("batches", row, unchecked)
     for name in _JSON:
-        values[name] = None if values[name] is None else json.loads(values[name])
+        values[name] = None if values[name] is None or unchecked else json.loads(values[name])
     return BatchRow(**values)
 
 
@@ -41,14 +57,26 @@ def _columns(values: dict[str, Any]) -> dict[str, Any]:
 # files
 
 
-def add_file(rows: Rows, file: FileRow) -> None:
-    rows.insert("files", asdict(file))
+def add_file(rows: Rows, file: FileRow, sums: str | None = None) -> None:
+    """Stores a file, or the new size of one that was generated again. `sums`: of its blocks (sums.py)."""
+    if not rows.insert("files", asdict(file)):
+        rows.update("files", {"id": file.id, "bytes": file.bytes})
+    rows.delete("blocks", {"file_id": file.id})
+    if sums is not None:
+        rows.insert("blocks", {"file_id": file.id, "sums": sums})
 
 
-def get_file(db: sqlite3.Connection, file_id: str, owner: str | None = None) -> FileRow | None:
-    """A file, or None if it does not exist or belongs to another owner; `owner=None`: any owner's."""
-    row = db.execute(f"SELECT {_FILE} FROM files WHERE id = ?", (file_id,)).fetchone()
-    return _file(row) if row is not None and owner in (None, row["owner"]) else None
+def get_file(db: sqlite3.Connection, file_id: str, owner: str | None = None, unchecked: bool = False) -> FileRow | None:
+    """A file, or None if it does not exist or belongs to another owner; `owner=None`: any owner's. Raises Damaged,
+    unless `unchecked`."""
+    row = db.execute("SELECT * FROM files WHERE id = ?", (file_id,)).fetchone()
+    return _file(row, unchecked) if row is not None and owner in (None, row["owner"]) else None
+
+
+def block_sums(db: sqlite3.Connection, file_id: str) -> str | None:
+    """The checksums of a file's blocks; None for a file of an earlier version. Raises Damaged."""
+    row = db.execute("SELECT * FROM blocks WHERE file_id = ?", (file_id,)).fetchone()
+    return None if row is None else str(_values("blocks", row)["sums"])
 
 
 def list_files(
@@ -68,14 +96,19 @@ def drop_file(rows: Rows, file: FileRow) -> str | None:
     query = f"SELECT id FROM batches WHERE input_file_id = ? AND NOT {_HAS_ENDED}"
     if (user := rows.db.execute(query, (file.id,)).fetchone()) is not None:
         return str(user["id"])
-    rows.delete("files", {"id": file.id})
+    _forget(rows, file.id)
     if file.batch_id is not None:
-        batch = get_batch(rows.db, file.batch_id)
+        batch = get_batch(rows.db, file.batch_id, unchecked=True)
         if batch is not None:
             ok = int(file.id == batch.output_file_id)
             rows.delete("results", {"batch_id": file.batch_id, "ok": ok})
             rows.update("batches", {"id": batch.id, "output_file_id" if ok else "error_file_id": None})
     return None
+
+
+def _forget(rows: Rows, file_id: str) -> None:
+    rows.delete("files", {"id": file_id})
+    rows.delete("blocks", {"file_id": file_id})
 
 
 # batches
@@ -89,14 +122,18 @@ def add_batch(rows: Rows, batch: BatchRow, repeat_key: str | None = None, digest
         row = {**name, "digest": digest, "batch_id": batch.id, "created_at": batch.created_at}
         if not rows.insert("repeats", row):
             found = rows.db.execute("SELECT * FROM repeats WHERE owner = :owner AND key = :key", name).fetchone()
-            return get_batch(rows.db, found["batch_id"]) if found["digest"] == digest else None
+            earlier = _values("repeats", found)
+            return get_batch(rows.db, earlier["batch_id"]) if earlier["digest"] == digest else None
     rows.insert("batches", _columns(asdict(batch)))
     return batch
 
 
-def get_batch(db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> BatchRow | None:
+def get_batch(
+    db: sqlite3.Connection, batch_id: str, owner: str | None = None, unchecked: bool = False
+) -> BatchRow | None:
+    """A batch, or None; see get_file."""
     row = db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
-    return _batch(row) if row is not None and owner in (None, row["owner"]) else None
+    return _batch(row, unchecked) if row is not None and owner in (None, row["owner"]) else None
 
 
 def batch_of(db: sqlite3.Connection, batch_id: str) -> BatchRow:
@@ -122,9 +159,22 @@ def list_batches(db: sqlite3.Connection, owner: str, limit: int, after: str | No
     return None if rows is None else [_batch(row) for row in rows]
 
 
-def open_batches(db: sqlite3.Connection) -> list[BatchRow]:
-    """The batches that have not ended, oldest first."""
-    return [_batch(row) for row in db.execute(f"SELECT * FROM batches WHERE NOT {_HAS_ENDED} ORDER BY no")]
+def open_batches(db: sqlite3.Connection, damaged: list[Damaged] | None = None) -> list[BatchRow]:
+    """The batches that have not ended, oldest first. Damaged rows: see `_intact`."""
+    return _intact(db.execute(f"SELECT * FROM batches WHERE NOT {_HAS_ENDED} ORDER BY no"), _batch, damaged)
+
+
+def _intact(rows: Iterable[sqlite3.Row], make: Callable[[sqlite3.Row], T], damaged: list[Damaged] | None) -> list[T]:
+    """What `make` makes of the rows. Adds what it raises of damaged rows to `damaged`; without that, raises it."""
+    good = list[T]()
+    for row in rows:
+        try:
+            good.append(make(row))
+        except Damaged as error:
+            if damaged is None:
+                raise
+            damaged.append(error)
+    return good
 
 
 def count_batches(db: sqlite3.Connection) -> dict[str, int]:
@@ -158,67 +208,103 @@ def change_batch(rows: Rows, batch_id: str, only_if: Sequence[Status] = (), **va
 
 def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int, day: int | None = 0) -> BatchRow:
     """Stores results of lines that have none yet, and counts them in the batch and in its owner's usage of `day` (None:
-    nothing was computed). Ignores a second result of a line."""
-    batch, done, tokens = batch_of(rows.db, batch_id), [0, 0], Tokens()
+    nothing was computed). Ignores a second result of a line. A damaged result is replaced, its tokens being counted
+    already."""
+    batch, done, tokens, replaced = batch_of(rows.db, batch_id), [0, 0], Tokens(), False
     for result in results:
-        row = {"custom_id": result.custom_id, "number": result.number, "ok": int(result.ok), "line": result.line}
-        if rows.insert("results", {"batch_id": batch_id, "epoch": epoch, **row}):
+        line = {"custom_id": result.custom_id, "number": result.number, "ok": int(result.ok), "line": result.line}
+        row = {"batch_id": batch_id, "epoch": epoch, **line}
+        if rows.insert("results", row):
             done[int(result.ok)] += 1
             tokens = tokens.plus(result.tokens)
-    if not any(done):
+        elif _drop_damaged(rows, batch_id, result):
+            replaced |= rows.insert("results", row)
+    if not replaced and not any(done):
         return batch
     counts: dict[str, Any] = {"completed": batch.completed + done[1], "failed": batch.failed + done[0]}
-    if day is not None:
+    if replaced:
+        counts = _counts(rows.db, batch_id)
+    if day is not None and any(done):
         add_usage(rows, batch.owner, day, sum(done), tokens)
     used: Any = zip(("input_tokens", "cached_tokens", "output_tokens"), tokens.plus(batch.tokens), strict=True)
     return change_batch(rows, batch_id, **counts, **dict(used))
 
 
+def _counts(db: sqlite3.Connection, batch_id: str) -> dict[str, Any]:
+    found = dict(db.execute("SELECT ok, count(*) FROM results WHERE batch_id = ? GROUP BY ok", (batch_id,)).fetchall())
+    return {"completed": found.get(1, 0), "failed": found.get(0, 0)}
+
+
+def _drop_damaged(rows: Rows, batch_id: str, result: Result) -> int:
+    """Deletes damaged rows that have the key of a result; returns their number."""
+    query = "SELECT * FROM results WHERE batch_id = ? AND (custom_id = ? OR number = ?)"
+    bad = [row for row in rows.db.execute(query, (batch_id, result.custom_id, result.number)) if not _readable(row)]
+    return sum(rows.delete("results", {"batch_id": batch_id, "number": row["number"]}) for row in bad)
+
+
 def add_usage(rows: Rows, owner: str, day: int, requests: int, tokens: Tokens) -> None:
     """Adds to an owner's usage of a day; `day`: days since 1970 (UTC)."""
     names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-    query = f"SELECT {', '.join(names)} FROM usage WHERE owner = ? AND day = ?"
-    found = rows.db.execute(query, (owner, day)).fetchone()
-    now = map(sum, zip(found or (0, 0, 0, 0), (requests, *tokens), strict=True))
+    found = rows.db.execute("SELECT * FROM usage WHERE owner = ? AND day = ?", (owner, day)).fetchone()
+    before = [0 if found is None or type(found[name]) is not int else found[name] for name in names]
+    now = map(sum, zip(before, (requests, *tokens), strict=True))
     row = {"owner": owner, "day": day, **dict(zip(names, now, strict=True))}
     (rows.insert if found is None else rows.update)("usage", row)
 
 
-def read_usage(db: sqlite3.Connection, owner: str | None, since: int) -> list[dict[str, Any]]:
-    """Usage by day, newest first; `owner=None`: of all owners."""
+def read_usage(
+    db: sqlite3.Connection, owner: str | None, since: int, damaged: list[Damaged] | None = None
+) -> list[dict[str, Any]]:
+    """Usage by day, newest first; `owner=None`: of all owners. Damaged rows: see `_intact`."""
     query = "SELECT * FROM usage WHERE day >= ? AND (owner = ? OR ? IS NULL) ORDER BY day DESC, owner"
-    return [dict(row) for row in db.execute(query, (since, owner, owner))]
+    return _intact(db.execute(query, (since, owner, owner)), partial(_values, "usage"), damaged)
 
 
 def stored_bytes(db: sqlite3.Connection, owner: str) -> int:
     return int(db.execute("SELECT coalesce(sum(bytes), 0) FROM files WHERE owner = ?", (owner,)).fetchone()[0])
 
 
-def finished_numbers(db: sqlite3.Connection, batch_id: str) -> set[int]:
-    return {row[0] for row in db.execute("SELECT number FROM results WHERE batch_id = ?", (batch_id,))}
+def finished_numbers(db: sqlite3.Connection, batch_id: str, damaged: list[int] | None = None) -> set[int]:
+    """Numbers of the lines that have a result. Lines whose result is damaged are not among them, but added to
+    `damaged`."""
+    numbers, bad = set[int](), [] if damaged is None else damaged
+    for row in _results(db, batch_id):
+        numbers.add(row["number"]) if _readable(row) else bad.append(row["number"])
+    return numbers
+
+
+def _results(db: sqlite3.Connection, batch_id: str, where: str = "", *values: int) -> Iterator[sqlite3.Row]:
+    cursor = db.cursor()
+    cursor.row_factory = sqlite3.Row
+    return cursor.execute(f"SELECT * FROM results WHERE batch_id = ?{where} ORDER BY number", (batch_id, *values))
 
 
 def answers_after(db: sqlite3.Connection, batch_id: str, number: int, limit: int) -> tuple[list[Result], int | None]:
     """The readable answers of up to `limit` lines after line `number`, in order and without their tokens; and the
     number of the last of these lines, None if there are no more."""
-    query = f"SELECT *, {_READABLE} FROM results WHERE batch_id = ? AND ok = 1 AND number > ? ORDER BY number LIMIT ?"
-    rows = db.execute(query, (batch_id, number, limit)).fetchall()
+    rows = list(islice(_results(db, batch_id, " AND ok = 1 AND number > ?", number), limit))
     good = [row for row in rows if _readable(row)]
     results = [Result(row["custom_id"], row["number"], True, row["line"]) for row in good]
     return results, rows[-1]["number"] if rows else None
 
 
 def _readable(row: sqlite3.Row) -> bool:
-    """The value of the _READABLE column, the row's last."""
-    return bool(row[-1]) and isinstance(row["line"], str) and isinstance(row["custom_id"], str)
+    """Whether a result is intact: by its checksum, or if an earlier version stored none, as JSON."""
+    if not isinstance(row["line"], str) or not isinstance(row["custom_id"], str):
+        return False
+    if row["sum"] is not None:
+        return is_intact(dict(row))
+    try:
+        json.loads(row["line"])
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _unreadable(batch_id: str, row: sqlite3.Row) -> Result:
     custom_id, number = row["custom_id"], int(row["number"])
     name = custom_id.decode(errors="replace") if isinstance(custom_id, bytes) else str(custom_id)
-    error = ApiError(
-        f"line {number}: its stored result cannot be read: send it again", "result_unreadable", status=None
-    )
+    error = ApiError(f"line {number}: its stored result is damaged: send it again", "result_unreadable", status=None)
     return Result(name, number, False, error_line(name, f"{batch_id[-12:]}-{number}", error).decode())
 
 
@@ -228,27 +314,22 @@ def count_results(db: sqlite3.Connection, batch_id: str) -> int:
 
 def unreadable_results(db: sqlite3.Connection, batch_id: str) -> list[Result]:
     """Error results that replace the unreadable results of a batch."""
-    rows = db.execute(f"SELECT *, {_READABLE} FROM results WHERE batch_id = ? ORDER BY number", (batch_id,))
-    return [_unreadable(batch_id, row) for row in rows if not _readable(row)]
+    return [_unreadable(batch_id, row) for row in _results(db, batch_id) if not _readable(row)]
 
 
 def fail_results(rows: Rows, batch_id: str, errors: Sequence[Result], epoch: int) -> BatchRow:
     """Replaces results of lines by errors, and counts replaced answers as failed."""
-    batch, answers = batch_of(rows.db, batch_id), 0
     for error in errors:
         key = {"batch_id": batch_id, "number": error.number}
-        answers += rows.delete("results", {**key, "ok": 1})
         rows.delete("results", key)
         rows.insert("results", {**key, "custom_id": error.custom_id, "epoch": epoch, "ok": 0, "line": error.line})
-    name = batch.error_file_id or new_id("file-")
-    counts: dict[str, Any] = {"completed": batch.completed - answers, "failed": batch.failed + answers}
-    return change_batch(rows, batch_id, error_file_id=name, **counts)
+    name = batch_of(rows.db, batch_id).error_file_id or new_id("file-")
+    return change_batch(rows, batch_id, error_file_id=name, **_counts(rows.db, batch_id))
 
 
 def result_lines(db: sqlite3.Connection, batch_id: str, ok: bool) -> Iterator[bytes]:
     """Yields lines of the output file (or the error file) in the order of the input: always the same bytes."""
-    query = f"SELECT *, {_READABLE} FROM results WHERE batch_id = ? AND ok = ? ORDER BY number"
-    for row in db.execute(query, (batch_id, int(ok))):
+    for row in _results(db, batch_id, " AND ok = ?", int(ok)):
         yield (row["line"] if _readable(row) else _unreadable(batch_id, row).line).encode()
 
 
@@ -261,37 +342,42 @@ def add_deaths(rows: Rows, batch_id: str, deaths: dict[int, int]) -> None:
 
 
 def read_deaths(db: sqlite3.Connection, batch_id: str) -> dict[int, int]:
-    found = db.execute("SELECT number, deaths FROM suspects WHERE batch_id = ?", (batch_id,))
-    return {row["number"]: row["deaths"] for row in found}
+    """Failures by line. A damaged row counts none."""
+    found = db.execute("SELECT * FROM suspects WHERE batch_id = ?", (batch_id,))
+    return {row["number"]: row["deaths"] for row in found if is_intact(dict(row))}
 
 
 def error_codes(db: sqlite3.Connection, batch_id: str, limit: int) -> dict[str, int]:
     """Counts the error codes of a batch's first error lines, the most frequent first."""
-    code = "coalesce(json_extract(line, '$.error.code'), json_extract(line, '$.response.body.error.code'))"
-    where = f"batch_id = ? AND ok = 0 AND {_READABLE}"
-    query = f"SELECT {code} AS code FROM results WHERE {where} ORDER BY number LIMIT ?"
-    return dict(db.execute(f"SELECT code, count(*) FROM ({query}) GROUP BY code ORDER BY 2 DESC, 1", (batch_id, limit)))
+    rows = islice(_results(db, batch_id, " AND ok = 0"), limit)
+    codes = Counter(_code_of(json.loads(row["line"])) for row in rows if _readable(row))
+    return dict(sorted(codes.items(), key=lambda pair: (-pair[1], str(pair[0]))))
+
+
+def _code_of(line: dict[str, Any]) -> Any:
+    error = line.get("error") or ((line.get("response") or {}).get("body") or {}).get("error") or {}
+    return error.get("code")
 
 
 def old_batches(db: sqlite3.Connection, before: int) -> list[BatchRow]:
     query = f"SELECT * FROM batches WHERE created_at < ? AND {_HAS_ENDED} ORDER BY no LIMIT 100"
-    return [_batch(row) for row in db.execute(query, (before,))]
+    return _intact(db.execute(query, (before,)), _batch, [])
 
 
 def old_files(db: sqlite3.Connection, before: int, now: int) -> list[FileRow]:
     """Uploads from before `before` and expired files, without those that an open batch needs."""
     query = (
-        f"SELECT {_FILE} FROM files WHERE (created_at < ? AND batch_id IS NULL OR expires_at <= ?) AND id NOT IN "
+        "SELECT * FROM files WHERE (created_at < ? AND batch_id IS NULL OR expires_at <= ?) AND id NOT IN "
         f"(SELECT input_file_id FROM batches WHERE NOT {_HAS_ENDED}) ORDER BY no LIMIT 100"
     )
-    return [_file(row) for row in db.execute(query, (before, now))]
+    return _intact(db.execute(query, (before, now)), _file, [])
 
 
 def drop_batch(rows: Rows, batch: BatchRow) -> list[str]:
     """Deletes a batch, its results and its files' rows; returns the names of the files to remove."""
     gone = [name for name in (batch.output_file_id, batch.error_file_id) if name is not None]
     for name in gone:
-        rows.delete("files", {"id": name})
+        _forget(rows, name)
     for table in ("results", "suspects", "repeats"):
         rows.delete(table, {"batch_id": batch.id})
     rows.delete("batches", {"id": batch.id})

@@ -6,6 +6,8 @@ import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
+from .sums import is_intact, row_sum
+
 _TOKENS = (
     ("input_tokens", "prompt_tokens"),
     ("cached_tokens", "prompt_tokens_details.cached_tokens"),
@@ -19,6 +21,9 @@ SUM_TOKENS = "".join(
     for name, said in _TOKENS
 )
 """Computes the usage of batches of earlier versions from their answers: their rows and exports have none."""
+
+_UNSUMMED = ("files", "batches", "results", "suspects", "repeats", "usage")
+"""Tables of schema 6, whose rows had no checksum."""
 
 MIGRATIONS: tuple[str, ...] = (
     """
@@ -68,6 +73,8 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE files ADD COLUMN digest TEXT;
     ALTER TABLE batches ADD COLUMN model_digest TEXT;
     """,
+    "".join(f"ALTER TABLE {table} ADD COLUMN sum TEXT;\n" for table in _UNSUMMED)
+    + "CREATE TABLE blocks (file_id TEXT PRIMARY KEY, sums TEXT NOT NULL, sum TEXT);",
 )
 VERSION = len(MIGRATIONS)
 
@@ -78,6 +85,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "suspects": ("batch_id", "number"),
     "repeats": ("owner", "key"),
     "usage": ("owner", "day"),
+    "blocks": ("file_id",),
 }
 """The key of each exported table (`meta` belongs to one data folder and is not exported)."""
 
@@ -100,13 +108,15 @@ def migrate(db: sqlite3.Connection, to: int = VERSION) -> int:
     return was
 
 
-def columns(db: sqlite3.Connection, table: str) -> tuple[str, ...]:
-    """Names of a table's columns, without its running number."""
-    return tuple(row[1] for row in db.execute(f"PRAGMA table_info({table})") if row[1] != "no")
+def columns(db: sqlite3.Connection, table: str) -> dict[str, Any]:
+    """A table's columns, without its running number, and their defaults."""
+    info = db.execute(f"PRAGMA table_info({table})")
+    return {row[1]: None if row[4] is None else int(row[4]) for row in info if row[1] != "no"}
 
 
 class Rows:
-    """Changes of rows within a transaction. `changes` lists them for the export: [verb, table, row]."""
+    """Changes of rows within a transaction, each with its checksum. `changes` lists them for the export: [verb, table,
+    row]."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self.db = db
@@ -114,20 +124,31 @@ class Rows:
         self._columns = {table: columns(db, table) for table in KEYS}
 
     def insert(self, table: str, row: Mapping[str, Any]) -> bool:
-        """Inserts a row; False, without a change, if a row with that key exists."""
-        names, marks = ", ".join(row), ", ".join(f":{name}" for name in row)
+        """Inserts a row; False, without a change, if a row with that key exists. A `sum` in the row is stored as it is:
+        a damaged row that is copied stays damaged."""
+        complete = {**self._columns.get(table, {}), **row}
+        complete["sum"] = row["sum"] if "sum" in row else row_sum(complete)
+        names, marks = ", ".join(complete), ", ".join(f":{name}" for name in complete)
         query = f"INSERT INTO {table} ({names}) VALUES ({marks}) ON CONFLICT DO NOTHING"
-        return bool(self._change("insert", table, row, query))
+        return bool(self._change("insert", table, row, query, complete))
 
     def update(self, table: str, row: Mapping[str, Any]) -> bool:
-        """Updates the row with `row`'s key; False if there is none."""
+        """Updates the row with `row`'s key; False if there is none. A damaged row keeps its checksum, and so remains
+        damaged."""
         keys = KEYS.get(table, ())
-        sets = ", ".join(f"{name} = :{name}" for name in row if name not in keys)
-        return bool(self._change("update", table, row, f"UPDATE {table} SET {sets} WHERE {_where(keys)}"))
+        self._check(table, row)
+        before = self.db.execute(f"SELECT * FROM {table} WHERE {_where(keys)}", dict(row)).fetchone()
+        if before is None:
+            return False
+        stored = {name: before[name] for name in before.keys()}  # noqa: SIM118 (a Row iterates values)
+        checksum = row_sum({**stored, **row}) if stored["sum"] is not None and is_intact(stored) else stored["sum"]
+        sets = ", ".join(f"{name} = :{name}" for name in (*(name for name in row if name not in keys), "sum"))
+        query = f"UPDATE {table} SET {sets} WHERE {_where(keys)}"
+        return bool(self._change("update", table, row, query, {**row, "sum": checksum}))
 
     def delete(self, table: str, row: Mapping[str, Any]) -> int:
         """Deletes the rows that equal `row` in its columns; returns their number."""
-        return self._change("delete", table, row, f"DELETE FROM {table} WHERE {_where(tuple(row))}")
+        return self._change("delete", table, row, f"DELETE FROM {table} WHERE {_where(tuple(row))}", row)
 
     def apply(self, change: object) -> None:
         """Applies one change of the form of `changes`. Raises ValueError for other values."""
@@ -137,12 +158,15 @@ class Rows:
             case _:
                 raise ValueError(f"not a change of a row: {str(change)[:80]}")
 
-    def _change(self, verb: str, table: str, row: Mapping[str, Any], statement: str) -> int:
-        """Executes a statement, which may contain only names of the schema; returns the number of changed rows."""
-        known = self._columns.get(table)
-        if known is None or not set(row) <= set(known) or not row:
+    def _check(self, table: str, row: Mapping[str, Any]) -> None:
+        names = self._columns.get(table)
+        if names is None or not row.keys() <= names.keys() or not row:
             raise ValueError(f"{table!r} has no such columns: {sorted(row)[:20]}")
-        done = self.db.execute(statement, dict(row))
+
+    def _change(self, verb: str, table: str, row: Mapping[str, Any], statement: str, values: Mapping[str, Any]) -> int:
+        """Executes a statement, which may contain only names of the schema; returns the number of changed rows."""
+        self._check(table, row)
+        done = self.db.execute(statement, dict(values))
         if done.rowcount:
             self.changes.append([verb, table, dict(row)])
         return done.rowcount

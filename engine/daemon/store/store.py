@@ -26,6 +26,7 @@ from .disk import Files as DiskFiles
 from .disk import FolderLock
 from .export import Export, Fenced
 from .schema import Rows
+from .sums import Damaged, Kind
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class StoreOptions:
     connect: Callable[..., sqlite3.Connection] = sqlite3.connect
     observe_commit: Callable[[float], None] = field(default=lambda seconds: None)
     observe_error: Callable[[], None] = field(default=lambda: None)
+    observe_damage: Callable[[Kind], None] = field(default=lambda kind: None)
     adopt: bool = False
     skip_damaged: bool = False
     wall: Callable[[], float] = time.time
@@ -115,7 +117,8 @@ class Store:
         return value
 
     async def read(self, query: Callable[[sqlite3.Connection], T], owner: str | None = None) -> T:
-        """Runs `query` on committed data; with an owner by `in_turn`. Raises StoreUnavailable."""
+        """Runs `query` on committed data; with an owner by `in_turn`. Raises StoreUnavailable, or what it raises;
+        reports Damaged."""
 
         def work() -> T:
             return query(self._reader())
@@ -124,6 +127,14 @@ class Store:
             return await (self.in_thread(work) if owner is None else self.in_turn(owner, work))
         except sqlite3.OperationalError as error:
             raise StoreUnavailable(str(error)) from error
+        except Damaged as damaged:
+            self.report(damaged)
+            raise
+
+    def report(self, damaged: Damaged) -> None:
+        """Logs and counts something stored that does not match its checksum. For the event loop."""
+        log.error("%s", damaged, extra={"event": "damaged"})
+        self._options.observe_damage(damaged.kind)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Runs work on files, concurrently with the readers."""
@@ -387,5 +398,6 @@ class Store:
         if connection is None:
             connection = self._local.connection = connect_store(self.folder, self._options.connect)
             connection.execute("PRAGMA query_only = ON")
+            connection.execute("PRAGMA cache_size = -512")  # KiB: whole rows pass through it, once
             self._opened.append(connection)
         return connection

@@ -122,7 +122,10 @@ def _replayed(
                 position = group.number
         db.execute("COMMIT")
         # a batch with reused answers is of no earlier version: what it did not compute is not its own
-        db.executescript(f"BEGIN; {SUM_TOKENS.replace('= 0;', '= 0 AND reuse_batch_id IS NULL;')} COMMIT;")
+        own = "= 0 AND reuse_batch_id IS NULL"
+        answered = "id IN (SELECT batch_id FROM results WHERE ok = 1)"
+        unsummed = f"UPDATE batches SET sum = NULL WHERE output_tokens {own} AND {answered};"
+        db.executescript(f"BEGIN; {unsummed} {SUM_TOKENS.replace('= 0;', f'{own};')} COMMIT;")
     except ExportError as error:
         db.close()
         raise ExportError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_a_file_of_a_version_that_kept_no_digest_is_compared_by_its_size(folder:
     config = deployment(tmp_path)
     with served(config, folder, half) as daemon:
         batch = stopped_half_way(daemon, many(COUNT))
-    alter(tmp_path, "UPDATE files SET digest = NULL")
+    assert alter(tmp_path, "DELETE FROM blocks WHERE file_id = ?", batch.input_file_id) == 1
     edit(tmp_path / "data" / "files" / batch.input_file_id)
     before = batch.request_counts.completed
     with served(config, folder, lambda: half(40)) as daemon:
@@ -155,7 +156,7 @@ def test_a_batch_whose_counts_do_not_add_up_is_not_completed(folder: Path, tmp_p
     config = deployment(tmp_path)
     with served(config, folder, half) as daemon:
         batch = stopped_half_way(daemon, many(COUNT))
-    assert alter(tmp_path, "UPDATE batches SET total = total + 3") == 1
+    assert alter(tmp_path, "UPDATE batches SET total = total + 3, sum = NULL") == 1
     with served(config, folder) as daemon:
         client = daemon.client()
         ended = wait_batch(client, batch.id)
@@ -167,34 +168,49 @@ def test_a_batch_whose_counts_do_not_add_up_is_not_completed(folder: Path, tmp_p
 DAMAGED_LINES = ("x'ff00'", "CAST(x'7bff7d0a' AS TEXT)", "substr(line, 1, 20)", "''")
 
 
-def test_a_result_that_cannot_be_read_fails_its_line_alone(folder: Path, tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_read_is_computed_again(folder: Path, tmp_path: Path) -> None:
     """In a batch that ends after the damage, in one that ended before and whose file is gone, and in one that takes
-    over its answers."""
+    over its answers. If the input was edited meanwhile, the line fails alone."""
     config = deployment(tmp_path)
     with served(config, folder, half) as daemon:
-        ended = wait_batch(daemon.client(), submit(daemon.client(), many(6)).id)
+        client = daemon.client()
+        ended = wait_batch(client, submit(client, many(6)).id)
+        before = client.files.content(ended.output_file_id).read()
+        edited = wait_batch(client, submit(client, line("r-0", "say 399") + many(6).partition(b"\n")[2]).id)
         batch = stopped_half_way(daemon, many(COUNT))
     for number, damaged in enumerate(DAMAGED_LINES, 2):
         query = f"UPDATE results SET line = {damaged} WHERE batch_id = ? AND number = {number}"
-        assert alter(tmp_path, query, batch.id) == alter(tmp_path, query, ended.id) == 1
-    (tmp_path / "data" / "files" / ended.output_file_id).unlink()
+        assert [alter(tmp_path, query, b.id) for b in (batch, ended, edited)] == [1, 1, 1]
+    for made in (ended, edited):
+        (tmp_path / "data" / "files" / made.output_file_id).unlink()
+    edit(tmp_path / "data" / "files" / edited.input_file_id)
     with served(config, folder) as daemon:
         client = daemon.client()
         found = wait_batch(client, batch.id)
         counts = found.request_counts
-        assert (found.status, counts.total, counts.completed, counts.failed) == ("completed", COUNT, COUNT - 4, 4)
+        assert (found.status, counts.total, counts.completed, counts.failed) == ("completed", COUNT, COUNT, 0)
         answers, errors = both(client, found)
-        assert set(answers) == {f"r-{n}" for n in range(COUNT)} - set(errors)
-        assert set(errors) == {"r-1", "r-2", "r-3", "r-4"}
-        assert {entry["error"]["code"] for entry in errors.values()} == {"result_unreadable"}
-        made = lines_of(client, ended.output_file_id)
-        assert {name for name, entry in made.items() if entry["error"] is None} == {"r-0", "r-5"}
+        assert (set(answers), errors) == ({f"r-{n}" for n in range(COUNT)}, {})
         page = daemon.raw(b"GET /v1/overview HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         assert page.startswith(b"HTTP/1.1 200")
         ran = len(daemon.jobs[0].submitted)
         again = wait_batch(client, submit(client, many(6), extra_body={"reuse_batch_id": ended.id}).id)
         assert (again.status, again.request_counts.completed) == ("completed", 6)
         assert len(daemon.jobs[0].submitted) - ran == 4
+        assert choices_of(lines_of(client, ended.output_file_id)) == choices_of(lines_in(before))
+        assert len(lines_of(client, again.output_file_id)) == 6
+        assert len(daemon.jobs[0].submitted) - ran == 8
+        left = lines_of(client, edited.output_file_id)
+        assert {name for name, entry in left.items() if entry["error"] is None} == {"r-0", "r-5"}
+        assert {left[f"r-{n}"]["error"]["code"] for n in range(1, 5)} == {"result_unreadable"}
+
+
+def lines_in(data: bytes) -> dict[str, Any]:
+    return {entry["custom_id"]: entry for entry in map(json.loads, data.splitlines())}
+
+
+def choices_of(lines: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry["response"]["body"]["choices"] for name, entry in lines.items()}
 
 
 def test_an_export_of_a_store_with_an_unreadable_result_is_rebuilt(folder: Path, tmp_path: Path) -> None:
@@ -208,4 +224,4 @@ def test_an_export_of_a_store_with_an_unreadable_result_is_rebuilt(folder: Path,
     (tmp_path / "data").rename(tmp_path / "lost")
     with served(config, folder) as daemon:
         counts = wait_batch(daemon.client(), batch.id).request_counts
-        assert (counts.completed, counts.failed) == (COUNT - 1, 1)
+        assert (counts.completed, counts.failed) == (COUNT, 0)

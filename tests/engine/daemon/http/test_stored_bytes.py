@@ -1,0 +1,299 @@
+"""One bit of what is stored flips: no reader gets a wrong byte. Which byte (random, by the seed) times which reader."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from daemon_tools import Served, deployment, line, lines_of, served, submit, wait_batch
+from laddertron.engine.daemon.store.schema import KEYS
+from laddertron.engine.daemon.store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged, row_sum
+from laddertron.engine.metrics.observer import Observer
+from tiny_text import write_folder
+
+COUNT = 60
+LONG = "x" * 9000
+"""So that the input has several blocks."""
+ASKED = b"".join(line(f"r-{n}", f"say {n}", max_tokens=40, logprobs=4) for n in range(COUNT)) + line(
+    "bad", model="other"
+)
+
+
+class World:
+    """A data folder of a daemon with two ended batches: `first` of ASKED, `big` with an input of several blocks; and
+    what clients read of them before any damage."""
+
+    def __init__(self, folder: Path) -> None:
+        self.text, self.config = write_folder(folder / "tiny"), deployment(folder)
+        self.data = folder / "data"
+        with served(self.config, self.text) as daemon:
+            client = daemon.client()
+            self.first = wait_batch(client, submit(client, ASKED, metadata={"who": "me"}).id)
+            wide = b"".join(line(f"w-{n}", LONG, model="other") for n in range(COUNT))
+            self.big = wait_batch(client, submit(client, wide + line("ok")).id)
+            self.names = (self.first.input_file_id, self.first.output_file_id, self.first.error_file_id)
+            self.big_names = (self.big.input_file_id, self.big.error_file_id)
+            self.bytes = {name: content(client, name) for name in (*self.names, *self.big_names)}
+            self.files = {file.id: file for file in client.files.list()}
+            self.usage = client.get("/usage", cast_to=object)
+        shutil.copytree(self.data, folder / "kept")
+
+    def reset(self) -> None:
+        shutil.rmtree(self.data)
+        shutil.copytree(self.data.with_name("kept"), self.data)
+
+    @contextlib.contextmanager
+    def daemon(self) -> Iterator[tuple[Served, Observer]]:
+        observer = Observer()
+        with served(self.config, self.text, observer=observer) as daemon:
+            yield daemon, observer
+
+
+def content(client: openai.OpenAI, name: str, part: str = "") -> bytes:
+    return client.files.content(name, extra_headers={"range": part} if part else {}).read()
+
+
+def damage_of(observer: Observer) -> dict[str, float]:
+    return {kind: count for (kind,), count in observer.figures()["store_damaged_total"].items()}
+
+
+def flip(path: Path, rng: random.Random, begin: int = 0, end: int | None = None) -> int:
+    """Flips a random bit of the bytes from `begin` to `end`; returns the offset of its byte."""
+    data = bytearray(path.read_bytes())
+    at = rng.randrange(begin, len(data) if end is None else end)
+    data[at] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return at
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("stored"))
+
+
+@pytest.fixture
+def world(pristine: World) -> World:
+    pristine.reset()
+    return pristine
+
+
+def test_no_wrong_byte_of_a_file_is_served(world: World, run_seed: int) -> None:
+    """An output or error file is generated again; an upload is an error that names it, and so is the batch over it.
+    Ranges: of the damaged block, and of the others, which are served."""
+    rng = random.Random(run_seed)
+    with world.daemon() as (daemon, observer):
+        client, files = daemon.client(), world.data / "files"
+        for round_ in range(5):
+            for name in (*world.names[1:], world.big.error_file_id):
+                want = world.bytes[name]
+                at = flip(files / name, rng)
+                assert content(client, name, f"bytes={at}-{at}") == want[at : at + 1], (name, at)
+                flip(files / name, rng)
+                assert content(client, name) == want, (round_, name, run_seed)
+        assert damage_of(observer) == {"row": 0, "result": 0, "file": 30}
+        for name in (world.first.input_file_id, world.big.input_file_id):
+            want = world.bytes[name]
+            at = flip(files / name, rng)
+            for part in ("", f"bytes={at}-{at}", f"bytes={max(0, at - 9)}-"):
+                with pytest.raises(openai.InternalServerError, match=f"{name} .*does not match its checksum") as bad:
+                    content(client, name, part)
+                assert bad.value.code == "file_damaged"
+            other = (at // BLOCK_BYTES + 1) * BLOCK_BYTES
+            if other < len(want):
+                assert content(client, name, f"bytes={other}-{other + 99}") == want[other : other + 100]
+            batch = client.batches.create(input_file_id=name, endpoint="/v1/completions", completion_window="24h")
+            ended = wait_batch(client, batch.id)
+            assert (ended.status, ended.errors.data[0].code) == ("failed", "input_file_changed")
+        assert damage_of(observer)["file"] > 30
+
+
+def test_ranges_of_a_file(world: World) -> None:
+    name = world.big.input_file_id
+    want = world.bytes[name]
+    assert len(want) > 2 * BLOCK_BYTES
+    cases = {"bytes=0-0": want[:1], "bytes=-7": want[-7:], f"bytes={BLOCK_BYTES - 3}-{BLOCK_BYTES + 3}": None}
+    cases |= {"bytes=5-": want[5:], "bytes=0-999999999": want, "bytes=-99999999": want}
+    with world.daemon() as (daemon, _):
+        client = daemon.client()
+        for part, data in cases.items():
+            given = client.files.with_raw_response.content(name, extra_headers={"range": part})
+            assert given.status_code == 206
+            assert given.content == (want[BLOCK_BYTES - 3 : BLOCK_BYTES + 4] if data is None else data)
+            assert given.headers["content-range"].endswith(f"/{len(want)}")
+        for ignored in ("bytes=1-2,5-6", "lines=1-2", "bytes=-", "nonsense"):
+            given = client.files.with_raw_response.content(name, extra_headers={"range": ignored})
+            assert (given.status_code, given.content) == (200, want)
+        for wrong in (f"bytes={len(want)}-", "bytes=7-3", "bytes=-0"):
+            with pytest.raises(openai.APIStatusError) as refused:
+                content(client, name, wrong)
+            assert refused.value.status_code == 416
+
+
+def flip_value(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, int):
+        return value ^ 1 << rng.randrange(20)
+    data = bytearray(value.encode())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return data.decode("utf-8", "surrogateescape") if b"\xff" in data else bytes(data)
+
+
+def flip_column(db: sqlite3.Connection, table: str, column: str, row: int, rng: random.Random) -> bool:
+    [value] = db.execute(f"SELECT {column} FROM {table} WHERE rowid = ?", (row,)).fetchone()
+    if value is None or value == "":
+        return False
+    new = flip_value(value, rng)
+    text = isinstance(new, bytes)
+    with contextlib.suppress(sqlite3.IntegrityError), db:  # a unique column whose new value is another row's
+        db.execute(f"UPDATE {table} SET {column} = {'CAST(? AS TEXT)' if text else '?'} WHERE rowid = ?", (new, row))
+        return True
+    return False
+
+
+def test_a_damaged_result_is_computed_again(world: World, run_seed: int) -> None:
+    """A random column of random results, after a restart: the file that has to be made again is what it was; a batch
+    that takes over the answers takes none that is damaged."""
+    rng = random.Random(run_seed)
+    for _ in range(2):
+        world.reset()
+        db = sqlite3.connect(world.data / "store.db")
+        numbers = db.execute("SELECT rowid FROM results WHERE batch_id = ?", (world.first.id,)).fetchall()
+        rows = rng.sample([row for (row,) in numbers], 5)
+        flipped = sum(flip_column(db, "results", rng.choice(["line", "epoch", "ok", "sum"]), row, rng) for row in rows)
+        db.close()
+        (world.data / "files" / world.first.output_file_id).unlink()
+        with world.daemon() as (daemon, observer):
+            client = daemon.client()
+            again = wait_batch(client, submit(client, ASKED, extra_body={"reuse_batch_id": world.first.id}).id)
+            assert again.request_counts.completed == COUNT
+            names = [world.first.output_file_id, again.output_file_id]
+            want = choices(world.bytes[names[0]])
+            assert choices(content(client, names[0])) == want, run_seed
+            wrong = [name for name, value in choices(content(client, names[1])).items() if value != want[name]]
+            assert len(wrong) <= flipped  # computed with another batch's seeds
+            assert damage_of(observer)["result"] >= (flipped > 0)
+            error = lines_of(client, world.first.error_file_id)
+            assert list(error) == ["bad"]
+
+
+def choices(data: bytes) -> dict[str, Any]:
+    return {entry["custom_id"]: entry["response"]["body"]["choices"] for entry in map(json.loads, data.splitlines())}
+
+
+@pytest.mark.parametrize("table", ["files", "batches", "usage"])
+def test_a_damaged_row_is_an_error_that_names_it(world: World, table: str, run_seed: int) -> None:
+    """Whatever column of a file's, batch's or usage's row: every route that shows it refuses by name, and none shows
+    another value. It can be deleted."""
+    rng = random.Random(run_seed)
+    db = sqlite3.connect(world.data / "store.db")
+    key = "owner" if table == "usage" else "id"
+    names = [row[1] for row in db.execute(f"PRAGMA table_info({table})") if row[1] not in ("no", key, "owner", "day")]
+    with world.daemon() as (daemon, observer):
+        client = daemon.client()
+        intact = {"batch": show(client, "batches", world.first.id), "file": show(client, "files", world.names[0])}
+        row_id = {"files": world.names[0], "batches": world.first.id, "usage": ""}[table]
+        [row] = db.execute(f"SELECT rowid FROM {table} WHERE {key} = ? ORDER BY rowid", (row_id,)).fetchone()
+        saved = db.execute(f"SELECT {', '.join(names)} FROM {table} WHERE rowid = ?", (row,)).fetchone()
+        count = 0
+        for column in names:
+            if not flip_column(db, table, column, row, rng):
+                continue
+            count += 1
+            for route in ("/usage",) if table == "usage" else (f"/{table}?limit=50", f"/{table}/{row_id}"):
+                with pytest.raises(openai.InternalServerError, match=f"of table {table} does not match") as bad:
+                    client.get(route, cast_to=object)
+                assert bad.value.code == "row_damaged", column
+            sets = ", ".join(f"{name} = ?" for name in names)
+            with db:
+                db.execute(f"UPDATE {table} SET {sets} WHERE rowid = ?", (*saved, row))
+        assert count > 3
+        assert damage_of(observer)["row"] >= count
+        assert intact == {
+            "batch": show(client, "batches", world.first.id),
+            "file": show(client, "files", world.names[0]),
+        }
+        assert flip_column(db, table, names[1], row, rng)
+        if table != "usage":
+            client.delete(f"/{table}/{row_id}", cast_to=object)
+            assert row_id not in [item.id for item in getattr(client, table).list(limit=50)]
+    db.close()
+
+
+def show(client: openai.OpenAI, what: str, name: str) -> Any:
+    return getattr(client, what).retrieve(name).model_dump()
+
+
+def test_a_bit_of_an_answer_in_store_db_flips_while_the_daemon_is_off(world: World, run_seed: int) -> None:
+    """In the text of answers, at the place in the file: the output that is made again is what it was."""
+    rng = random.Random(run_seed)
+    path = world.data / "store.db"
+    for _ in range(3):
+        world.reset()
+        data = path.read_bytes()
+        places = [at for n in range(COUNT) if (at := data.find(b'"custom_id":"r-%d"' % n)) > 0]
+        at = rng.choice(places)
+        flip(path, rng, at, at + 200)
+        (world.data / "files" / world.first.output_file_id).unlink()
+        with world.daemon() as (daemon, observer):
+            got = choices(content(daemon.client(), world.first.output_file_id))
+            assert got == choices(world.bytes[world.first.output_file_id]), (run_seed, at)
+            assert damage_of(observer)["result"] >= 1
+
+
+def test_rows_and_files_of_an_earlier_version_are_read(world: World) -> None:
+    db = sqlite3.connect(world.data / "store.db")
+    with db:
+        for table in KEYS:
+            db.execute(f"UPDATE {table} SET sum = NULL")
+        db.execute("DELETE FROM blocks")
+    db.close()
+    with world.daemon() as (daemon, observer):
+        client = daemon.client()
+        assert {name: content(client, name) for name in world.bytes} == world.bytes
+        assert {file.id: file for file in client.files.list()} == world.files
+        assert client.get("/usage", cast_to=object) == world.usage
+        assert set(damage_of(observer).values()) == {0.0}
+
+
+def test_sums_of_blocks_do_not_depend_on_the_pieces_that_are_written(tmp_path: Path, run_seed: int) -> None:
+    rng = random.Random(run_seed)
+    for size in (0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES + 7):
+        (path := tmp_path / "f").write_bytes(data := rng.randbytes(size))
+        sums, left = BlockSums(), data
+        while left:
+            part = rng.randrange(1, 2 * BLOCK_BYTES)
+            sums.update(left[:part])
+            left = left[part:]
+        text = sums.text()
+        with CheckedFile(path, "f", size, text) as file:
+            assert file.readall() == data
+        if size:
+            at = flip(path, rng)
+            with (
+                CheckedFile(path, "f", size, text) as file,
+                pytest.raises(Damaged, match=f"{at // BLOCK_BYTES * BLOCK_BYTES}"),
+            ):
+                file.readall()
+            path.write_bytes(data[:-1])
+            with pytest.raises(Damaged, match=f"has {size - 1} bytes"):
+                CheckedFile(path, "f", size, text)
+
+
+def test_a_sum_of_a_row_covers_names_types_and_values() -> None:
+    row: dict[str, Any] = {"a": "1", "b": 2, "c": None}
+    others: list[dict[str, Any]] = [
+        {"a": 1, "b": 2},
+        {"a": "1", "b": "2"},
+        {"a": "1", "c": 2},
+        {"a": "12"},
+        {"a": "1", "b": 2, "c": ""},
+    ]
+    assert row_sum(row) == row_sum({"b": 2, "a": "1", "sum": "x", "no": 4})
+    assert row_sum(row) not in {row_sum(other) for other in others}
