@@ -19,6 +19,11 @@ def command(module: str, *words: str, python: str | None = None) -> tuple[str, .
     return (python or sys.executable, "-P", "-m", module, *words)
 
 
+def laddertron(*words: str, python: str | None = None) -> tuple[str, ...]:
+    """The command line of a laddertron command."""
+    return command("laddertron.launchers.cli", *words, python=python)
+
+
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment and `more`, without the working directory on the import path of any Python program,
     not even of one between a launcher and its ranks."""
@@ -34,13 +39,15 @@ def safe_path(environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def options(env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()) -> dict[str, Any]:
-    """Arguments of subprocess.Popen and asyncio.create_subprocess_exec for such a command: an empty standard input, no
-    descriptors but the standard ones and `pass_fds`, and a session of its own, because a terminal's ^C is for this
-    process, which ends its children in order."""
+def options(
+    env: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (), stdin: int = subprocess.DEVNULL
+) -> dict[str, Any]:
+    """Arguments of subprocess.Popen and asyncio.create_subprocess_exec for such a command: no descriptors but the
+    standard ones and `pass_fds`, and a session of its own, because a terminal's ^C is for this process, which ends its
+    children in order."""
     return {
         "env": environment(env),
-        "stdin": subprocess.DEVNULL,
+        "stdin": stdin,
         "pass_fds": tuple(pass_fds),
         "start_new_session": True,
     }

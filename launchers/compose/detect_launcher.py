@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ...engine import child
 from ...engine.config.load import Deployment
 from ...topology.hardware import fabric as fabrics
 from ...topology.hardware.fabric import Fabric
@@ -48,7 +49,8 @@ def launcher_of(text: str) -> tuple[Kind, tuple[int, ...]] | None:
 def probe(program: str) -> tuple[Kind, tuple[int, ...]] | None:
     """Identifies a program by its version; None if it cannot be started or is no known launcher."""
     try:
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False)
+        env = child.environment()  # it may be a Python script
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30, check=False, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return launcher_of(done.stdout.strip() or done.stderr.strip())

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ...engine import child
 from ...engine.config.load import Deployment
 from ...topology.hardware.fabric import Fabric
 from ...topology.json_codec import unbuild
@@ -146,7 +147,10 @@ def _pod(
         "name": "laddertron",
         "image": kube.image,
         "command": list(command),
-        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "env": [
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": child.SAFE_PATH, "value": "1"},
+        ],
         "volumeMounts": mounts,
         # registering memory with an HCA locks it
         "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
@@ -172,15 +176,8 @@ def _program(deployment: Deployment, arguments: Sequence[str]) -> tuple[str, ...
         overrides += ["metrics.host=$(POD_IP)", f"metrics.port={deployment.metrics.port or _PROBES}"]
         if deployment.daemon.api_key_file is not None:
             overrides.append("daemon.host=$(POD_IP)")
-    return (
-        deployment.launch.python or "python3",
-        "-m",
-        "laddertron.launchers.cli",
-        arguments[0],
-        CONFIG,
-        *arguments[1:],
-        *(word for override in overrides for word in ("--set", override)),
-    )
+    tail = (word for override in overrides for word in ("--set", override))
+    return child.laddertron(arguments[0], CONFIG, *arguments[1:], *tail, python=deployment.launch.python or "python3")
 
 
 def _service(deployment: Deployment, arguments: Sequence[str], selector: Mapping[str, str]) -> list[dict[str, Any]]:

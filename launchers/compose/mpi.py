@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...engine import child
 from ...engine.config.load import Deployment
 from ...engine.config.schema import PLACEMENT
 from ...topology.hardware import cpu_tier
@@ -24,7 +25,7 @@ TORCHRUN_PORT = 29500
 CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
 """Variables by which a rank finds its supervisor and authenticates; set by the starter of the command
 (launchers/control/control.py)."""
-INHERITED = ("LD_LIBRARY_PATH", "PYTHONPATH", cpu_tier.VARIABLE)
+INHERITED = ("LD_LIBRARY_PATH", child.SEARCH_PATH, cpu_tier.VARIABLE)
 """Variables of the launching shell that are forwarded if set: without them other hosts may not find the same libraries,
 or compute differently."""
 
@@ -78,7 +79,7 @@ class LaunchCommand:
 
 def worker_program(site: Site) -> tuple[str, ...]:
     """A rank's command; CONTROL must be in its environment."""
-    return (site.python, "-m", WORKER)
+    return child.command(WORKER, python=site.python)
 
 
 def compose(
@@ -104,7 +105,8 @@ def compose(
 
 
 def _environment(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
-    env = variables(deployment, network, share) | _listening(deployment, site, share, network)
+    safe = Variable("1", "no Python program imports from the working directory")
+    env = {child.SAFE_PATH: safe} | variables(deployment, network, share) | _listening(deployment, site, share, network)
     if share.route is not None and not network.interfaces:
         env[ENV_ROUTE] = Variable(share.route.peer, f"ranks use the interface that routes there: {share.route.reason}")
     if site.fabric is None:
@@ -292,7 +294,7 @@ def _torchrun(
             f"--dry-run` prints the command of each host; or use launch.launcher: openmpi, mpich or slurm"
         )
     return [
-        Part((site.python, "-m", "torch.distributed.run"), "torchrun, of the same Python as the ranks"),
+        Part(child.command("torch.distributed.run", python=site.python), "torchrun, of the same Python as the ranks"),
         Part(("--standalone", "--local-addr=localhost"), "one host: ranks rendezvous on loopback"),
         Part((f"--nproc-per-node={share.hosts[0].slots}",), f"{counted(share.hosts[0].slots, 'rank')} on this host"),
         Part(("--no-python",), "the program is a command, not a Python file"),
@@ -307,7 +309,7 @@ def torchrun_hosts(
     env = _environment(deployment, site, share, choose_network(deployment, share))
     for index, host in enumerate(share.hosts):
         parts = (
-            Part((site.python, "-m", "torch.distributed.run"), f"on {host.name}"),
+            Part(child.command("torch.distributed.run", python=site.python), f"on {host.name}"),
             Part((f"--nnodes={len(share.hosts)}", f"--node-rank={index}"), "ranks are numbered in the order of hosts"),
             Part((f"--nproc-per-node={host.slots}",), f"{counted(host.slots, 'rank')} on this host"),
             Part(

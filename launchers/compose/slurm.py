@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
+from ...engine import child
 from ...engine.config.load import Deployment
 from ...topology.hardware.fabric import Fabric, counted
 from .host_allocation import divide
@@ -71,6 +72,7 @@ def sbatch(deployment: Deployment, fabric: Fabric | None, program: Sequence[str]
             "first node.",
             "# USR1 arrives before the time limit: admission stops, running requests finish, results are committed,",
             "# and the job is requeued and resumes. Keep daemon.export_dir and output files on a shared disk.",
+            f"export {child.SAFE_PATH}=1  # no Python program imports from the working directory",
             "set -u",
             "draining=0 stopping=0 asked=0 child=",
             'stop() { stopping=1; asked=1; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }',

@@ -17,6 +17,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from ... import __version__
+from ...engine import child
 from ...engine.job import RankHeartbeat
 from ...topology.placement.machines import boot_id
 from ..compose.mpi import LaunchCommand
@@ -87,15 +88,13 @@ class Launch:
         """Starts the launch. Returns the failure if the channel or the keeper cannot be started."""
         try:
             address = await self._server.start()
-            environment = {**os.environ, **self._command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
+            environment = {**self._command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
             self._scratch = tempfile.mkdtemp(prefix="laddertron-")
             self._keeper = await asyncio.create_subprocess_exec(
                 *under_keeper(self._command.argv, self._options.kill_grace_s, self._scratch),
-                stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
+                **child.options(environment, stdin=asyncio.subprocess.PIPE),
             )
         except OSError as error:
             await self.end(orderly=False)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from ...engine import child
 from ..control import processes
 
 _LOOK_AGAIN_S = 0.05
@@ -32,7 +33,7 @@ _ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def under_keeper(command: Sequence[str], grace_s: float, scratch: str, standard_input: int | None = None) -> list[str]:
     """The command line of a keeper for the command; `scratch` is its SCRATCH folder."""
     given = [] if standard_input is None else [str(standard_input)]
-    return [sys.executable, "-P", "-m", __name__, str(grace_s), scratch, *given, "--", *command]
+    return list(child.command(__name__, str(grace_s), scratch, *given, "--", *command))
 
 
 def _exec(command: list[str], keeper: int, standard_input: int | None, mask: set[int]) -> NoReturn:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, cast
 
+from ...engine import child
 from .keeper import SCRATCH, under_keeper
 
 GRACE_S = 5.0
@@ -33,14 +34,11 @@ def start(
     try:
         return subprocess.Popen(
             under_keeper(argv, GRACE_S, scratch, orders),
-            env={**os.environ, **env},
-            stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,
             text=True,
             errors="replace",
-            pass_fds=() if orders is None else (orders,),
-            start_new_session=True,
+            **child.options(env, () if orders is None else (orders,), subprocess.PIPE),
         )
     except BaseException:
         os.rmdir(scratch)

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,11 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from ...engine import child
 from ...engine.config.load import to_json
 from ...engine.config.schema import Deployment
 from ..compose.mpi import compose
 from ..job import supervised_process as kept
 from ..job.fleet import Fleet
+from .answers import MARK, answer_in
 
 END_S = 20.0
 BENCH_RANK = "laddertron.tools.bench.bench_rank"
@@ -37,6 +39,7 @@ class BenchJob:
         """module: the program of the ranks; words: its further arguments."""
         self.name, self.deployment = name, deployment
         self._module, self._words = module, words
+        self._mark = f"{secrets.token_hex(8)} "
         self.about: dict[str, Any] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="laddertron-bench-")
         self._process: subprocess.Popen[str] | None = None
@@ -49,15 +52,14 @@ class BenchJob:
             fleet = Fleet(one, os.environ)
             (folder / "deployment.json").write_text(json.dumps(to_json(fleet.deployment)))
             file = str(folder / "deployment.json")
-            program = (sys.executable, "-m", self._module, file, *self._words)
-            command = compose(fleet.deployment, fleet.site, fleet.shares[0], program)
+            program = child.command(self._module, file, *self._words, python=fleet.site.python)
+            command = compose(fleet.deployment, fleet.site, fleet.shares[0], program, (MARK,))
             with (folder / "log").open("w") as log:
                 read, write = os.pipe()
                 self._orders = os.fdopen(write, "w")
                 try:
-                    self._process = kept.start(
-                        command.argv, command.env, stdout=subprocess.PIPE, stderr=log, orders=read
-                    )
+                    env = {**command.env, MARK: self._mark}
+                    self._process = kept.start(command.argv, env, stdout=subprocess.PIPE, stderr=log, orders=read)
                 finally:
                     os.close(read)
             self.about = self.answer() | {"nodes": len({host.name for host in fleet.shares[0].hosts})}
@@ -80,8 +82,7 @@ class BenchJob:
         assert process is not None
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
+            if (answer := answer_in(line, self._mark)) is not None:
                 if "refused" in answer:
                     raise BenchError(f"{self.name}: {answer['refused']}")
                 return answer

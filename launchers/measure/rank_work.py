@@ -17,11 +17,7 @@ from ...topology.comm.groups import Communicator
 from ...topology.placement.identity import Identity, IdentityError, identify
 from ..control.processes import die_with_parent
 from ..rank.rank import choose_device, join_group, set_threads
-
-
-def say(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
+from .answers import say
 
 
 def _be_rank(identity: Identity, path: Path, work: Callable[[Any, Communicator], None]) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from ...engine.step.row_check import RowCheck
 from ...topology.comm.groups import Communicator
-from .rank_work import main, say
+from .answers import say
+from .rank_work import main
 
 
 def verify(built: Any, communicator: Communicator) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, StepProgress, follow
-from ...launchers.measure.rank_work import main, say
+from ...launchers.measure.answers import say
+from ...launchers.measure.rank_work import main
 from ...topology.comm.groups import Communicator
 from ...topology.comm.ledger import Entry, without_carriers
 from ...topology.hardware.sysfs import Sysfs, resident_bytes

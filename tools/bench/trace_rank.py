@@ -24,7 +24,8 @@ from ...engine.batch import Batch, StepResult
 from ...engine.request import Request, SamplingParams
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Ahead, Engine, StepProgress, drain, follow
-from ...launchers.measure.rank_work import main, say
+from ...launchers.measure.answers import say
+from ...launchers.measure.rank_work import main
 from ...topology.comm.groups import Communicator
 from .spans import RankTrace, Span, SpanRecorder, chrome_trace, device_events, watch
 

@@ -18,12 +18,12 @@ import random
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from common import say
+from laddertron.engine import child
 from laddertron.engine.config.load import load
 from laddertron.launchers.measure.rank_job import BenchJob
 from laddertron.tools.demos.serving import batch_seconds, serving
@@ -34,7 +34,7 @@ model: {{path: {folder}/llama, served_model_name: llama}}
 parallel: {{tensor_parallel_size: {tp}}}
 engine: {{device: cpu, max_num_seqs: {seats}, kv_cache_memory: 512MiB, enable_prefix_caching: false}}
 """
-CLI = [sys.executable, "-m", "laddertron.launchers.cli"]
+CLI = child.laddertron()
 Range = tuple[int, int]
 
 

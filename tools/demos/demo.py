@@ -22,6 +22,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from ...engine import child
 from ...engine.config import load as deploy
 from ...engine.text.tokenizer import TextModel
 from ...launchers.control.processes import descendants, kill, words_of
@@ -174,24 +175,23 @@ def _kill_and_resume(console: Console, folder: Path) -> int:
     console.rule(f"[bold]the job: {LINES} lines from JSONL to JSONL, a rank killed on the way")
     source, output = folder / "in.jsonl", folder / "out.jsonl"
     write_lines(source, LINES, chats=True, max_tokens=64, ignore_eos=True)
-    command = [sys.executable, "-m", "laddertron.launchers.cli", "run", str(CONFIGS["ladder"])]
-    command += ["-i", str(source), "-o", str(output)]
+    command = list(child.laddertron("run", str(CONFIGS["ladder"]), "-i", str(source), "-o", str(output)))
     _show(console, command)
     _run_until_killed(console, command, output)
     _show(console, [*command, "--resume"])
-    resumed = subprocess.run([*command, "--resume"], check=False)
+    resumed = subprocess.run([*command, "--resume"], check=False, env=child.environment())
     words, whole = tally(LINES, [output])
     console.print(f"\n[bold]{words}")
     return resumed.returncode if whole else 1
 
 
 def _show(console: Console, command: list[str]) -> None:
-    words = [word.replace(str(ROOT) + "/", "") for word in command[3:]]
+    words = [word.replace(str(ROOT) + "/", "") for word in command[len(child.laddertron()) :]]
     console.print(f"[bold]$ laddertron {' '.join(Path(w).name if w.startswith('/') else w for w in words)}")
 
 
 def _run_until_killed(console: Console, command: list[str], output: Path) -> None:
-    job = subprocess.Popen(command)
+    job = subprocess.Popen(command, env=child.environment())
     killed = False
     while job.poll() is None:
         if not killed and output.exists() and output.read_bytes().count(b"\n") >= LINES // 4:

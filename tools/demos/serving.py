@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...engine import child
 from ...launchers.cli.batch_client import ENDED, BatchClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def wait_until(
 def started(argv: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process of its own group that is ended, kindly and then not, when the block is left."""
     with log.open("wb") as out:
-        process = subprocess.Popen(argv, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(argv, stdout=out, stderr=out, **child.options())
     try:
         yield process
     finally:
@@ -93,7 +93,7 @@ def end(process: subprocess.Popen[bytes], timeout_s: float = 20.0) -> int:
 
 def serve_command(config: Path, settings: Mapping[str, object]) -> list[str]:
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    return [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(config), *words]
+    return list(child.laddertron("serve", str(config), *words))
 
 
 @contextlib.contextmanager

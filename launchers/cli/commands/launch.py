@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from ....engine import child
 from ....engine.config.load import Deployment, read
 from ...compose.detect_launcher import assume, fabric_of, survey
 from ...compose.host_allocation import Share, together
@@ -149,11 +150,11 @@ def command(
             argv, extra = job.argv, job.env
     click.echo(f"+ {shlex.join(argv)}", err=True)
     sys.stdout.flush()
-    os.execvpe(argv[0], argv, {**environ, **extra})
+    os.execvpe(argv[0], argv, child.environment(extra))
 
 
 def _laddertron(python: str, arguments: Sequence[str], config: str, tail: Sequence[str]) -> tuple[str, ...]:
-    return (python, "-m", "laddertron.launchers.cli", arguments[0], config, *arguments[1:], *tail)
+    return child.laddertron(arguments[0], config, *arguments[1:], *tail, python=python)
 
 
 def render(command: LaunchCommand, title: str) -> str:

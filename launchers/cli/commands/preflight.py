@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from ....engine import child
 from ....engine.config.load import Deployment, LoadedDeployment, read
 from ....engine.config.yaml_tree import ConfigError
 from ....topology.cost.fit import Fit
@@ -37,7 +38,7 @@ def launch(loaded: LoadedDeployment, words: list[str]) -> int:
     """The same command as ranks of a job; its exit status. Raises UsageError where it cannot be launched."""
     with ended_by(ValueError, OSError):
         fleet = Fleet(loaded.deployment, os.environ)
-        program = (fleet.site.python, "-m", "laddertron.launchers.cli", "preflight", *words)
+        program = child.laddertron("preflight", *words, python=fleet.site.python)
         whole = together(fleet.shares)
         job = compose(loaded.deployment, fleet.site, whole, program, (SIGNS,))
     hosts = [host.name for host in whole.hosts for _ in range(host.slots)]

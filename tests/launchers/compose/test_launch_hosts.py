@@ -209,7 +209,7 @@ def test_a_fleet_is_ready_for_the_supervisor() -> None:
     fleet = Fleet(deployment("daemon.heartbeat_timeout=4s", "daemon.max_restarts=1"), {}, "laptop")
     assert fleet.local
     command = fleet.command(0)
-    assert command.argv[-2:] == ("-m", "laddertron.launchers.rank.worker")
+    assert command.argv[-3:] == ("-P", "-m", "laddertron.launchers.rank.worker")
     assert command.env["OMP_NUM_THREADS"] == "1"
     options = fleet.options(0, restart=False)
     assert (options.world_size, options.control_host, options.max_failures) == (2, "127.0.0.1", 1)

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import click
 
+from ....engine import child
 from ....engine.config.load import Deployment
 from ....launchers.cli.batch_client import ApiError, BatchClient
 from ....launchers.cli.commands.check import read_model
@@ -59,7 +59,7 @@ class Steps:
 
     @contextmanager
     def started(self, name: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-        argv = [sys.executable, "-m", "laddertron.launchers.cli", *words, *self._sets, self._config]
+        argv = child.laddertron(*words, *self._sets, self._config)
         click.echo(f"{name} …", err=True)
         with (self._folder / f"{name}.out").open("w") as out, (self._folder / f"{name}.err").open("w") as err:
             process = kept.start(argv, {}, stdout=out, stderr=err)
@@ -185,7 +185,8 @@ class Served:
         self._wait("undisturbed stream", lambda: not undisturbed.is_alive())
         stream = _Stream(client, name, tokens)
         self._wait("stream", lambda: len(stream.times) > 2 or not stream.is_alive())
-        ranks = [p for p in descendants(self._process.pid) if words_of(p.pid)[1:3] == ["-m", RANK]]
+        flags = list(child.command(RANK)[1:])
+        ranks = [p for p in descendants(self._process.pid) if words_of(p.pid)[1 : 1 + len(flags)] == flags]
         if not ranks:
             raise StepFailed("serve: no rank runs on this host: run acceptance on one of the deployment's hosts")
         killed, reason = time.monotonic(), ""

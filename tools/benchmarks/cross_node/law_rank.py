@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from laddertron.engine.batch import Batch
 from laddertron.engine.step import runner as runners
-from laddertron.launchers.measure.rank_work import main, say
+from laddertron.launchers.measure.answers import say
+from laddertron.launchers.measure.rank_work import main
 from laddertron.tools.bench.bench_rank import Bench, bench
 from laddertron.topology.comm.collectives import Collective, Done, Pending
 from laddertron.topology.comm.groups import Communicator

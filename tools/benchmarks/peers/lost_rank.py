@@ -29,6 +29,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[2] / "tests")]
 from cluster.launching import running  # noqa: E402
 from cluster.nodes import Cluster, why_not  # noqa: E402
 from common import UNFIT, environment, table  # noqa: E402
+from laddertron.engine import child  # noqa: E402
 from peers.compare import BUILD, NEEDS  # noqa: E402
 from peers.model import written  # noqa: E402
 
@@ -57,7 +58,7 @@ def start_laddertron(cluster: Cluster, folder: Path, threads: int, log: Any) -> 
     (folder / "hosts").write_text("".join(f"{name} slots=1\n" for name in cluster.names))
     config = folder / "deploy.yaml"
     config.write_text(CONFIG.format(model=MODEL, agent=cluster.agent, threads=threads, port=PORT))
-    words = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(config)]
+    words = list(child.laddertron("serve", str(config)))
     return [cluster.start(0, words, {"OMP_NUM_THREADS": str(threads)}, cwd=folder, stdout=log, stderr=log)]
 
 
