@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import secrets
 import socket
@@ -35,6 +36,17 @@ WATCHDOG_S = 2.0
 QUIET_S = 3.0
 """A rank that has sent nothing for this long gets no pings until it sends again. If only the direction from it is
 broken, each ping would delay its exit, and with it the time at which it can be replaced."""
+UNREACHABLE_S = 8.0
+"""Seconds after which a host whose kernel acknowledges nothing is cut off. Shorter than the least time after which
+other ranks give up a collective, so that the host is named and not those that wait for it."""
+UNREACHABLE = f"its host has acknowledged nothing for {UNREACHABLE_S:g} s (node down, link cut or packets dropped)"
+_NO_ROUTE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
+_KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 1),
+    (socket.TCP_KEEPINTVL, 1),
+    (socket.TCP_USER_TIMEOUT, round(UNREACHABLE_S * 1e3)),
+)
+"""Also a quiet rank, which gets no pings, is asked by the kernel whether its host is there."""
 HANDSHAKE_S = 5.0
 SPARE_PEERS = 32
 """Unauthenticated connections in addition to one for each rank. If there are more, the oldest is dropped: a handshake
@@ -54,7 +66,8 @@ class ControlHandler(Protocol):
         """Called with a valid message of an authenticated rank; the first one is Hello."""
 
     def on_gone(self, rank: int, reason: str) -> None:
-        """Called when the rank's connection has ended. `reason`: "" for a normal end, else the error."""
+        """Called when the rank's connection has ended. `reason`: "" for a normal end, else the error; UNREACHABLE: its
+        host acknowledges nothing, but the connection has no end yet."""
 
 
 class ControlServer:
@@ -75,6 +88,8 @@ class ControlServer:
         self._server: asyncio.Server | None = None
         self._unproven: dict[_Peer, None] = {}
         self._ranks: dict[int, _Peer] = {}
+        self._pulses: dict[int, _Peer] = {}
+        self._greeted: set[int] = set()
         self._ticker: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._refused = 0
@@ -102,26 +117,32 @@ class ControlServer:
     def connected(self) -> frozenset[int]:
         return frozenset(self._ranks)
 
+    @property
+    def _peers(self) -> list[_Peer]:
+        return [*self._ranks.values(), *self._pulses.values(), *self._unproven]
+
     def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
         """Sends to one rank, or to all. Skips ranks that are not connected (their end was or will be reported), and
         sends no Ping and Dump to quiet ones."""
         peers = list(self._ranks.values()) if rank is None else [p for p in [self._ranks.get(rank)] if p]
         if isinstance(message, messages.Ping | messages.Dump):
             peers = [peer for peer in peers if not peer.quiet]
+        if isinstance(message, messages.Ping):
+            peers += [pulse for at, pulse in self._pulses.items() if self._ranks.get(at) in peers]
         payload = messages.to_wire(message)
         for peer in peers:
             peer.send_payload(payload)
 
     def finish_sending(self) -> None:
         """Closes the sending direction of every connection: a rank that detects it exits, which closes the other."""
-        for peer in [*self._ranks.values(), *self._unproven]:
+        for peer in self._peers:
             peer.finish_sending()
 
     async def all_gone(self, timeout_s: float | None = None) -> frozenset[int]:
         """Waits for every rank's connection to end; returns the ranks whose did not within timeout_s. None: until each
         rank without an end must have ended itself, since nothing is sent to it any more."""
         if timeout_s is None:
-            last = max((peer.sent_at for peer in self._ranks.values()), default=0.0)
+            last = max((peer.sent_at for peer in self._peers), default=0.0)
             timeout_s = max(0.0, last + self.welcome.silence_s + WATCHDOG_S - time.monotonic())
         try:
             async with asyncio.timeout(timeout_s):
@@ -135,7 +156,7 @@ class ControlServer:
     async def close(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
-        for peer in [*self._ranks.values(), *self._unproven]:
+        for peer in self._peers:
             peer.drop("the channel was closed")
         if self._server is not None:
             self._server.close()
@@ -154,16 +175,32 @@ class ControlServer:
             oldest.drop("too many unauthenticated connections")
         self._unproven[peer] = None
 
-    def peer_proved(self, peer: _Peer, rank: int) -> None:
+    def peer_proved(self, peer: _Peer, rank: int, pulse: bool) -> None:
+        peers = self._pulses if pulse else self._ranks
         if not 0 <= rank < self.welcome.world_size:
             raise FrameError(f"rank {rank} is not one of {self.welcome.world_size}")
-        if rank in self._ranks:
+        if rank in peers:
             raise FrameError(f"rank {rank} is connected already")
         self._unproven.pop(peer, None)
-        self._ranks[rank] = peer
+        peers[rank] = peer
+
+    def peer_greeted(self, rank: int) -> None:
+        self._greeted.add(rank)
+        if len(self._greeted) == self.welcome.world_size:
+            self.send(messages.Assembled())
+
+    def pulse_heard(self, rank: int) -> None:
+        if (peer := self._ranks.get(rank)) is not None:
+            peer.heard()
+            self.handler.on_message(rank, messages.Pulse())
 
     def peer_went(self, peer: _Peer, rank: int | None, reason: str) -> None:
         self._unproven.pop(peer, None)
+        if rank is not None and self._pulses.get(rank) is peer:
+            del self._pulses[rank]
+            if reason == UNREACHABLE and rank in self._ranks:
+                self.handler.on_gone(rank, reason)
+            return
         if rank is None or self._ranks.get(rank) is not peer:
             self._refused += 1  # strangers must not fill the log either
             level = logging.WARNING if self._refused <= LOGGED_REFUSALS else logging.DEBUG
@@ -184,7 +221,7 @@ class _Peer(asyncio.Protocol):
         self._reader, self._writer = frames.FrameReader(), frames.FrameWriter()
         self._nonce = secrets.token_bytes(frames.NONCE_BYTES)
         self._rank: int | None = None
-        self._greeted = False
+        self._greeted = self._pulse = False
         self._reason = ""
         self._ended = self._sent_all = False
         self._heard_at = self.sent_at = time.monotonic()
@@ -204,10 +241,13 @@ class _Peer(asyncio.Protocol):
     def quiet(self) -> bool:
         return time.monotonic() - self._heard_at > QUIET_S
 
-    def data_received(self, data: bytes) -> None:
+    def heard(self) -> None:
         was_quiet, self._heard_at = self.quiet, time.monotonic()
         if was_quiet and self._greeted:
             self.send_payload(messages.to_wire(messages.Ping()))
+
+    def data_received(self, data: bytes) -> None:
+        self.heard()
         self._reader.feed(data)
         try:
             while not self._ended and (payload := self._reader.next()) is not None:
@@ -218,6 +258,8 @@ class _Peer(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._ended = True
         self._deadline.cancel()
+        if self._pulse and isinstance(error, OSError) and error.errno in _NO_ROUTE:
+            self._reason = UNREACHABLE
         self._server.peer_went(self, self._rank, self._reason or (str(error) if error else ""))
 
     def send_payload(self, payload: bytes) -> None:
@@ -250,6 +292,11 @@ class _Peer(asyncio.Protocol):
             self._prove(messages.from_unproven(messages.Answer, payload))
             return
         message = cast(messages.RankMessage, messages.from_wire(payload, "rank"))
+        if isinstance(message, messages.Pulse) != self._pulse:
+            raise FrameError("a pulse has a connection of its own")
+        if self._pulse:
+            self._server.pulse_heard(self._rank)
+            return
         if isinstance(message, messages.Hello) == self._greeted:
             raise FrameError("Hello comes first, and once")
         if isinstance(message, messages.Hello):
@@ -257,18 +304,26 @@ class _Peer(asyncio.Protocol):
                 raise FrameError(f"Hello of rank {message.rank} on the connection of rank {self._rank}")
             self._greeted = True
             self._deadline.cancel()
+            self._server.peer_greeted(self._rank)
         self._server.handler.on_message(self._rank, message)
 
     def _prove(self, answer: messages.Answer) -> None:
         secret, theirs, rank = self._server.secret, bytes.fromhex(answer.nonce), answer.rank
-        if not frames.same_mac(answer.mac, frames.answer_mac(secret, self._nonce, theirs, rank)):
+        if not frames.same_mac(answer.mac, frames.answer_mac(secret, self._nonce, theirs, rank, answer.pulse)):
             raise FrameError("it does not know this launch's secret")
-        self._server.peer_proved(self, rank)
-        self._rank = rank
+        self._server.peer_proved(self, rank, answer.pulse)
+        self._rank, self._pulse = rank, answer.pulse
         self._send_plain(messages.Proof(frames.proof_mac(secret, self._nonce, theirs, rank)))
         self._reader.key = frames.direction_key(secret, self._nonce, theirs, "rank")
         self._writer.key = frames.direction_key(secret, self._nonce, theirs, "server")
-        self.send_payload(messages.to_wire(self._server.welcome))
+        if not self._pulse:
+            self.send_payload(messages.to_wire(self._server.welcome))
+            return
+        self._deadline.cancel()
+        line = self._transport.get_extra_info("socket")
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            line.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class ControlThread:

@@ -9,7 +9,6 @@ import contextlib
 import faulthandler
 import math
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -22,15 +21,15 @@ from typing import Any, cast
 
 from ... import __version__
 from ...engine.request import TokensEvent
-from ...topology.json_codec import ReadError
 from ...topology.placement.machines import boot_id, own_addresses
 from . import frames, messages
+from .connecting import connect
 from .control import ENV_ADDRESS, ENV_SECRET, WATCHDOG_S
 from .frames import FrameError
 from .processes import start_time
+from .pulse import PulseThread, start_pulse
 
 BEAT_S = 1.0
-CONNECT_S = 30.0
 BACKLOG_LIMIT = 64 << 20
 DUMP_LIMIT = 4 << 20
 EXIT_CHANNEL_LOST = 75
@@ -55,8 +54,8 @@ def _end_process(reason: str) -> None:
 class ControlClient:
     """Connected and authenticated once constructed; `config` is what to run. `beat` is called every second from
     another thread, so it may only read plain attributes; `dump` (same rule) adds to the stacks that a Dump asks for.
-    `watchdog` arms faulthandler's timer, which ends a process whose C code holds the interpreter's lock. `end` is
-    called with a reason when the channel is lost (tests replace it). Raises ConnectionError naming why."""
+    `watchdog` starts the rank's pulse (pulse.py), else faulthandler's timer, which ends a process whose C code holds
+    the interpreter's lock. `end` is called with a reason when the channel is lost (tests replace it). Raises ConnectionError naming why."""
 
     def __init__(
         self,
@@ -79,12 +78,12 @@ class ControlClient:
         self._commands: deque[messages.Command] = deque()
         self._outgoing: deque[bytes] = deque()
         self._outgoing_bytes = 0
-        self._closing = self._over = self.shutdown_announced = False
+        self._closing = self._over = self.shutdown_announced = self._assembled = False
         self._finished = threading.Event()
         self._beat_broken = False
         self._armed = -math.inf
 
-        self._socket, self._reader, self._writer = _connect(address, secret, rank)
+        self._socket, self._reader, self._writer = connect(address, secret, rank)
         welcome = self._receive()
         if not isinstance(welcome, messages.Welcome):
             raise ConnectionError(f"the daemon began with {type(welcome).__name__}, not Welcome")
@@ -95,10 +94,13 @@ class ControlClient:
         pid = os.getpid()
         host, here = socket.gethostname(), own_addresses(self._socket.getsockname()[0])
         self._put(messages.Hello(rank, local_rank, host, pid, start_time(pid) or 0, boot_id(), version, here))
-        threads = (self._read_on, "control-read"), (self._write_on, "control-write")
-        self._threads = [threading.Thread(target=t, name=name, daemon=True) for t, name in threads]
-        for thread in self._threads:
-            thread.start()
+        threads = (self._write_on, "control-write"), (self._read_on, "control-read")
+        writer, reader = self._threads = [threading.Thread(target=t, name=name, daemon=True) for t, name in threads]
+        self._pulse: PulseThread | None = None
+        writer.start()
+        if watchdog and writer.native_id is not None:
+            self._pulse = start_pulse(address, secret, rank, writer.native_id, self._silence_s, EXIT_CHANNEL_LOST)
+        reader.start()
 
     def poll(self, timeout: float | None = 0.0) -> list[messages.Command]:
         """Messages since the last call, in order; sleeps up to `timeout` seconds (None: no limit) for the first."""
@@ -109,6 +111,11 @@ class ControlClient:
         while self._commands:  # the reader only appends: no lock on the way of every step
             commands.append(self._commands.popleft())
         return commands
+
+    def wait_for_ranks(self) -> None:
+        """Waits until every rank of the job is connected to its owner, which names those that do not come."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._assembled or self._over)
 
     def send_state(self, message: messages.StateMessage) -> None:
         if isinstance(message, messages.Loading):
@@ -155,7 +162,9 @@ class ControlClient:
             self._closing = True
             self._lock.notify_all()
         self._finished.set()
-        if self._watchdog:
+        if self._pulse is not None:
+            self._pulse.stop()
+        elif self._watchdog:
             faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):  # the other side was faster
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -206,6 +215,9 @@ class ControlClient:
             self._lost(str(error))
 
     def _arm_watchdog(self) -> None:
+        if self._pulse is not None:  # it is the watchdog then, and can tell a slow process from a locked one
+            self._pulse.heard()
+            return
         now = time.monotonic()
         if self._watchdog and not self._closing and now - self._armed > 0.5:  # each time costs a thread
             faulthandler.dump_traceback_later(self._silence_s + WATCHDOG_S, exit=True)
@@ -222,7 +234,10 @@ class ControlClient:
         if isinstance(message, messages.Shutdown):
             self.shutdown_announced = True
         with self._lock:
-            self._commands.append(message)
+            if isinstance(message, messages.Assembled):
+                self._assembled = True
+            else:
+                self._commands.append(message)
             self._lock.notify_all()
 
     def _dumped(self) -> dict[str, Any]:
@@ -256,6 +271,8 @@ class ControlClient:
                 if time.monotonic() >= due:
                     self._socket.sendall(self._writer.frame(messages.to_wire(self._checked_beat())))
                     due = time.monotonic() + BEAT_S
+                    if self._pulse is not None:
+                        self._pulse.note()
         except TimeoutError:
             self._lost(f"nothing could be sent on the control channel for {self._silence_s:g} s")
         except (OSError, ValueError) as error:
@@ -271,48 +288,3 @@ class ControlClient:
             return messages.Beat()
         rows = tuple(row for row in beat.rows if math.isfinite(row.value))
         return replace(beat, rows=rows, waiting=beat.waiting[: messages.MAX_WAITING])
-
-
-def _connect(address: str, secret: bytes, rank: int) -> tuple[socket.socket, frames.FrameReader, frames.FrameWriter]:
-    host, _, port = address.rpartition(":")
-    deadline, refusals = time.monotonic() + CONNECT_S, 0
-    while True:
-        connection: socket.socket | None = None
-        try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return (connection, *_shake_hands(connection, secret, rank))
-        except (OSError, EOFError) as error:
-            if connection is not None:
-                connection.close()
-            refusals += isinstance(error, EOFError)
-            if time.monotonic() > deadline or refusals >= 5:
-                raise ConnectionError(f"no control channel to {address}: {error or type(error).__name__}") from error
-            time.sleep(0.1)  # nothing tells when a daemon listens again
-        except (FrameError, ReadError) as error:
-            if connection is not None:
-                connection.close()
-            raise ConnectionError(f"what answers at {address} is not this launch's daemon: {error}") from error
-
-
-def _shake_hands(connection: socket.socket, secret: bytes, rank: int) -> tuple[frames.FrameReader, frames.FrameWriter]:
-    reader, writer = frames.FrameReader(), frames.FrameWriter()
-
-    def receive() -> bytes:
-        while (payload := reader.next()) is None:
-            data = connection.recv(4096)
-            if not data:
-                raise EOFError("it closed the connection in the handshake: another secret, or too many connections")
-            reader.feed(data)
-        return payload
-
-    theirs = bytes.fromhex(messages.from_unproven(messages.Challenge, receive()).nonce)
-    ours = secrets.token_bytes(frames.NONCE_BYTES)
-    mac = frames.answer_mac(secret, theirs, ours, rank)
-    connection.sendall(writer.frame(messages.to_wire(messages.Answer(ours.hex(), rank, mac))))
-    proof = messages.from_unproven(messages.Proof, receive())
-    if not frames.same_mac(proof.mac, frames.proof_mac(secret, theirs, ours, rank)):
-        raise FrameError("its authentication failed")
-    reader.key = frames.direction_key(secret, theirs, ours, "server")
-    writer.key = frames.direction_key(secret, theirs, ours, "rank")
-    return reader, writer

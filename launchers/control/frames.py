@@ -34,9 +34,9 @@ def _mac(secret: bytes, label: str, *parts: bytes) -> bytes:
     return hmac.digest(secret, b"laddertron 1 " + label.encode() + b"".join(parts), hashlib.sha256)
 
 
-def answer_mac(secret: bytes, server_nonce: bytes, rank_nonce: bytes, rank: int) -> str:
-    """The rank's proof that it knows the secret, as hex."""
-    return _mac(secret, "answer", server_nonce, rank_nonce, _LENGTH.pack(rank)).hex()
+def answer_mac(secret: bytes, server_nonce: bytes, rank_nonce: bytes, rank: int, pulse: bool = False) -> str:
+    """The rank's proof that it knows the secret, as hex. `pulse`: see messages.Answer."""
+    return _mac(secret, "pulse" if pulse else "answer", server_nonce, rank_nonce, _LENGTH.pack(rank)).hex()
 
 
 def proof_mac(secret: bytes, server_nonce: bytes, rank_nonce: bytes, rank: int) -> str:
@@ -50,6 +50,11 @@ def same_mac(a: str, b: str) -> bool:
 
 def direction_key(secret: bytes, server_nonce: bytes, rank_nonce: bytes, sender: Side) -> bytes:
     return _mac(secret, "seal " + sender, server_nonce, rank_nonce)
+
+
+def sealed_bytes(payload: bytes) -> int:
+    """The length of the sealed frame of a payload."""
+    return _LENGTH.size + _SEAL_BYTES + len(payload)
 
 
 class FrameWriter:

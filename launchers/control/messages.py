@@ -54,11 +54,13 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Unauthenticated peer -> server."""
+    """Unauthenticated peer -> server. `pulse`: a second connection of the rank, on which it sends only Pulse and gets
+    only Ping."""
 
     nonce: Hex
     rank: Index
     mac: Hex
+    pulse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,13 @@ class Welcome:
     version: ShortText
     standby: bool = False
     silence_s: float = SILENCE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """Server -> every rank: each rank of the job is connected, so none waits in MPI for one that has not started."""
+
+    type: Literal["assembled"] = field(default="assembled", kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +258,14 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
+class Pulse:
+    """Rank -> server, on a connection of its own, while its heartbeats are late: the process computes, or its threads
+    wait for a processor. Sent by a thread without Python (pulse.c)."""
+
+    type: Literal["pulse"] = field(default="pulse", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Rank -> server, last. `consequence`: another rank failed first. `refused`: the model or configuration cannot
     run."""
@@ -272,8 +289,8 @@ StateMessage = Announce | Loading | Standing | Ready | Running
 """A rank's state."""
 Command = Load | HeldWeights | Submit | Cancel | StopChoice | Drain | Shutdown
 """Messages that `ControlClient.poll` returns."""
-ServerMessage = Welcome | Load | HeldWeights | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump
-RankMessage = Hello | Announce | Loading | Standing | Ready | Tokens | Running | Beat | Failure | DumpReply
+ServerMessage = Welcome | Assembled | Load | HeldWeights | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump
+RankMessage = Hello | Announce | Loading | Standing | Ready | Tokens | Running | Beat | Pulse | Failure | DumpReply
 Message = ServerMessage | RankMessage
 Direction = Literal["server", "rank"]
 

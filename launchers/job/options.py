@@ -24,8 +24,7 @@ class JobTimeouts:
     least_step_s: float = 10.0
     """See StepWatch."""
     silence_s: float = SILENCE_S
-    """A rank exits after this time without a message of its owner. Long, because MPI_Init holds the interpreter's lock.
-    """
+    """A rank exits after this time without a message of its owner."""
 
 
 @dataclass(frozen=True, slots=True)

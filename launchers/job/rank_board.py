@@ -13,6 +13,7 @@ from typing import Any
 from ... import __version__
 from ...engine.request import ModelLimits
 from ...topology.placement.machines import shared_hostname
+from ..control.control import UNREACHABLE
 from ..control.messages import SILENCE_S, Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
 from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled, unreachable
 from .options import JobTimeouts
@@ -94,7 +95,8 @@ class RankBoard:
         return None if hello is None else hello.hostname
 
     def heard(self, rank: int, message: RankMessage, now: float) -> list[News]:
-        """Handles a rank's message, which is valid. Tokens, Running and DumpReply only count as signs of life."""
+        """Handles a rank's message, which is valid. Tokens, Running, Pulse and DumpReply only count as signs of
+        life."""
         state = self.ranks[rank]
         state.heard = now
         news: list[News] = []
@@ -148,6 +150,8 @@ class RankBoard:
         if state.ended:
             return []
         state.ended = True
+        if reason == UNREACHABLE:
+            return [self.sign(Evidence("silent", rank, reason))]
         text = "its process exited without reporting an error" + (f" ({reason})" if reason else "")
         return [self.sign(Evidence("rank_lost", rank, text))]
 

@@ -250,6 +250,9 @@ def run_rank(
     status.computes_with = (mine,)
     status.health = HealthWatch(make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device)))
     status.health.start()
+    if channel is not None:
+        say(messages.Loading(0.1, "waiting for every rank to start"))
+        channel.wait_for_ranks()
     say(messages.Loading(0.1, "connecting"))
     with join_group(deployment, identity, secret, bootstrap) as communicator:
         status.communicator, weights_file = communicator, -1

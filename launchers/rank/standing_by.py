@@ -33,6 +33,8 @@ class Channel(Protocol):
 
     def send_state(self, message: StateMessage) -> None: ...
 
+    def wait_for_ranks(self) -> None: ...
+
 
 def require_memory(available: int, ranks: int) -> None:
     """Checks that `ranks` standby ranks fit in `available` bytes of this host (0: unknown). Raises StandbyRefused."""

@@ -5,6 +5,7 @@ MASTER_PORT). Carries addresses, secrets and digests, no tensors.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from ..placement.identity import Identity
 
 LIMIT = 1 << 20
 """The most bytes that a rank may contribute to a round, for addresses and digests."""
+START_S = 120.0
+"""Seconds for which ranks wait for one another at start."""
 
 
 class Bootstrap(Protocol):
@@ -42,7 +45,7 @@ class MpiBootstrap:
 
         self._mpi: Any = MPI
         if not MPI.Is_initialized():
-            level = MPI.Init_thread(MPI.THREAD_SERIALIZED)
+            level = _initialize(MPI)
             atexit.register(_finalize, MPI)
             if level < MPI.THREAD_SERIALIZED:
                 raise RuntimeError(
@@ -105,6 +108,18 @@ def _split(data: bytes | bytearray, counts: Sequence[int]) -> list[bytes]:
     return [bytes(data[end - count : end]) for count, end in zip(counts, ends, strict=True)]
 
 
+def _initialize(mpi: Any) -> int:
+    """Initialises MPI without holding the interpreter's lock, which mpi4py's own call holds until every rank has made
+    it. Returns the thread level."""
+    level = ctypes.c_int(mpi.THREAD_SINGLE)
+    status = ctypes.CDLL(mpi.__file__).MPI_Init_thread(None, None, mpi.THREAD_SERIALIZED, ctypes.byref(level))
+    if status != mpi.SUCCESS:
+        raise RuntimeError(f"MPI_Init_thread failed with status {status}: the launcher's output names the cause")
+    for communicator in (mpi.COMM_SELF, mpi.COMM_WORLD):
+        communicator.Set_errhandler(mpi.ERRORS_RETURN)  # as after mpi4py's own call: an error is an exception
+    return level.value
+
+
 def _finalize(mpi: Any) -> None:
     if mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
@@ -117,7 +132,7 @@ class StoreBootstrap:
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, timeout_s: float = 60.0, attempt: str = "0", keeps: bool = False
+        self, store: Any, rank: int, size: int, timeout_s: float = START_S, attempt: str = "0", keeps: bool = False
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
         self._attempt, self._keeps = attempt, keeps
@@ -155,7 +170,7 @@ def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
     return StoreBootstrap(store, identity.rank, identity.world_size, attempt=attempt, keeps=keeps)
 
 
-def open_store(address: str, port: int, master: bool, timeout_s: float = 60.0) -> Any:
+def open_store(address: str, port: int, master: bool, timeout_s: float = START_S) -> Any:
     """Opens the TCPStore at address:port. The master makes it, listening only on that address (port 0: a free one, see
     its `.port`). Raises OSError if it cannot listen there."""
     import torch.distributed as dist

@@ -8,6 +8,7 @@ import pytest
 from laddertron import __version__
 from laddertron.engine.job import MetricRow
 from laddertron.engine.request import ModelLimits
+from laddertron.launchers.control.control import UNREACHABLE
 from laddertron.launchers.control.messages import Announce, Beat, Failure, Hello, Loading, Ready
 from laddertron.launchers.job.detect import (
     Evidence,
@@ -411,6 +412,18 @@ def test_ranks_that_never_come_up_and_loading_that_stands_still() -> None:
     (sign,) = board.look(70.5)
     assert isinstance(sign, Evidence)
     assert (sign.kind, sign.rank) == ("load_stalled", 1)
+
+
+def test_a_host_that_acknowledges_nothing_is_named_and_makes_room_for_a_spare() -> None:
+    board = ready_board(2)
+    (sign,) = board.gone(1, UNREACHABLE)
+    assert isinstance(sign, Evidence)
+    assert (sign.kind, sign.rank) == ("silent", 1)
+    assert board.gone(1, "reset") == []
+    failure = board.judge(None, (), {})
+    assert failure.node == "node-1"
+    assert UNREACHABLE in failure.reason
+    assert bad_node((failure,), "node-0") == "node-1"
 
 
 def test_a_rank_that_said_why_is_not_also_lost() -> None:

@@ -1,0 +1,72 @@
+"""Ranks that start late, or cannot reach one another, on emulated nodes: who waits is not blamed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from laddertron.launchers.control import control
+
+from cluster.launching import Job
+from cluster.nodes import Cluster, kill
+from cluster.slurm import until
+
+pytestmark = pytest.mark.cluster
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def three(possible: None) -> Iterator[Cluster]:
+    with Cluster(3) as cluster:
+        yield cluster
+
+
+def job_of(cluster: Cluster, folder: Path, more: str = "", lines: int = 2, tokens: int = 4) -> Job:
+    hosts = ", ".join(f"'{name}:1'" for name in cluster.names)
+    keys = f"launcher: openmpi, hosts: [{hosts}], rsh_agent: {cluster.agent}, interface: eth0{more}"
+    return Job(folder, keys, 1, lines, tokens, f", pipeline_parallel_size: {len(cluster.names)}")
+
+
+def late_python(folder: Path, seconds: dict[str, float]) -> Path:
+    """A Python that starts ranks late on some nodes."""
+    cases = "\n".join(f"{name}) sleep {delay} ;;" for name, delay in seconds.items())
+    program = folder / "late-python"
+    program.write_text(f'#!/bin/sh\ncase "$(hostname)" in\n{cases}\nesac\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def test_ranks_that_start_late_are_waited_for(three: Cluster, tmp_path: Path) -> None:
+    """The second and third node start their ranks 15 and 30 seconds after the first: longer than a rank may be silent,
+    and the job comes up at the first launch."""
+    job = job_of(three, tmp_path, f", python: {late_python(tmp_path, {'n1': 15, 'n2': 30})}")
+    done = three.run(0, job.command(sys.executable, launch=False), QUIET, timeout=180.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert job.answered() == job.names
+
+
+def test_a_cut_network_is_named_though_ranks_may_be_silent_for_long(three: Cluster, tmp_path: Path) -> None:
+    """With a long `heartbeat_timeout`, as a loaded machine needs, the node that is cut off while the job computes is
+    named as soon as its kernel acknowledges nothing, and none of those that wait for it."""
+    job = job_of(three, tmp_path, lines=400, tokens=40)
+    arguments = ("--set", "daemon.heartbeat_timeout=60s")
+    command = job.command(sys.executable, launch=False, arguments=arguments)
+    process = three.start(0, command, QUIET, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    until("first answers", lambda: process.poll() is not None or len(job.answered()) > 2, 90.0)
+    try:
+        for other in (0, 2):
+            three.control.cut(1, other)
+        began = time.monotonic()
+        lines = iter(process.stderr.readline, "")
+        said = next(line for line in lines if "WARNING" in line and "rank" in line)
+        assert "node n1" in said, said
+        assert control.UNREACHABLE in said, said
+        assert time.monotonic() - began < 15.0
+    finally:
+        kill(process)
+        for other in (0, 2):
+            three.control.fix(1, other)
