@@ -55,7 +55,8 @@ class ControlClient:
     """Connected and authenticated once constructed; `config` is what to run. `beat` is called every second from
     another thread, so it may only read plain attributes; `dump` (same rule) adds to the stacks that a Dump asks for.
     `watchdog` starts the rank's pulse (pulse.py), else faulthandler's timer, which ends a process whose C code holds
-    the interpreter's lock. `end` is called with a reason when the channel is lost (tests replace it). Raises ConnectionError naming why."""
+    the interpreter's lock. `end` is called with a reason when the channel is lost (tests replace it). Raises
+    ConnectionError naming why."""
 
     def __init__(
         self,

@@ -58,6 +58,10 @@ class RankState:
     ended: bool = False
 
 
+def _silence(seconds: float) -> str:
+    return f"no heartbeat for {seconds:.1f} s (stopped, swapped out or cut off)"
+
+
 class RankBoard:
     """`began`: when mpirun was started. stage_ranks: ranks of each pipeline stage; 0: no stages. `seats`: the listed
     name of each rank's host; () if unknown."""
@@ -141,6 +145,12 @@ class RankBoard:
                 state.ended = True
                 kind: FailureKind = "consequence" if consequence else "refused" if refused else "rank_error"
                 news.append(self.sign(Evidence(kind, rank, text.strip())))
+                if (
+                    consequence
+                    and (silent := next((at for at, one in self.ranks.items() if one.suspect), None)) is not None
+                ):
+                    # this rank gave up waiting before the one that is silent was given up: that one is the cause
+                    news.append(self.sign(Evidence("silent", silent, _silence(now - self.ranks[silent].heard))))
             case _:
                 pass
         return news
@@ -207,7 +217,7 @@ class RankBoard:
         for rank in greeted:
             state = self.ranks[rank]
             silent = now - max(state.heard, spoke.get(rank, 0.0))
-            text = f"no heartbeat for {silent:.1f} s (stopped, swapped out or cut off)"
+            text = _silence(silent)
             if silent >= timeouts.dead_s:
                 news.append(self.sign(Evidence("silent", rank, text)))
             elif silent >= timeouts.suspect_s and not state.suspect:

@@ -426,6 +426,20 @@ def test_a_host_that_acknowledges_nothing_is_named_and_makes_room_for_a_spare() 
     assert bad_node((failure,), "node-0") == "node-1"
 
 
+def test_a_rank_that_gives_up_waiting_is_not_named_but_the_one_that_is_silent() -> None:
+    """Rank 1 is stopped; rank 0's collective times out before rank 1 is given up. A lost rank outranks both."""
+    board = ready_board(3, JobTimeouts(suspect_s=3.0, dead_s=15.0))
+    for rank in (0, 2):
+        board.heard(rank, Beat(), 14.0)
+    board.look(14.0)
+    assert kinds(board.heard(0, Failure("CollectiveTimeout", consequence=True), 20.0)) == ["consequence", "silent"]
+    failure = board.judge(None, (), {})
+    assert (failure.kind, failure.rank) == ("silent", 1)
+    assert "no heartbeat for 10.0 s" in failure.reason
+    board.gone(2, "")
+    assert board.judge(None, (), {}).rank == 2
+
+
 def test_a_rank_that_said_why_is_not_also_lost() -> None:
     board = ready_board()
     (sign,) = board.heard(1, Failure("Traceback ...\nZeroDivisionError"), 11.0)

@@ -281,6 +281,8 @@ class Channel:
 
     def send_tokens(self, events: object) -> None: ...
 
+    def wait_for_ranks(self) -> None: ...
+
 
 @pytest.mark.parametrize(
     ("commands", "told"), [((Drain(), Load()), -1), ((Shutdown(),), None), ((), None)], ids=["load", "end", "lost"]
