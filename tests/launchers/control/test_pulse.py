@@ -32,25 +32,22 @@ RANK = """
 """
 
 
-async def rank(
-    channel: Channel, work: str, slow_s: float, see: Callable[[], Awaitable[None]]
-) -> tuple[int | None, str]:
+async def rank(channel: Channel, work: str, slow_s: float, see: Callable[[], Awaitable[None]]) -> tuple[int, str]:
     """Starts a rank, lets it work once it has sent a heartbeat, and ends it after `see`. Its exit status and stderr."""
     script = textwrap.dedent(RANK.format(work=work, slow_s=slow_s))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", script, channel.address), stdin=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdin is not None
-    process.stdin.write(channel.secret.hex().encode() + b"\n")
-    try:
-        await channel.heard.until(lambda: channel.heard.of(Beat))
-        channel.server.send(Drain(), 0)
-        await see()
-    finally:
-        if process.returncode is None:
+    command, pipe = [sys.executable, "-c", script, channel.address], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(f"{channel.secret.hex()}\n")
+        process.stdin.flush()
+        try:
+            await channel.heard.until(lambda: channel.heard.of(Beat))
+            channel.server.send(Drain(), 0)
+            await see()
+        finally:
             process.kill()
-        _, err = await process.communicate()
-    return process.returncode, err.decode()
+            _, err = await asyncio.to_thread(process.communicate)
+    return process.returncode, err
 
 
 def test_a_rank_that_computes_and_cannot_send_heartbeats_has_a_pulse() -> None:
