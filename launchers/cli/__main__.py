@@ -33,6 +33,7 @@ ROLES: Mapping[str, Mapping[str, str]] = {
     "Run the service": {
         "serve": "Run the daemon: HTTP API, store and supervised ranks.",
         "reload": "Apply a changed deployment file to a running daemon.",
+        "check-store": "Compare everything stored with its checksums.",
         "keys": "Add, rotate, revoke and list API keys.",
         "metrics": "Print the catalogue of metrics.",
         "monitoring": "Export alert rules, dashboards and Prometheus configuration.",
@@ -92,7 +93,7 @@ class LazyGroup(click.Group):
             return None
         tool = next((tool for tool, names in TOOLS.items() if cmd_name in names), None)
         folder = f"{__package__}.commands" if tool is None else f"laddertron.tools.{tool}.commands"
-        command: click.Command = importlib.import_module(f"{folder}.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"{folder}.{cmd_name.replace('-', '_')}").command
         return command
 
     def resolve_command(

@@ -28,6 +28,18 @@ def connect_store(folder: Path, connect: Callable[..., sqlite3.Connection]) -> s
     return db
 
 
+def open_read_only(folder: Path) -> sqlite3.Connection:
+    """A connection that changes neither the store nor its log, beside a running daemon or without one."""
+    db = sqlite3.connect(f"{(folder / 'store.db').resolve().as_uri()}?mode=ro", uri=True)
+    db.row_factory, db.text_factory = sqlite3.Row, _text
+    return db
+
+
+def has_table(db: sqlite3.Connection, table: str) -> bool:
+    query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+    return db.execute(query, (table,)).fetchone() is not None
+
+
 def _text(raw: bytes) -> str | bytes:
     try:
         return raw.decode()

@@ -79,6 +79,11 @@ def block_sums(db: sqlite3.Connection, file_id: str) -> str | None:
     return None if row is None else str(_values("blocks", row)["sums"])
 
 
+def all_files(db: sqlite3.Connection) -> list[FileRow]:
+    """The files whose row is intact."""
+    return _intact(db.execute("SELECT * FROM files ORDER BY no"), _file, [])
+
+
 def list_files(
     db: sqlite3.Connection, owner: str, limit: int, after: str | None, purpose: str | None, newest_first: bool = True
 ) -> list[FileRow] | None:

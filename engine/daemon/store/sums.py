@@ -40,7 +40,7 @@ def row_sum(row: Mapping[str, Any]) -> str:
 
 def is_intact(row: Mapping[str, Any]) -> bool:
     """Whether a complete row has its checksum, or none at all."""
-    return row["sum"] is None or row["sum"] == row_sum(row)
+    return row.get("sum") is None or row["sum"] == row_sum(row)
 
 
 class BlockSums:

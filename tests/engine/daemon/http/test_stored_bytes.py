@@ -17,6 +17,7 @@ from daemon_tools import Served, deployment, line, lines_of, served, submit, wai
 from laddertron.engine.daemon.store.schema import KEYS
 from laddertron.engine.daemon.store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged, row_sum
 from laddertron.engine.metrics.observer import Observer
+from laddertron.launchers.cli.__main__ import main
 from tiny_text import write_folder
 
 COUNT = 60
@@ -297,3 +298,52 @@ def test_a_sum_of_a_row_covers_names_types_and_values() -> None:
     ]
     assert row_sum(row) == row_sum({"b": 2, "a": "1", "sum": "x", "no": 4})
     assert row_sum(row) not in {row_sum(other) for other in others}
+
+
+def test_check_store_names_what_is_damaged(world: World, run_seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each kind, by the command: nothing on an intact folder, while a daemon runs too; then a row of each table, an
+    upload, an output, an index."""
+    rng = random.Random(run_seed)
+    config = world.data.with_name("check.yaml")
+    config.write_text(f"model: {{path: {world.text}}}\ndaemon: {{data_dir: {world.data}}}\n")
+    with world.daemon():
+        assert main(["check-store", str(config)]) == 0
+    assert "intact" in capsys.readouterr().out
+    db = sqlite3.connect(world.data / "store.db")
+    tables = ["files", "batches", "results", "usage", "blocks"]
+    for table in tables:
+        name = {"files": "filename", "batches": "metadata", "results": "line", "usage": "requests"}.get(table, "sum")
+        rows = [row for (row,) in db.execute(f"SELECT rowid FROM {table} WHERE {name} IS NOT NULL ORDER BY rowid")]
+        assert flip_column(db, table, name, rows[0], rng)
+    db.close()
+    for name in (world.first.output_file_id, world.big.input_file_id):
+        flip(world.data / "files" / name, rng)
+    before = {path: path.read_bytes() for path in world.data.rglob("*") if path.is_file() and path.suffix != ".db-shm"}
+    assert main(["check-store", str(config)]) == 1
+    out, err = capsys.readouterr()
+    for table in tables:
+        assert f"of table {table} does not match" in err
+    assert f"{world.big.input_file_id} (in.jsonl) has changed on the disk: the block at offset" in err.replace(
+        "\n", " "
+    )
+    assert world.first.output_file_id in err
+    assert " damaged" in out
+    after = {path: path.read_bytes() for path in before}
+    assert after == before
+
+
+def test_an_index_that_alone_is_damaged_is_made_again(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """An entry of the index of results by number is of another line: rows are what they were."""
+    db = sqlite3.connect(world.data / "store.db")
+    [root] = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'results_in_order'").fetchone()
+    size = db.execute("PRAGMA page_size").fetchone()[0]
+    db.close()
+    path = world.data / "store.db"
+    data = bytearray(path.read_bytes())
+    at = data.find(world.first.id.encode(), (root - 1) * size)
+    assert at < root * size or data[(root - 1) * size] == 2
+    data[at + len(world.first.id)] ^= 64  # the line's number in the entry
+    path.write_bytes(data)
+    with world.daemon() as (daemon, _):
+        assert content(daemon.client(), world.first.output_file_id) == world.bytes[world.first.output_file_id]
+    assert "indexes of" in caplog.text
