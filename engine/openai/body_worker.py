@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from ..request import SamplingParams, params_to_json
 from ..text import worker
 from ..text.pool import LARGE_BYTES, Blob, Encoder, PromptError
 from ..text.tokenizer import TextModel
@@ -18,6 +19,8 @@ from .to_engine import TRUNCATED, check_model, encode_prompts, with_word_ids
 from .validators import parsed
 
 MODULE = __name__
+MAX_IDS = 1 << 22
+"""The prompts' ids of one large body, if the model's context is not longer: the daemon's event loop reads them all."""
 Prepared = tuple[Body, list[tuple[int, ...]]]
 
 
@@ -29,8 +32,7 @@ async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, enco
         check_model(body, served)
         return await with_word_ids(body, encoder), await encode_prompts(body, encoder)
     reply = await _asked(raw, {"endpoint": endpoint, "served": served, "max_ids": max_ids}, encoder)
-    body = await with_word_ids(check_body(reply["rest"], endpoint), encoder)
-    return body, [tuple(ids) for ids in reply["ids"]]
+    return await with_word_ids(_unpacked(reply["rest"]), encoder), [tuple(ids) for ids in reply["ids"]]
 
 
 async def _asked(raw: Blob, payload: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
@@ -73,10 +75,21 @@ async def prepare_line(
         bad = ApiError(**reply["refused"])
         return found._replace(error=bad), bad
     try:
-        body = await with_word_ids(check_body(reply["rest"], endpoint), encoder)
+        body = await with_word_ids(_unpacked(reply["rest"]), encoder)
     except ApiError as bad:
         return found._replace(error=bad), bad
-    return found._replace(body=body), [tuple(one) for one in reply["ids"]]
+    return found._replace(body=body), [tuple(ids) for ids in reply["ids"]]
+
+
+def _unpacked(rest: dict[str, Any]) -> Body:
+    """The Body that a worker has checked, from `_packed`."""
+    values = {name: _tuples(value) for name, value in rest.items()}
+    params = {name: _tuples(value) for name, value in rest["params"].items()}
+    return Body(**{**values, "params": SamplingParams(**params)})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple([_tuples(item) for item in value]) if type(value) is list else value
 
 
 # in the worker
@@ -125,11 +138,10 @@ def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
     if line.error is not None or line.body is None:
         return {**out, **_refused(line.error or ApiError("the line has no body"))}
     if not item["ids"]:
-        prompt = {"messages": [{"role": "user", "content": ""}]} if endpoint == CHAT else {"prompt": " "}
-        return {**out, "rest": {"model": line.body.model, **prompt}, "ids": []}
+        return {**out, "rest": _packed(line.body._replace(echo=False)), "ids": []}
     try:
         check_model(line.body, item["served"])
-        return {**out, **_made(bodies[0], line.body, _Here(model, max_ids))}
+        return {**out, **_made(line.body, _Here(model, max_ids), max_ids)}
     except ApiError as bad:
         return {**out, **_refused(bad)}
 
@@ -147,18 +159,36 @@ def _body(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
         return {"answer": json.dumps(found, ensure_ascii=False).encode()}
     body = check_body(value, item["endpoint"])
     check_model(body, item["served"])
-    return _made(value, body, here)
+    return _made(body, here, max_ids)
 
 
-def _made(value: dict[str, Any], body: Body, here: _Here) -> dict[str, Any]:
-    ids = asyncio.run(encode_prompts(body, here))
-    rest = {**value, "chat_template_kwargs": None, "documents": None}
+def _made(body: Body, here: _Here, max_ids: int) -> dict[str, Any]:
+    prompts = asyncio.run(encode_prompts(body, here))
+    if (keep := body.truncate_prompt_tokens) is not None:
+        prompts = [ids[-(max_ids if keep == -1 else keep) :] for ids in prompts]
+    if (count := sum(map(len, prompts))) > (most := max(MAX_IDS, max_ids)):
+        message = f"{len(prompts)} prompts have {count} tokens in total: at most {most} in one body, send several"
+        raise ApiError(message, param="prompt", code="context_length_exceeded")
+    return {"rest": _packed(body), "ids": prompts}
+
+
+def _packed(body: Body) -> dict[str, Any]:
+    """A checked body as JSON values, without what was needed for its prompts only: the daemon's event loop reads it, so
+    its size must not be a client's choice."""
+    default = Body(body.endpoint, body.model, body.params)
+    rest = {name: value for name, value in body._asdict().items() if value != getattr(default, name)}
+    rest |= {"endpoint": body.endpoint, "model": body.model, "params": params_to_json(body.params)}
+    rest.pop("template_variables", None)
+    rest.pop("prompts", None)
     if body.endpoint == CHAT:
         last = body.messages[-1]
         rest["messages"] = [{"role": last["role"], "content": last["content"] if body.echo else ""}]
-    elif not (body.echo and isinstance(body.prompts[0], str)):  # else the text is a part of the answer
-        rest["prompt"] = [[0]] * len(ids)
-    return {"rest": {key: given for key, given in rest.items() if given is not None}, "ids": ids}
+    elif body.echo:  # the texts are a part of the answer
+        texts = body.truncate_prompt_tokens is None and isinstance(body.prompts[0], str)
+        rest["prompts"] = body.prompts if texts else [()] * len(body.prompts)
+    if body.tools:
+        rest["tools"] = [{"function": {"name": tool["function"]["name"]}} for tool in body.tools]
+    return rest
 
 
 def _bound(value: Any, max_ids: int) -> None:

@@ -46,6 +46,7 @@ class Answer:
         self._continued = last["content"] if body.echo and last["role"] == self._role else ""
         self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
         self._cached = [0] * len(requests)
+        self._echoes: dict[int, str] = {}
         self._prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = {}
         self._choices = [self._new_choice(request) for request in requests for _ in range(body.params.n)]
         self._open = len(self._choices)
@@ -127,7 +128,7 @@ class Answer:
         params = self.body.params
         top = 0 if params.logprobs is None else params.logprobs + 1
         scored = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
-        of_prompts = scored + top * self.body.echo + self.body.return_token_ids
+        of_prompts = scored + (top + 1) * self.body.echo + self.body.return_token_ids
         return self.place * (1 + top) + self.prompt_tokens * params.n * of_prompts
 
     def response(self) -> dict[str, Any]:
@@ -285,7 +286,9 @@ class Answer:
         sent = self.body.prompts[prompt]
         if isinstance(sent, str) and self.body.truncate_prompt_tokens is None:
             return sent
-        return self._text.decode(self.requests[prompt].prompt, self.body.skip_special_tokens)
+        if prompt not in self._echoes:  # the same for n choices
+            self._echoes[prompt] = self._text.decode(self.requests[prompt].prompt, self.body.skip_special_tokens)
+        return self._echoes[prompt]
 
     def _echo_items(self, prompt: int) -> list[tuple[int, TokenLogprob | None]]:
         ids = self.requests[prompt].prompt

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..request import BATCH, ModelLimits, Request
+from ..request import BATCH, ModelLimits, Request, SamplingParams
 from ..text.pool import Encoder, PromptError
 from ..text.tokenizer import ChatOptions, TextModel
 from .body import COMPLETIONS_MAX_TOKENS, Body
@@ -14,6 +14,8 @@ from .errors import ApiError
 from .schema import CHAT
 from .validators import show
 
+MAX_VALUES = 1 << 20
+"""Token ids in the parameters of all of a body's requests."""
 TRUNCATED = 8
 """A prompt that is truncated to its end may have this many times the model's number of tokens."""
 
@@ -127,6 +129,8 @@ def to_requests(
     if body.echo and not chat and given.logprobs is not None:
         scored = max(given.logprobs, scored or 0)
     seed = body.seed if body.seed is not None else default_seed(origin.run_id, origin.key)
+    _check_parameters(given, len(prompts))
+    stops = tuple(dict.fromkeys((*ends, *given.stop_token_ids)))
     requests = []
     for index, whole in enumerate(prompts):
         prompt = _cut(body, whole, limits)
@@ -137,7 +141,7 @@ def to_requests(
             # else the prompts of one body would share their noise
             seed=seed if body.seed is not None else (seed + index) % 2**64,
             min_tokens=min(given.min_tokens, max_tokens),
-            stop_token_ids=tuple(dict.fromkeys((*ends, *given.stop_token_ids))),
+            stop_token_ids=stops,
             logprobs=0 if given.return_digest and given.logprobs is None else given.logprobs,  # which carry the digest
             prompt_logprobs=scored,
         )
@@ -154,6 +158,16 @@ def to_requests(
             )
         )
     return requests
+
+
+def _check_parameters(params: SamplingParams, prompts: int) -> None:
+    """Raises ApiError if the parameters, which every prompt's request repeats, are too many values in all."""
+    values = sum(len(ids) for _, ids in params.token_ids()) + len(params.grammar or "") // 4
+    if values * prompts > MAX_VALUES:
+        message = (
+            f"{prompts} prompts with {values} token ids (or four characters of a grammar each) in their parameters"
+        )
+        raise ApiError(f"{message}: at most {MAX_VALUES} in one body, send several", param="prompt")
 
 
 def _cut(body: Body, prompt: tuple[int, ...], limits: ModelLimits) -> tuple[int, ...]:

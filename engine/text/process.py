@@ -106,7 +106,7 @@ class WorkerProcess:
             value: dict[str, Any] = json.loads(await self._frame())
             if "ids" in value:
                 packed, ends = array("I", await self._frame()), list(accumulate(value["ids"], initial=0))
-                value["ids"] = [packed[start:end].tolist() for start, end in pairwise(ends)]
+                value["ids"] = [await _ids(packed[start:end]) for start, end in pairwise(ends)]
             elif "answer" in value:
                 value["answer"] = await self._frame()
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -144,6 +144,12 @@ class WorkerProcess:
     async def kill(self) -> None:
         self._end()
         await asyncio.wait({self.exit}, timeout=_GONE_S)
+
+
+async def _ids(packed: array[int]) -> list[int]:
+    """Converts one text's ids; lets the event loop turn, since there may be many texts."""
+    await asyncio.sleep(0)
+    return packed.tolist()
 
 
 def _death(code: int) -> WorkerDied:
