@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from prometheus_client import CollectorRegistry
 
@@ -24,6 +25,7 @@ from ..engine.daemon.http.server import listen
 from ..engine.daemon.http.tls import TlsFault, check_pair
 from ..engine.daemon.service import Daemon, Parts, calm_collector
 from ..engine.daemon.store.disk import DiskError, make_folder
+from ..engine.daemon.store.disk_watch import DiskWatch
 from ..engine.daemon.store.store import StoreOptions
 from ..engine.metrics.observer import AnswerTimes, Observer
 from ..engine.metrics.otel import TelemetryError, export_histograms, export_spans
@@ -67,7 +69,8 @@ def serve(
             make_folder(data_dir)
         except OSError as error:
             raise ServeError(f"daemon.data_dir: {data_dir} cannot be made: {error.strerror}") from error
-        set_up(sys.stderr, daemon.log_level, data_dir / "audit.jsonl")
+        watch = DiskWatch()
+        set_up(sys.stderr, daemon.log_level, data_dir / "audit.jsonl", watch)
         keys = None if daemon.api_key_file is None else KeyRing(Path(daemon.api_key_file))
         watcher = observer or _observer(deployment)
         in_use = dict[str, int]()
@@ -83,7 +86,7 @@ def serve(
         scraped = None
         if (metrics := deployment.metrics).port is not None:
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
-        store = StoreOptions(adopt=adopt, skip_damaged=skip_damaged)
+        store = StoreOptions(adopt=adopt, skip_damaged=skip_damaged, watch=watch)
         try:
             reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
             parts = Parts(jobs, text, text_folder, __version__, watcher, store, keys, reloader.model)
@@ -116,7 +119,7 @@ async def _run(
 
     def stop(number: int) -> None:
         if asked:
-            os._exit(128 + number)  # asked twice: at once; the ranks' keepers see this process go
+            _leave(128 + number)
         asked.append(number)
         daemon.stop()
 
@@ -149,12 +152,22 @@ async def _run(
             task.cancel()
 
 
+def _leave(code: int) -> NoReturn:
+    """Exits at once. Ranks' keepers and clients see it even if a thread stays in a call on a disk that does not answer,
+    which the kernel does not interrupt: its descriptors stay open until then, so that pipes and sockets are closed."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "pipe:")):
+                os.close(int(name))
+    os._exit(code)
+
+
 async def _say_serving(daemon: Daemon, folder: Path, serving: Serving | None) -> None:
     """Writes the start's arguments, once this daemon has locked the folder: another one must not write there."""
     await daemon.started.wait()
     if serving is not None:
         try:
-            serving.write(folder)
+            await asyncio.to_thread(serving.write, folder)
         except OSError as error:
             log.warning("%s/%s cannot be written, and `laddertron reload` is refused: %s", folder, SERVING, error)
 
@@ -184,7 +197,7 @@ def _url(listener: socket.socket, tls: bool = False) -> str:
 
 def _observer(deployment: Deployment) -> Observer:
     vllm = (deployment.served_model_name, deployment.engine.block_size) if deployment.metrics.vllm_names else None
-    observer = Observer(CollectorRegistry(), Path(deployment.daemon.data_dir), _telemetry(deployment), vllm=vllm)
+    observer = Observer(CollectorRegistry(), _telemetry(deployment), vllm=vllm)
     observer.series.set("build_info", 1.0, __version__, deployment.served_model_name, deployment.model.wiring)
     return observer
 

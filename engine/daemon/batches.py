@@ -122,12 +122,12 @@ class Batches:
 
         export, path = self._store.export, self._store.path_of(file.id)
         if export is not None:
-            await self._store.in_thread(lambda: export.keep(path, file.id))
+            await self._store.in_thread(lambda: export.keep(path, file.id), export.folder)
         try:
             await self._store.write(work)
         except ApiError:
             if export is not None:
-                await self._store.in_thread(lambda: export.forget(file.id))
+                await self._store.in_thread(lambda: export.forget(file.id), export.folder)
             raise
 
     async def remove_file(self, file: FileRow) -> None:
@@ -135,12 +135,12 @@ class Batches:
         user = await self._store.write(lambda rows: records.drop_file(rows, file))
         if user is not None:
             raise ApiError(f"{user} uses this file: cancel it first", "file_in_use", status=409)
-        self._store.remove_bytes(file.id)
+        await self._store.remove_bytes(file.id)
 
     async def remove(self, batch: BatchRow) -> None:
         """Deletes an ended batch and all its files but the input file. Raises StoreUnavailable."""
         for name in await self._store.write(lambda rows: records.drop_batch(rows, batch)):
-            self._store.remove_bytes(name)
+            await self._store.remove_bytes(name)
 
     async def content(self, file: FileRow, begin: int = 0, end: int | None = None) -> CheckedFile:
         """Opens a file whose bytes from `begin` to `end` match their checksums. Makes an output file again if it is

@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from .http.server import make_server
 from .http.state import Services
 from .key_limits import NO_LIMITS
 from .store import records
-from .store.disk import free_bytes
+from .store.disk_watch import WatchedFiles
 from .store.open import open_store
 from .store.store import Store, StoreOptions, StoreUnavailable
 from .usage import Usage
@@ -64,6 +65,7 @@ class Daemon:
         self._deployment, self._parts = deployment, parts
         self._stop = asyncio.Event()
         self._ended = ""
+        self._store: Store | None = None
         self.started = asyncio.Event()
         """Set once HTTP is being served."""
         self.dispatcher = Dispatcher(parts.jobs, parts.observer)
@@ -76,7 +78,9 @@ class Daemon:
         """Serves until stopped or failed; returns the exit code: 0 if stopped, 1 if failed. Raises DiskError, TextError
         or OSError if it cannot start."""
         async with contextlib.AsyncExitStack() as stack:
-            store = await self._open_store()
+            naming = asyncio.create_task(self._name_stalls())
+            stack.callback(naming.cancel)
+            store = self._store = await self._open_store()
             stack.push_async_callback(store.close)
             limits = PoolLimits(max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids)
             pool = TextPool(self._parts.text_folder, limits, body_worker.MODULE)
@@ -103,6 +107,7 @@ class Daemon:
                 daemon.limits.header_timeout,
                 daemon.tls_cert,
                 daemon.tls_key,
+                watch=store.watch,
             )
             version = self._parts.version
             app = make_app(self.services, version, keys, metrics_listener is None, self._local_names(listener))
@@ -112,20 +117,24 @@ class Daemon:
                 probes = make_probe_app(self.services, version, keys, self._local_names(metrics_listener))
                 stack.push_async_callback(ProbeListener(probes, metrics_listener, options).close)
             watching = asyncio.create_task(self._watch(store, batches))
+            checking = asyncio.create_task(self._check_disks(store))
+            recording = asyncio.create_task(self._record(store))
             try:
                 self.started.set()
                 stopping = asyncio.create_task(self._stop.wait())
-                await asyncio.wait({serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
+                tasks = (serving, watching, checking, recording)
+                await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
                 stopping.cancel()
-                for task in (serving, watching):
+                for task in tasks:
                     if task.done() and (error := task.exception()) is not None:
                         log.error("internal error of the daemon", exc_info=error)
                         self._ended = self._ended or f"internal error of the daemon: {error!r}"
                 await self._wind_down(batches)
             finally:
-                watching.cancel()
+                for task in (watching, checking, recording):
+                    task.cancel()
                 server.should_exit = True
-                await asyncio.gather(serving, watching, return_exceptions=True)
+                await asyncio.gather(*tasks, return_exceptions=True)
         return 1 if self._ended else 0
 
     async def _wind_down(self, batches: Batches) -> None:
@@ -137,7 +146,7 @@ class Daemon:
                     await batches.settled()
             return
         seconds = self._deployment.daemon.drain_timeout
-        log.info("draining for up to %g s", seconds, extra={"event": "drain"})
+        log.info("draining for up to %g s; a second signal ends at once", seconds, extra={"event": "drain"})
         drained = await self.dispatcher.drain(seconds)
         self.dispatcher.end(f"the daemon is stopping, and daemon.drain_timeout={seconds:g} s is over")
         log.info(
@@ -152,6 +161,11 @@ class Daemon:
     async def _watch(self, store: Store, batches: Batches) -> None:
         while True:
             self._look(store, batches)
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    async def _record(self, store: Store) -> None:
+        """Stores usage and counts batches each second; waits while the disk does not answer."""
+        while True:
             await self._flush(self.services.usage)
             with contextlib.suppress(StoreUnavailable, OSError):
                 counts = await store.read(records.count_batches)
@@ -159,22 +173,50 @@ class Daemon:
                 self._parts.observer.queues(counts, self.dispatcher.waiting, self.dispatcher.in_flight)
             await asyncio.sleep(_WATCH_SECONDS)
 
+    async def _check_disks(self, store: Store) -> None:
+        """Looks at the data folder and at the key file each second; waits while a disk does not answer."""
+        keys = self._parts.keys
+
+        def check() -> None:
+            store.look()
+            if keys is not None:
+                with store.watch.call(keys.path):
+                    keys.refresh()
+
+        thread = ThreadPoolExecutor(1, "disks")
+        try:
+            while True:
+                await asyncio.get_running_loop().run_in_executor(thread, check)
+                await asyncio.sleep(_WATCH_SECONDS)
+        finally:
+            thread.shutdown(wait=False)
+
+    async def _name_stalls(self) -> None:
+        """Refuses writes while a disk does not answer; from before the store is opened until after it is closed."""
+        watch, before = self._parts.store.watch, None
+        while True:
+            if (stall := watch.stalled()) != before:
+                (log.info if stall is None else log.error)(stall or "the disk answers again", extra={"event": "disk"})
+                if self._store is not None:
+                    self._store.stall(stall)
+                before = stall
+            await asyncio.sleep(watch.seconds / 5)
+
     def _look(self, store: Store, batches: Batches) -> None:
-        store.check_there()
         store.clock.now()
         self._parts.observer.clock(store.clock.jump)
         self.services.samples.take(self._parts.observer.figures, time.monotonic())
         if store.fenced and not self._ended:
             self._ended = store.failure or "another daemon uses the store"
             self._stop.set()
-        self._parts.observer.store(store.failure)
+        self._parts.observer.store(store.refusal, store.room)
         least = self._deployment.daemon.limits.min_free_disk
-        why = store.failure or self.services.encoder.failure
-        try:
-            if not why and (free := free_bytes(store.folder)) < least:
+        why = store.refusal or self.services.encoder.failure
+        match store.room:
+            case str(unknown) if not why:
+                why = f"batches pause: {unknown}"
+            case (int(free), _) if not why and free < least:
                 why = f"batches pause: {free} bytes are free in {store.folder}, limits.min_free_disk={least}"
-        except OSError as error:  # possibly temporary, such as no free descriptor
-            why = f"batches pause: {store.folder} cannot be accessed: {error.strerror}"
         if why != batches.gate.why:
             (log.warning if why else log.info)(why or "batches resume", extra={"event": "gate"})
             batches.gate.set(why)
@@ -194,6 +236,7 @@ class Daemon:
         options = replace(
             given,
             export_dir=export,
+            files=WatchedFiles(given.files, given.watch),
             observe_commit=observer.commit,
             observe_error=observer.store_error,
             observe_damage=observer.damage,

@@ -224,7 +224,9 @@ def _daemon() -> Iterator[Series]:
         "Longest time by which a batch will miss its window at the present rate; negative if none will.",
     )
     yield _histogram("store_commit_seconds", "Duration of a grouped commit to the store, with fsync.", COMMIT_SECONDS)
-    yield _gauge("store_writable", "1 while the store accepts writes.")
+    yield _gauge(
+        "store_writable", "1 while the store accepts writes; 0 also while a disk of the daemon does not answer."
+    )
     yield _counter("store_errors_total", "Failed writes to the store.")
     yield _counter("store_damaged_total", "Reads of stored data that did not match its checksum.", "kind")
     yield _gauge(

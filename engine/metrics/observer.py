@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
@@ -70,13 +68,12 @@ def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> 
 
 class Observer:
     """Call methods on the event loop, `commit` and `store_error` on the store's thread, `render` on the probe
-    listener's; all return at once. `registry=None`: counts, but `render` is empty. `data_dir`: its disk is measured at
-    each scrape. `on_request` is also called for every answered body (traces)."""
+    listener's; all return at once. `registry=None`: counts, but `render` is empty. `on_request` is also called for
+    every answered body (traces)."""
 
     def __init__(
         self,
         registry: CollectorRegistry | None = None,
-        data_dir: Path | None = None,
         on_request: Callable[[AnswerTimes], None] = lambda times: None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -84,7 +81,7 @@ class Observer:
     ) -> None:
         self._exposed = registry is not None
         self.series = Collector(registry or CollectorRegistry(), clock, vllm)
-        self._data_dir, self._on_request, self._clock, self._monotonic = data_dir, on_request, clock, monotonic
+        self._on_request, self._clock, self._monotonic = on_request, clock, monotonic
         self._last: dict[tuple[str, int], float] = {}
         self._answered: deque[tuple[float, int]] = deque()
         self._done = 0
@@ -203,9 +200,13 @@ class Observer:
         self.series.add("http_requests_total", 1.0, route, str(code))
         self.series.observe("http_request_duration_seconds", seconds, route)
 
-    def store(self, failure: str | None) -> None:
-        """Sets the reason why the store refuses writes, or None; called about once a second, and when it changes."""
-        self.series.set("store_writable", float(failure is None))
+    def store(self, refusal: str | None, room: tuple[int, int] | str) -> None:
+        """Sets the reason why the store refuses writes, or None, and the free bytes and size of its disk, if they are
+        known; called about once a second, and when the reason changes."""
+        self.series.set("store_writable", float(refusal is None))
+        if not isinstance(room, str):
+            self.series.set("disk_free_bytes", room[0])
+            self.series.set("disk_size_bytes", room[1])
 
     def queues(self, batches: Mapping[str, int], waiting: int, in_flight: int) -> None:
         """Sets the numbers of batches by status and of bodies in the dispatcher; called about once a second."""
@@ -243,8 +244,4 @@ class Observer:
     def render(self, accept: str) -> tuple[bytes, str]:
         if not self._exposed:
             return b"", "text/plain; version=0.0.4; charset=utf-8"
-        if self._data_dir is not None:
-            disk = os.statvfs(self._data_dir)
-            self.series.set("disk_free_bytes", disk.f_bavail * disk.f_frsize)
-            self.series.set("disk_size_bytes", disk.f_blocks * disk.f_frsize)
         return self.series.render(accept)

@@ -128,7 +128,9 @@ class Reloader:
             if outcome == "done":
                 log.info("reload: done", extra={"event": "reload", "outcome": outcome})
             self._on_outcome(outcome)
-            self._write({"pid": os.getpid(), "began": began, "outcome": outcome, "reasons": reasons})
+            await asyncio.to_thread(
+                self._write, {"pid": os.getpid(), "began": began, "outcome": outcome, "reasons": reasons}
+            )
 
     async def _reload(self) -> tuple[Outcome, list[str]]:
         try:

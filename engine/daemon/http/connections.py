@@ -12,9 +12,10 @@ import ssl
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...openai.errors import ApiError
+from ..store.disk_watch import DiskWatch
 from .logs import Sparse
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class ServerOptions:
     write_timeout: float = 60.0
     gives_way: float = 1.0
     """Seconds for which an idle connection is kept at the limit: its request may not have been read yet."""
+    watch: DiskWatch = field(default_factory=DiskWatch)
 
 
 class Slot:

@@ -187,7 +187,7 @@ async def _keep(services: Services, file: NewFile, row: FileRow, sums: str) -> N
         check = partial(services.usage.check_stored, row.owner, more=row.bytes)
         await services.batches.add_file(row, sums, check)
     except Exception:
-        file.path.unlink(missing_ok=True)
+        await services.store.in_thread(lambda: file.path.unlink(missing_ok=True))
         raise
 
 
@@ -196,13 +196,15 @@ async def _store(services: Services, request: Request) -> FileRow:
     boundary = boundary_of(request.headers.get("content-type", ""))
     store = services.store
     length = int(request.headers.get("content-length", "0")[:20] or 0)
-    if not store.check_there() or store.failure is not None:
-        raise unstored(store.failure or "")
+    if store.refusal is None:
+        await store.in_thread(store.look)
+    if store.refusal is not None:
+        raise unstored(store.refusal)
     owner, file_id = owner_of(request), new_id("file-")
     try:
         with services.uploads.begin(owner) as reservation:
             await reservation.grow(length)
-            with NewFile(store.path_of(file_id), store.disk_files) as file:
+            async with store.new_file(file_id) as file:
                 into = _Upload(services, file, reservation)
                 form = FormParser(boundary, into.take)
                 received = 0

@@ -23,7 +23,6 @@ from ..store.disk import NewFile, make_folder
 log = logging.getLogger(__name__)
 
 _PREFIX = "sk-lt-"
-_LOOK_SECONDS = 1.0
 MAX_KEY = 256
 
 
@@ -130,16 +129,15 @@ def _change(path: Path, which: str, change: Callable[[Key], Key]) -> Key:
 
 class KeyRing:
     """The keys of a running daemon. `holder(key)` is None unless the key is valid; if the file becomes unreadable, no
-    key is. `wall`: unix seconds."""
+    key is. The daemon calls `refresh` each second on a thread, as the file's disk may not answer. `wall`: unix
+    seconds."""
 
     def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
-        self._path, self._wall = path, wall
+        self.path, self._wall = path, wall
         self._take(read_keys(path))
         self._stamp = self._look()
-        self._looked = time.monotonic()
 
     def holder(self, key: str) -> Key | None:
-        self._refresh()
         wanted, found = digest_of(key[:MAX_KEY]), None
         now = self._wall()
         for known in self._keys:  # all of them, whichever matches
@@ -150,7 +148,6 @@ class KeyRing:
 
     def works(self, key: Key) -> bool:
         """Whether a key from `holder` is still valid."""
-        self._refresh()
         return any(known.id == key.id for known in self._keys)
 
     def _take(self, keys: list[Key]) -> None:
@@ -159,25 +156,21 @@ class KeyRing:
         self._limits = {key.id: key.limits for key in keys}
 
     def limits_of(self, key_id: str) -> KeyLimits:
-        self._refresh()
         return self._limits.get(key_id, NO_LIMITS)
 
     def _look(self) -> tuple[int, int, int]:
         try:
-            status = self._path.stat()
+            status = self.path.stat()
         except OSError:
             return 0, 0, 0
         return status.st_ctime_ns, status.st_size, status.st_ino
 
-    def _refresh(self) -> None:
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
-            return
-        self._looked = now
+    def refresh(self) -> None:
+        """Reads the file again if it has changed."""
         if (stamp := self._look()) != self._stamp:
             self._stamp = stamp
             try:
-                self._take(read_keys(self._path))
+                self._take(read_keys(self.path))
             except KeyFileError as error:
                 self._keys = []
                 log.error("every API key is refused: %s", error, extra={"event": "keys"})

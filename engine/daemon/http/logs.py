@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.handlers
 import os
 import queue
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...job import CULPRIT
+from ..store.disk_watch import DiskWatch
 
 _FLUSH_SECONDS = 1.0
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
@@ -56,14 +59,14 @@ class TextFormatter(logging.Formatter):
 
 
 class QueuedHandler(logging.Handler):
-    """Writes lines to a stream through a bounded queue and a thread, so that a blocked stream delays neither the event
-    loop nor the exit of the process. Drops and counts lines if the queue is full."""
+    """Writes lines through a bounded queue and a thread, so that a blocked stream or disk delays neither the event loop
+    nor the exit of the process. Drops and counts lines if the queue is full. `write` may raise OSError."""
 
-    def __init__(self, stream: TextIO, most: int = 8192) -> None:
+    def __init__(self, write: Callable[[bytes], None], most: int = 8192) -> None:
         super().__init__()
         self._lines: queue.Queue[bytes] = queue.Queue(most)
         self._dropped = 0
-        self._descriptor = stream.fileno()  # not the stream: its lock would be asked for at the process's end
+        self._write_line = write
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -83,10 +86,9 @@ class QueuedHandler(logging.Handler):
 
     def _write(self) -> None:
         while True:
-            left = self._lines.get()
+            line = self._lines.get()
             try:
-                while left:
-                    left = left[os.write(self._descriptor, left) :]
+                self._write_line(line)
             except OSError:
                 self._dropped += 1
             finally:
@@ -96,6 +98,34 @@ class QueuedHandler(logging.Handler):
         until = time.monotonic() + _FLUSH_SECONDS
         while self._lines.unfinished_tasks and time.monotonic() < until:
             time.sleep(0.005)
+
+
+def to_stream(stream: TextIO, watch: DiskWatch) -> Callable[[bytes], None]:
+    """Makes the function that writes to a stream. A file must answer; a pipe or terminal may block for as long as its
+    reader likes."""
+    descriptor = stream.fileno()  # not the stream: its lock would be asked for at the process's end
+    on_disk = stat.S_ISREG(os.fstat(descriptor).st_mode)
+
+    def write(left: bytes) -> None:
+        with watch.call(descriptor) if on_disk else contextlib.nullcontext():
+            while left:
+                left = left[os.write(descriptor, left) :]
+
+    return write
+
+
+def to_file(path: Path, watch: DiskWatch) -> Callable[[bytes], None]:
+    """Makes the function that appends to a file, which may be rotated. Raises OSError."""
+    file = logging.handlers.WatchedFileHandler(path, encoding="utf-8")
+
+    def write(line: bytes) -> None:
+        with watch.call(path):
+            file.reopenIfNeeded()
+            if file.stream is not None:
+                file.stream.write(line.decode())
+                file.stream.flush()
+
+    return write
 
 
 class Sparse:
@@ -117,9 +147,11 @@ class Sparse:
         return left
 
 
-def set_up(stream: TextIO, level: str, audit_file: Path | None = None) -> None:
-    """Sets up logging: text on a terminal, else JSON. The audit file may be rotated."""
-    handler = QueuedHandler(stream)
+def set_up(stream: TextIO, level: str, audit_file: Path | None = None, watch: DiskWatch | None = None) -> None:
+    """Sets up logging: text on a terminal, else JSON. The audit file may be rotated. `watch` names a disk that does not
+    answer."""
+    watch = watch or DiskWatch()
+    handler = QueuedHandler(to_stream(stream, watch))
     handler.setFormatter(TextFormatter() if stream.isatty() else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
@@ -128,7 +160,7 @@ def set_up(stream: TextIO, level: str, audit_file: Path | None = None) -> None:
         for old in list(audit.handlers):
             audit.removeHandler(old)
             old.close()
-        file = logging.handlers.WatchedFileHandler(audit_file, encoding="utf-8")
+        file = QueuedHandler(to_file(audit_file, watch))
         file.setFormatter(JsonFormatter())
         audit.addHandler(file)
         audit.setLevel(logging.INFO)

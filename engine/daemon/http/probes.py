@@ -17,15 +17,12 @@ from starlette.types import ASGIApp
 
 from ...job import CULPRIT
 from ...metrics.observer import Observer
-from ..store.disk import free_bytes
 from .connections import ServerOptions
 from .server import make_server
 from .state import Services
 
 STALLED_S = 60.0
 """If the daemon's event loop has not run for this long, /health is 503: it will not recover by itself."""
-FULL_BYTES = 1 << 20
-"""With less free space on the data folder's disk commits may fail."""
 _CONNECTIONS, _GIVES_WAY_S = 64, 0.1
 
 
@@ -34,7 +31,8 @@ def readiness(services: Services) -> tuple[bool, dict[str, Any]]:
     dispatcher, store = services.dispatcher, services.store
     states = dispatcher.states
     reasons = [state.reason for state in states if state.phase != "ready" and state.reason]
-    failure = store.failure or _full(services) or services.encoder.failure
+    # a full disk refuses batches alone: it must not take a daemon that answers out of a balancer
+    failure = store.stalled or (None if store.full else store.failure) or services.encoder.failure
     if failure:
         reasons.insert(0, failure)
     fine = dispatcher.ready and not failure
@@ -56,14 +54,6 @@ def readiness(services: Services) -> tuple[bool, dict[str, Any]]:
         "replicas": replicas,
         "batches": services.batches.gate.why or "running",
     }
-
-
-def _full(services: Services) -> str:
-    try:
-        free = free_bytes(services.store.folder)
-    except OSError as error:
-        return f"the data folder cannot be accessed: {error.strerror}"
-    return f"{free} bytes are free in {services.store.folder}" if free < FULL_BYTES else ""
 
 
 def probes_router(services: Services) -> APIRouter:

@@ -34,10 +34,10 @@ class Reservations:
         finally:
             reservation.close()
 
-    def check_disk(self, owner: str, others: bool) -> None:
+    async def check_disk(self, owner: str, others: bool) -> None:
         """Raises ApiError if the disk has no room for all reservations, or `others` (the owner has several) and they
         take more than half of the room: their bytes may never arrive."""
-        room = free_bytes(self.store.folder) - self._least_free
+        room = await self.store.in_thread(lambda: free_bytes(self.store.folder)) - self._least_free
         if self.unwritten.total() > room:
             raise unstored("the disk is nearly full")
         if others and self.unwritten[owner] > room // 2:
@@ -60,7 +60,7 @@ class Reservation:
         self._size = size
         self._all.in_flight[self._owner] += more
         self._all.unwritten[self._owner] += more
-        self._all.check_disk(self._owner, self._all.unwritten[self._owner] > size - self._written)
+        await self._all.check_disk(self._owner, self._all.unwritten[self._owner] > size - self._written)
         await self._check_key()
 
     async def _check_key(self) -> None:

@@ -12,6 +12,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Generator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ...openai.errors import ApiError
 from .authority import authority_of, origin_form
 from .connections import MAX_HEADER_BYTES, Acceptor, Room, ServerOptions, Slot
-from .tls import TlsFault, check_pair
+from .tls import TlsFault, check_pair, load_pair
 
 log = logging.getLogger(__name__)
 _FRAMING_BYTES, _FRAMING = 256 << 10, 16
@@ -230,6 +231,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._options, self._room, self._turns = options, Room(options), ParsingTurns()
         self._pair = self._stamp()
+        self._renewal: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
@@ -238,8 +240,9 @@ class HttpServer(uvicorn.Server):
             self.servers.append(acceptor)  # type: ignore[arg-type]
 
     async def on_tick(self, counter: int) -> bool:
-        if self.config.ssl is not None and counter % _RENEWAL_TICKS == 0:
-            self._renew(self.config.ssl)
+        idle = self._renewal is None or self._renewal.done()
+        if self.config.ssl is not None and counter % _RENEWAL_TICKS == 0 and idle:
+            self._renewal = asyncio.create_task(self._renew(self.config.ssl))
         return await super().on_tick(counter)
 
     def _stamp(self) -> list[tuple[int, int]]:
@@ -251,20 +254,29 @@ class HttpServer(uvicorn.Server):
                 found.append((status.st_ctime_ns, status.st_ino))
         return found
 
-    def _renew(self, context: ssl.SSLContext) -> None:
+    async def _renew(self, context: ssl.SSLContext) -> None:
         """Loads a renewed certificate for new connections; reports an unusable one once."""
-        if (stamp := self._stamp()) == self._pair:
-            return
-        self._pair, (cert, key) = stamp, (self._options.tls_cert, self._options.tls_key)
-        assert cert is not None
-        assert key is not None
+        cert = self._options.tls_cert
         try:
-            check_pair(cert, key)
-            context.load_cert_chain(cert, key)
-        except (TlsFault, OSError) as error:
+            if (pair := await asyncio.to_thread(self._renewed)) is not None:
+                load_pair(context, *pair)
+        except (TlsFault, OSError) as error:  # ssl.SSLError is one
             log.warning("the earlier certificate stays in use: %s", error, extra={"event": "tls"})
         else:
-            log.info("%s is in use", cert, extra={"event": "tls"})
+            if pair is not None:
+                log.info("%s is in use", cert, extra={"event": "tls"})
+
+    def _renewed(self) -> tuple[bytes, bytes] | None:
+        """The contents of the certificate and its key if they have changed. Raises TlsFault or OSError."""
+        cert, key = self._options.tls_cert, self._options.tls_key
+        assert cert is not None
+        assert key is not None
+        with self._options.watch.call(Path(cert)):
+            if (stamp := self._stamp()) == self._pair:
+                return None
+            self._pair = stamp
+            check_pair(cert, key)
+            return Path(cert).read_bytes(), Path(key).read_bytes()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)

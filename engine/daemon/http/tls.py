@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from pathlib import Path
 
@@ -52,3 +53,15 @@ def check_pair(cert: str, key: str) -> None:
         else:
             message = f"{key}: no usable private key ({error.reason or error}): give one in PEM form"
         raise TlsFault("tls_key", message) from None
+
+
+def load_pair(context: ssl.SSLContext, cert: bytes, key: bytes) -> None:
+    """Loads a pair from memory: OpenSSL reads only files, and the pair's own disk may not answer. Raises OSError."""
+    descriptors = [os.memfd_create(name, os.MFD_CLOEXEC) for name in ("cert", "key")]
+    try:
+        for descriptor, content in zip(descriptors, (cert, key), strict=True):
+            os.write(descriptor, content)
+        context.load_cert_chain(*(f"/proc/self/fd/{descriptor}" for descriptor in descriptors))
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -92,14 +93,18 @@ class NewFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Deletes the file unless it was committed."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._temporary.unlink(missing_ok=True)
 
 
-def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
-    """The (mount point, file system type) of a path, from the text of /proc/self/mountinfo."""
-    best = ("/", "unknown")
+def mount_of(path: Path, mountinfo: str) -> tuple[str, str, str]:
+    """The (mount point, file system type, device) of a path, from the text of /proc/self/mountinfo."""
+    best = ("/", "unknown", "unknown")
     wanted = str(path)
     for line in mountinfo.splitlines():
         before, found, after = line.partition(" - ")
@@ -108,13 +113,14 @@ def mount_of(path: Path, mountinfo: str) -> tuple[str, str]:
         point = before.split(" ")[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best[0]):
-            best = (point, after.split(" ")[0])
+            kind, device = after.split(" ")[:2]
+            best = (point, kind, device)
     return best
 
 
 def check_type(folder: Path, mountinfo: str) -> None:
     """Raises DiskError if the folder is on a network file system."""
-    point, kind = mount_of(folder.resolve(), mountinfo)
+    point, kind, _ = mount_of(folder.resolve(), mountinfo)
     base = kind.removeprefix("fuse.")
     if base in NETWORK_TYPES or (kind.startswith("fuse.") and base not in ("fuseblk", "fuse-overlayfs")):
         raise DiskError(
@@ -199,6 +205,22 @@ def _named(holder: str) -> str:
 
 def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
+
+
+def room_of(folder: Path) -> tuple[int, int] | str:
+    """Free bytes and size of the folder's disk, or the reason why they are unknown."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:  # possibly temporary, such as no free descriptor
+        return f"{folder} cannot be accessed: {error.strerror}"
+    return usage.free, usage.total
+
+
+def is_full(error: Exception) -> bool:
+    """Whether a write failed only because the disk, or the user's share of it, is full."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def prepare_folder(folder: Path) -> FolderLock:

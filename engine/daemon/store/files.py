@@ -46,12 +46,12 @@ class Cleaner:
         while batches := await self._store.read(lambda db: records.old_batches(db, before)):
             for batch in batches:
                 for name in await self._store.write(partial(records.drop_batch, batch=batch)):
-                    self._store.remove_bytes(name)
+                    await self._store.remove_bytes(name)
             count += len(batches)
         while files := await self._store.read(lambda db: records.old_files(db, before, now)):
             for file in files:
                 if await self._store.write(partial(records.drop_file, file=file)) is None:
-                    self._store.remove_bytes(file.id)
+                    await self._store.remove_bytes(file.id)
             count += len(files)
         if count:
             log.info("deleted %d old files and batches", count, extra={"event": "retention"})
@@ -152,7 +152,7 @@ class Outputs:
             return found
 
         if not await self._store.write(work):  # deleted meanwhile
-            self._store.remove_bytes(file.id)
+            await self._store.remove_bytes(file.id)
 
     async def write(self, batch_id: str, file_id: str, ok: bool) -> tuple[int, str]:
         """Writes a file of a batch; returns its bytes and the checksums of its blocks. Raises OSError or

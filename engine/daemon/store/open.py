@@ -9,7 +9,9 @@ import re
 import secrets
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from .connection import connect_store
 from .counter import COUNT, check_count, clear_mark, copy_log, count_file, reset_count
@@ -24,19 +26,20 @@ log = logging.getLogger(__name__)
 
 _EVENT = {"event": "store"}
 _OF_INDEX = re.compile(r"row \d+ missing from index |wrong # of entries in index ")
+T = TypeVar("T")
 
 
 async def open_store(folder: Path, options: StoreOptions) -> Store:
     """Makes or opens the store in `folder`; an empty one is rebuilt from the export, if there is one. Raises DiskError
     (held, a network file system, damaged, of a later version, emptied, of another folder) or OSError."""
-    lock = await asyncio.to_thread(prepare_folder, folder)
+    lock = await _watched(options, folder, lambda: prepare_folder(folder))
     try:
         export = None
         if options.export_dir is not None:
             export = Export(options.export_dir, options.files)
-        await asyncio.to_thread(_make, folder, export, options)
+        await _watched(options, folder, lambda: _make(folder, export, options))
         store = Store(folder, lock, export, options)
-        await asyncio.to_thread(store.start)
+        await _watched(options, folder, store.start)
         return store
     except (sqlite3.Error, SchemaVersionError, ExportError) as error:
         lock.release()
@@ -44,6 +47,14 @@ async def open_store(folder: Path, options: StoreOptions) -> Store:
     except BaseException:
         lock.release()
         raise
+
+
+async def _watched(options: StoreOptions, folder: Path, work: Callable[[], T]) -> T:
+    def call() -> T:
+        with options.watch.call(folder, job=True):
+            return work()
+
+    return await asyncio.to_thread(call)
 
 
 def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:

@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ from .clock import TrustedClock
 from .connection import connect_store, newest_time, note_position, snapshot
 from .counter import COUNT, Counter, Watched, clear_mark, copy_log
 from .disk import Files as DiskFiles
-from .disk import FolderLock
+from .disk import FolderLock, NewFile, is_full, room_of
+from .disk_watch import DiskWatch
 from .export import Export, Fenced
 from .schema import Rows
 from .sums import Damaged, Kind
@@ -62,6 +63,7 @@ class StoreOptions:
     adopt: bool = False
     skip_damaged: bool = False
     wall: Callable[[], float] = time.time
+    watch: DiskWatch = field(default_factory=DiskWatch)
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ class Store:
 
     def __init__(self, folder: Path, lock: FolderLock, export: Export | None, options: StoreOptions) -> None:
         self.folder, self._lock, self.export, self._options = folder, lock, export, options
-        self.files_folder, self.disk_files = folder / "files", options.files
+        self.files_folder, self.disk_files, self.watch = folder / "files", options.files, options.watch
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._readers = ThreadPoolExecutor(_READERS, "store-read")
@@ -88,29 +90,49 @@ class Store:
         self._owed: list[tuple[_Work, Any, BaseException | None]] = []
         self.generation = 0
         self.failure: str | None = None
-        """The reason why writes are refused, or None."""
+        """The failed write because of which writes are refused, or None."""
+        self.stalled: str | None = None
+        """The disk that does not answer, because of which writes are refused, or None."""
+        self.full = False
+        """Whether `failure` is only that the disk is full."""
         self.fenced = False
+        self.room: tuple[int, int] | str = room_of(folder)
+        """Free bytes and size of the disk at the last `look`, or the reason why they are unknown."""
         self._writable = asyncio.Event()
         self._writable.set()
         self.on_change: Callable[[], None] = lambda: None
-        """Called on the event loop when `failure` has changed."""
+        """Called on the event loop when `refusal` has changed."""
         self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
 
     def path_of(self, file_id: str) -> Path:
         """The path of a file's bytes. `file_id` must come from the store, never from a client."""
         return self.files_folder / file_id
 
-    def remove_bytes(self, file_id: str) -> None:
-        """Deletes a file's bytes, also in the export, after its row was deleted."""
-        self.path_of(file_id).unlink(missing_ok=True)
-        if self.export is not None:
-            self.export.forget(file_id)
+    @property
+    def refusal(self) -> str | None:
+        """The reason why writes are refused, or None."""
+        return self.failure or self.stalled
+
+    async def remove_bytes(self, file_id: str) -> None:
+        """Deletes a file's bytes, also in the export, after its row was deleted. Raises OSError."""
+        await self.in_thread(lambda: self.path_of(file_id).unlink(missing_ok=True))
+        if (export := self.export) is not None:
+            await self.in_thread(lambda: export.forget(file_id), export.folder)
+
+    @contextlib.asynccontextmanager
+    async def new_file(self, file_id: str) -> AsyncIterator[NewFile]:
+        """A file's bytes, to be written and committed in threads. Raises OSError."""
+        file = await self.in_thread(lambda: NewFile(self.path_of(file_id), self.disk_files))
+        try:
+            yield file
+        finally:
+            await self.in_thread(file.discard)
 
     async def write(self, work: Callable[[Rows], T]) -> T:
         """Runs `work` within a group's transaction; returns once the group is committed. If `work` raises, only its own
         changes are rolled back. Raises StoreUnavailable if the disk failed."""
-        if self.failure is not None:
-            raise (StoreFenced if self.fenced else StoreUnavailable)(self.failure)
+        if self.refusal is not None:
+            raise (StoreFenced if self.fenced else StoreUnavailable)(self.refusal)
         item = _Work(work, self._loop.create_future())
         self._queue.put(item)
         value: T = await item.future
@@ -136,9 +158,14 @@ class Store:
         log.error("%s", damaged, extra={"event": "damaged"})
         self._options.observe_damage(damaged.kind)
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Runs work on files, concurrently with the readers."""
-        return await self._loop.run_in_executor(self._readers, work)
+    async def in_thread(self, work: Callable[[], T], where: Path | None = None) -> T:
+        """Runs work on files of `where` (the data folder), concurrently with the readers."""
+
+        def watched() -> T:
+            with self.watch.call(where or self.folder, job=True):
+                return work()
+
+        return await self._loop.run_in_executor(self._readers, watched)
 
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
         """Like `in_thread`, for long work: one thread for each owner at a time, and others reserved for the readers."""
@@ -199,6 +226,18 @@ class Store:
             path.rename(aside)
             log.warning("the store knows no file %s: moved to %s", path.name, aside, extra={"event": "store"})
 
+    def look(self) -> None:
+        """Checks that the folder is there and measures its disk. Not on the event loop, as the disk may not answer."""
+        with self.watch.call(self.folder):
+            self.check_there()
+            self.room = room_of(self.folder)
+
+    def stall(self, disk: str | None) -> None:
+        """Refuses writes while a disk does not answer. Queued ones are committed when it does. On the event loop."""
+        if disk != self.stalled:
+            self.stalled = disk
+            self._changed()
+
     def check_there(self) -> bool:
         """Whether the folder is still the one that was opened; else no write is acknowledged any more. Thread-safe."""
         wrong = self._watched.wrong()
@@ -213,15 +252,17 @@ class Store:
         db = self._connect()
         while True:
             if time.monotonic() - self._noted > _NOTE_SECONDS:
-                self._note_time(db)
+                with self.watch.call(self.folder):
+                    self._note_time(db)
             try:
                 idle = _NOTE_SECONDS if self.export is None else _EXPORT_SECONDS
                 item = self._queue.get(timeout=idle if self.failure is None else _TRIAL_SECONDS)
             except queue.Empty:
-                if self.failure is None:
-                    self._check_export(db)
-                else:
-                    db = self._trial(db)
+                with self.watch.call(self.folder):
+                    if self.failure is None:
+                        self._check_export(db)
+                    else:
+                        db = self._trial(db)
                 continue
             if item is None:
                 break
@@ -231,15 +272,17 @@ class Store:
                     last = True
                     break
                 works.append(more)
-            db = self._commit(db, works)
+            with self.watch.call(self.folder):
+                db = self._commit(db, works)
             if last:
                 break
         unsure = StoreUnavailable(f"{self.failure}: what was written may be stored")
         self._answer([(work, None, unsure) for work, _, _ in self._owed])
-        self._note_time(db)
-        if not self.fenced:
-            self._copy_log(db)
-        db.close()
+        with self.watch.call(self.folder):
+            self._note_time(db)
+            if not self.fenced:
+                self._copy_log(db)
+            db.close()
 
     def _note_time(self, db: sqlite3.Connection) -> None:
         """Stores the time for the next daemon's TrustedClock; ignores errors, which the next commit detects."""
@@ -261,7 +304,8 @@ class Store:
             for work in works:
                 self._run_one(work, rows)
             if self.export is not None and rows.changes:
-                self.export.append(rows.changes)
+                with self.watch.call(self.export.folder):
+                    self.export.append(rows.changes)
                 exported = True
                 note_position(db, self.export)
             db.execute("UPDATE meta SET value = ? WHERE key = 'commits'", (self._commits + 1,))
@@ -299,7 +343,7 @@ class Store:
             self._counter.write(self._commits)
         except OSError as error:
             self._options.observe_error()
-            self._say(f"{self.folder}/store.count cannot be written: {error}")
+            self._say(f"{self.folder}/store.count cannot be written: {error}", is_full(error))
             return False
         owed, self._owed = self._owed, []
         self._say(None)
@@ -323,7 +367,8 @@ class Store:
         """Checks the export between commits; each commit also does."""
         try:
             if self.export is not None:
-                self.export.check()
+                with self.watch.call(self.export.folder):
+                    self.export.check()
         except (OSError, Fenced) as error:
             self._failed(error, db)
 
@@ -332,7 +377,7 @@ class Store:
             db.rollback()
         self.fenced |= isinstance(error, Fenced)
         self._options.observe_error()
-        self._say(f"the store cannot be written: {error}")
+        self._say(f"the store cannot be written: {error}", is_full(error))
 
     def _trial(self, db: sqlite3.Connection) -> sqlite3.Connection:
         """Tries whether writes succeed again."""
@@ -343,7 +388,8 @@ class Store:
             db.execute("BEGIN IMMEDIATE")
             db.execute("INSERT INTO meta VALUES ('trial', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
             if self.export is not None:
-                self.export.append([])
+                with self.watch.call(self.export.folder):
+                    self.export.append([])
                 note_position(db, self.export)
             db.execute("COMMIT")
         except (sqlite3.Error, OSError, Fenced) as error:
@@ -360,7 +406,8 @@ class Store:
         db.close()
         return new
 
-    def _say(self, failure: str | None) -> None:
+    def _say(self, failure: str | None, full: bool = False) -> None:
+        self.full = full
         if failure != self.failure:
             (log.info if failure is None else log.error)(
                 "the store is writable again" if failure is None else failure, extra={"event": "store"}
@@ -369,7 +416,7 @@ class Store:
             self._call(self._changed)
 
     def _changed(self) -> None:
-        (self._writable.set if self.failure is None else self._writable.clear)()
+        (self._writable.set if self.refusal is None else self._writable.clear)()
         self.on_change()
 
     def _answer(self, answers: list[tuple[_Work, Any, BaseException | None]]) -> None:

@@ -204,8 +204,8 @@ def test_a_rank_without_a_processor_is_the_straggler_though_it_seems_to_wait(met
     assert beats(3, (None, None)) == [pytest.approx(1.0)] * 2
 
 
-def watched(clock: Clock, data_dir: Path | None = None) -> Observer:
-    return Observer(CollectorRegistry(), data_dir, clock=clock, monotonic=clock)
+def watched(clock: Clock) -> Observer:
+    return Observer(CollectorRegistry(), clock=clock, monotonic=clock)
 
 
 def test_gaps_between_tokens_and_ends_of_choices(clock: Clock) -> None:
@@ -237,15 +237,15 @@ def test_latencies_as_the_client_sees_them(clock: Clock) -> None:
     assert [times.finish for times in told] == ["stop", "cancelled"]
 
 
-def test_the_observer_passes_everything_on(clock: Clock, tmp_path: Path) -> None:
-    """Every method of the daemon's Observer, and the disk of its data folder."""
-    observer = watched(clock, tmp_path)
+def test_the_observer_passes_everything_on(clock: Clock) -> None:
+    """Every method of the daemon's Observer."""
+    observer = watched(clock)
     observer.report(0, report(0, clock.now))
     observer.failure(0, "silent", "no heartbeat", {})
     observer.quarantined()
     observer.commit(0.004)
     observer.http("/v1/batches/{id}", 404, 0.02)
-    observer.store("EIO")
+    observer.store("EIO", (5, 9))
     observer.clock(-7200.0)
     observer.queues({"in_progress": 2}, 3, 10)
     observer.batches(BatchView(10, 5, 0, 900.0, 2000.0))
@@ -261,7 +261,9 @@ def test_the_observer_passes_everything_on(clock: Clock, tmp_path: Path) -> None
         'dispatch_requests{status="in_flight"} 7.0',
     ):
         assert f"laddertron_{line}" in body
-    assert (value(observer, "disk_free_bytes") or 0) > 0
+    assert [value(observer, f"disk_{name}_bytes") for name in ("free", "size")] == [5.0, 9.0]
+    observer.store(None, "it cannot be accessed")
+    assert value(observer, "disk_free_bytes") == 5.0
 
 
 def test_the_stores_batches_in_one_query() -> None:
@@ -364,7 +366,7 @@ def test_wrong_labels_are_refused(metrics: Observer) -> None:
 def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
     """Every series with a value."""
     clock = clock or Clock()
-    metrics = Observer(CollectorRegistry(), Path("."), clock=clock, monotonic=clock)
+    metrics = Observer(CollectorRegistry(), clock=clock, monotonic=clock)
     metrics.series.set("build_info", 1.0, "0.1", "demo", "ladder")
     metrics.state(0, JobState("ready", limits=ModelLimits(64, 100, 4, 1600)))
     rows = []
@@ -388,7 +390,7 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
     clock.now += 1.0
     metrics.batches(BatchView(5, 5, 0, 990.0, 2000.0, ((5, 2000.0),)))
     metrics.commit(0.003)
-    metrics.store(None)
+    metrics.store(None, (5, 9))
     metrics.clock(0.0)
     metrics.http("/v1/batches/{id}", 200, 0.01)
     metrics.failure(0, "silent", "no heartbeat", {})

@@ -323,11 +323,11 @@ def test_a_running_daemon_sees_a_revocation_and_a_spoilt_file_lets_nobody_in(
     _, two = add_key(path, "two")
     ring = KeyRing(path)
     revoke_key(path, "one")
-    ring._looked = 0.0
+    ring.refresh()
     assert ring.holder(one) is None
     assert ring.holder(two) is not None
     path.write_text("spoilt")
-    ring._looked = 0.0
+    ring.refresh()
     assert ring.holder(two) is None
     assert "every API key is refused: " in caplog.text
 
@@ -351,10 +351,10 @@ def test_a_change_of_the_key_file_keeps_its_owner_mode_and_links(
     assert owners == [(path.stat().st_uid, path.stat().st_gid)]
     with monkeypatch.context() as during:
         during.setattr(Path, "read_text", lambda *_, **__: os.stat("/proc/none"))
-        ring._looked = 0.0
+        ring.refresh()
         assert ring.holder(secret) is None
     path.chmod(0o644)  # the mend of a file that could not be read changes no byte of it
-    ring._looked = 0.0
+    ring.refresh()
     assert ring.holder(secret) is not None
 
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 from daemon_tools import deployment, served
-from laddertron.engine.daemon import service
 from laddertron.engine.daemon.http.keys import add_key
-from laddertron.engine.daemon.http.logs import QueuedHandler, Sparse
+from laddertron.engine.daemon.http.logs import QueuedHandler, Sparse, to_stream
+from laddertron.engine.daemon.store import store
+from laddertron.engine.daemon.store.disk_watch import DiskWatch
 from laddertron.launchers.control import control
 from laddertron.launchers.control.messages import Welcome
 from test_probes import get
@@ -34,7 +35,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
     """More lines than pipe and queue have room for; once it is read, the first new line says how many are missing."""
     read, write = os.pipe()
     with open(write, "w") as stream, open(read, "rb", buffering=0) as pipe:
-        handler = QueuedHandler(stream, most=100)
+        handler = QueuedHandler(to_stream(stream, DiskWatch()), most=100)
         logger = logging.Logger("unread")
         logger.addHandler(handler)
         for number in range(3000):
@@ -106,12 +107,10 @@ def test_a_folder_that_cannot_be_looked_at_pauses_batches(
     """Without a descriptor, say; the daemon goes on, and batches do once it can."""
     failing = True
 
-    def free(path: Path) -> int:
-        if failing:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return 1 << 40
+    def room(path: Path) -> tuple[int, int] | str:
+        return "Too many open files" if failing else (1 << 40, 1 << 41)
 
-    monkeypatch.setattr(service, "free_bytes", free)
+    monkeypatch.setattr(store, "room_of", room)
     with served(deployment(tmp_path), folder) as daemon:
         gate = daemon.daemon.services.batches.gate
         until(lambda: "Too many open files" in gate.why)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,10 +16,10 @@ import pytest
 from daemon_tools import LIMITS, NAME, Served, deployment, line, served, submit, wait_batch
 from fake_job import FakeJob
 from laddertron.engine.config.schema import LimitsConfig
-from laddertron.engine.daemon.http import probes
 from laddertron.engine.daemon.http.connections import connections_within
 from laddertron.engine.daemon.http.keys import add_key
 from laddertron.engine.daemon.http.probes import STALLED_S
+from laddertron.engine.daemon.store import store
 from laddertron.engine.daemon.store.store import StoreOptions
 from laddertron.engine.metrics.observer import Observer
 from prometheus_client import CollectorRegistry
@@ -94,18 +93,20 @@ def test_ready_says_that_the_daemon_drains(folder: Path, tmp_path: Path) -> None
             daemon.jobs[0].go.set()
 
 
-def test_not_ready_without_a_free_byte(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_disk_without_a_free_byte_pauses_batches_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though nothing has tried to write yet; and a probe's 503 is no line of the access log."""
-    caplog.set_level(logging.INFO, "laddertron.engine.daemon.http.guard")
-    with served(deployment(tmp_path), folder) as daemon:
+    """A balancer keeps a daemon that answers: /ready is 200 and has the reason why batches pause."""
+    config = deployment(tmp_path)
+    limits = replace(config.daemon.limits, min_free_disk=1)
+    config = replace(config, daemon=replace(config.daemon, limits=limits))
+    with served(config, folder, observer=watched()) as daemon:
         assert get(daemon, "/ready")[0] == 200
-        monkeypatch.setattr(probes, "free_bytes", lambda folder: 0)
-        status, body = get(daemon, "/ready")
-        assert (status, json.loads(body)["status"]) == (503, "not_ready")
-        assert "0 bytes are free" in json.loads(body)["reason"]
-    assert not any("/ready" in record.getMessage() for record in caplog.records)
+        monkeypatch.setattr(store, "room_of", lambda folder: (0, 9))
+        until(lambda: "0 bytes are free" in json.loads(get(daemon, "/ready")[1])["batches"])
+        assert get(daemon, "/ready")[0] == 200
+        assert daemon.client().completions.create(model=NAME, prompt="a", max_tokens=2).choices[0].text
+        until(lambda: figures(daemon, "disk_free_bytes") == 0)
 
 
 def test_generation_tokens_are_those_of_usage(folder: Path, tmp_path: Path) -> None:
@@ -132,8 +133,8 @@ def test_generation_tokens_are_those_of_usage(folder: Path, tmp_path: Path) -> N
 
 def test_store_errors_are_counted(folder: Path, tmp_path: Path) -> None:
     files, observer = BadFiles(), watched()
-    store = StoreOptions(connect=failing, files=files)
-    with served(deployment(tmp_path), folder, store=store, observer=observer) as daemon:
+    options = StoreOptions(connect=failing, files=files)
+    with served(deployment(tmp_path), folder, store=options, observer=observer) as daemon:
         client = daemon.client()
         assert figures(daemon, "store_errors_total") == 0
         files.write_error = 28

@@ -139,7 +139,7 @@ def test_network_file_systems_are_refused_with_the_mend(folder: str, kind: str) 
 def test_local_disks_are_taken() -> None:
     for folder in ("/var/lib", "/scratch/local/data"):
         check_type(Path(folder), MOUNTS)
-    assert mount_of(Path("/homework"), MOUNTS) == ("/", "ext4")
+    assert mount_of(Path("/homework"), MOUNTS) == ("/", "ext4", "/dev/sda1")
 
 
 def test_an_older_schema_is_migrated_and_a_newer_one_refused(tmp_path: Path) -> None:
@@ -255,7 +255,10 @@ class Failing(sqlite3.Connection):
     def execute(self, sql: str, *arguments: Any) -> sqlite3.Cursor:
         if sql == "COMMIT" and Failing.broken:
             super().execute("ROLLBACK")
-            raise sqlite3.OperationalError(Failing.broken)
+            error = sqlite3.OperationalError(Failing.broken)
+            if "full" in Failing.broken:
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
         return super().execute(sql, *arguments)
 
 
