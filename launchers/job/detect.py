@@ -4,7 +4,6 @@ failure, differing ranks, relaunches. No clocks and no processes: times are argu
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from ...engine.job import CULPRIT
 from ..control.messages import Beat
+from .causes import unreachable as unreachable
 
 FailureKind = Literal[
     "mismatch", "protocol", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled",
@@ -178,39 +178,3 @@ class RestartPolicy:
         if self.in_a_row > self.limit:
             return None
         return 0.0 if self.in_a_row == 1 else min(self.longest_s, 2.0 ** (self.in_a_row - 2))
-
-
-_HOST = r"(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)"
-_CAUSES = tuple(
-    re.compile(pattern)
-    for pattern in (
-        rf"ssh: connect to host {_HOST} port \d+: .+",
-        rf"ssh: Could not resolve hostname {_HOST}: .+",
-        rf"(?:\S+@)?{_HOST}: Permission denied \(.+\)\.?",
-        rf"No \S+ host key is known for {_HOST} and you have requested strict checking\.?",
-        rf"Host key for {_HOST} has changed and you have requested strict checking\.?",
-        rf"srun: error: Task launch for .+ failed on node {_HOST}: .+",
-        rf'srun: error: Unable to resolve "{_HOST}".*',
-        r"Host key verification failed\.?",
-        r"\S*sh: (?:line )?(?:\d+: )?(?:exec: )?\S*(?:orted|prted|hydra_pmi_proxy|srun|python\S*): .+",
-        r"slurmstepd: error: execve\(\): .+",
-        r"(?:\[.*\] )?HYDU_create_process .*execvp error on file .+",
-        r"Executable: .+",
-    )
-)
-"""Lines of output that name the cause, the most specific first; some do not name the host."""
-_HOSTS = tuple(re.compile(rf"{title}: {_HOST}") for title in ("Remote host", "Node"))
-"""Lines in which Open MPI names the host, near such a line."""
-
-
-def unreachable(output: Sequence[str]) -> tuple[str, str | None] | None:
-    """The line that names the cause, prefixed by its host, and the host (None if not named); None if no line
-    matches."""
-    lines = [" ".join(line.split()) for line in output]
-    found = next((match for pattern in _CAUSES for line in lines if (match := pattern.fullmatch(line))), None)
-    if found is None:
-        return None
-    named = [match for pattern in (*_CAUSES, *_HOSTS) for line in lines if (match := pattern.fullmatch(line))]
-    host = next((name for match in (found, *named) if (name := match.groupdict().get("host"))), None)
-    text = re.sub(r"^Executable: (.+)", r"\1: no such program", found[0])
-    return (f"{host}: {text}" if host else text), host

@@ -23,6 +23,7 @@ from ...topology.placement.machines import boot_id
 from ..compose.mpi import LaunchCommand
 from ..control import messages, processes
 from ..control.control import ENV_ADDRESS, ENV_SECRET, ControlThread, new_secret
+from .causes import StartOutput
 from .detect import Evidence, JobFailure
 from .keeper import under_keeper
 from .options import JobOptions
@@ -80,6 +81,7 @@ class Launch:
         self._dumped = asyncio.Event()
         self._dump_id = 0
         self._output: deque[tuple[float, str]] = deque(maxlen=60)
+        self._start_output = StartOutput()
         self._asked_at = self._late_at = self._late_s = 0.0
         self.sign_at = 0.0
         """Time of the first evidence of its end, in monotonic seconds."""
@@ -158,7 +160,7 @@ class Launch:
         # only lines printed shortly before the end: earlier ones are about other things
         last_words = tuple(line for at, line in self._output if at > self.sign_at - LAST_WORDS_S)
         stood_still = self._late_s if self.sign_at - self._late_at < LAST_WORDS_S else 0.0
-        return self._board.judge(exit_code, last_words, dict(self._dumps), stood_still)
+        return self._board.judge(exit_code, last_words, dict(self._dumps), stood_still, self._start_output.lines)
 
     async def dump(self, timeout_s: float) -> dict[int, dict[str, Any]]:
         """Gets stacks and last collectives of every rank that answers in time."""
@@ -306,6 +308,8 @@ class Launch:
         text = line[:_LINE_LIMIT].decode(errors="replace").rstrip()
         if text.strip("-= "):  # skip the rules around mpirun's messages
             self._output.append((time.monotonic(), text))
+            if not self._board.ready:
+                self._start_output.take(text)
             self._options.words.take(text, self._options.replica)
 
     async def _wait_for_exit(self, keeper: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:

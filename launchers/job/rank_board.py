@@ -15,7 +15,8 @@ from ...engine.request import ModelLimits
 from ...topology.placement.machines import shared_hostname
 from ..control.control import UNREACHABLE
 from ..control.messages import SILENCE_S, Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
-from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled, unreachable
+from .causes import first_errors, unreachable
+from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled
 from .options import JobTimeouts
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
@@ -23,6 +24,10 @@ _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
 NODE_LOST = "lost communication with a remote daemon"
 """mpirun's message about an unreachable node; it then ends the ranks on all other nodes."""
 _LOST_NODE = re.compile(r"\bRemote daemon\s*: \S+ on node (\S+)")
+
+
+_EXPLAINED = ("rank_lost", "launcher_exit", "launcher_killed", "launch", "load_stalled", "consequence")
+"""The kinds of failure whose cause the launcher's output may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ class RankBoard:
         self._timeouts = timeouts
         self._steps = StepWatch(timeouts.first_step_s, timeouts.least_step_s)
         self._began = self._moved = began
-        self._ready = self.loads = False
+        self.ready = self.loads = False
 
     @property
     def healthy(self) -> bool:
@@ -180,13 +185,13 @@ class RankBoard:
 
     def _agreement(self) -> list[News]:
         announced = {rank: state.digests for rank, state in self.ranks.items() if state.digests is not None}
-        if self._ready or len(announced) < len(self.ranks):
+        if self.ready or len(announced) < len(self.ranks):
             return []
         if (found := differing(announced)) is not None:
             return [self.sign(Evidence("mismatch", *found))]
         if self.evidence or any(state.limits is None for state in self.ranks.values()):
             return []
-        self._ready = True
+        self.ready = True
         limits = self.ranks[0].limits
         assert limits is not None
         return [Ready(limits)]
@@ -210,7 +215,7 @@ class RankBoard:
                 where = f" on {', '.join(hosts)}" if hosts else ""
                 text = f"rank {', '.join(map(str, missing))}{where} did not start within {timeouts.launch_s:g} s"
                 news.append(self.sign(Evidence("launch", missing[0] if len(hosts) == 1 else None, text)))
-        elif not self._ready and (self.loads or not self._standing()) and now - self._moved > timeouts.load_stall_s:
+        elif not self.ready and (self.loads or not self._standing()) and now - self._moved > timeouts.load_stall_s:
             slowest = min(greeted, key=lambda rank: self.ranks[rank].fraction)
             text = f"loading has made no progress for {timeouts.load_stall_s:g} s"
             news.append(self.sign(Evidence("load_stalled", slowest, text)))
@@ -227,7 +232,7 @@ class RankBoard:
 
     def _stall(self, now: float) -> list[News]:
         # a silent rank explains why the others wait; its own deadline decides
-        if not self._ready or any(state.suspect for state in self.ranks.values()):
+        if not self.ready or any(state.suspect for state in self.ranks.values()):
             return []
         beats = {rank: state.beat for rank, state in self.ranks.items() if state.beat is not None}
         found = stalled(beats, self._steps, {rank: now - self.ranks[rank].beat_at for rank in beats})
@@ -248,10 +253,15 @@ class RankBoard:
         return [self.sign(Evidence("stalled", late, text))]
 
     def judge(
-        self, exit_code: int | None, output: tuple[str, ...], dumps: dict[int, dict[str, Any]], stood_still: float = 0.0
+        self,
+        exit_code: int | None,
+        output: tuple[str, ...],
+        dumps: dict[int, dict[str, Any]],
+        stood_still: float = 0.0,
+        start_output: Sequence[str] = (),
     ) -> JobFailure:
         """Determines the cause from all evidence (at least one). stood_still: seconds for which this process was
-        suspended before the first."""
+        suspended before the first. `output`: the last lines, start_output: those until the ranks were ready."""
         sign, words = blame(self.evidence), " ".join(output)
         if sign.kind == "rank_lost" and NODE_LOST in words:
             sign = self._lost_node(words)
@@ -271,13 +281,20 @@ class RankBoard:
         if device == "cuda" and state.hello is not None:
             device = f"cuda:{state.hello.local_rank}"
         reason = sign.text if sign.rank is None or sign.kind == "launch" else f"{self.name(sign.rank)}: {sign.text}"
-        if sign.kind in ("rank_lost", "launcher_exit", "launcher_killed") and output:
-            reason += "; last output: " + " | ".join(output[-5:])
         node, host = self.node(sign.rank), self.hosts.get(-1 if sign.rank is None else sign.rank)
         began = any(state.hello is not None for state in self.ranks.values())
-        if sign.kind == "launcher_exit" and not began and (cause := unreachable(output)) is not None:
+        # NOTE: a start's output often names the cause long before its end; later, only the end is about the failure.
+        lines = output if self.ready else tuple(start_output) or output
+        cause = unreachable(lines) if sign.kind in _EXPLAINED else None
+        if cause is not None and sign.kind == "launcher_exit" and not began:
             # NOTE: the launcher's own advice (firewalls) is only in `output`: this line names the cause
             reason, node = f"{cause[0]} ({sign.text})", cause[1]
+        elif cause is not None:
+            reason, node = f"{reason}; the output says: {cause[0]}", node or cause[1]
+        elif sign.kind in ("rank_lost", "launcher_exit", "launcher_killed") and output:
+            errors = [line for line in first_errors(lines) if line not in output[-5:]]
+            reason += f"; first errors: {' | '.join(errors)}" if errors else ""
+            reason += f"; last output: {' | '.join(output[-5:])}"
         place = (collective, stage, device, exit_code, host)
         return JobFailure(sign.kind, reason, sign.rank, node, *place, output, dumps)
 

@@ -16,6 +16,11 @@ _LINE = re.compile(
 )
 
 
+def is_log_line(line: str) -> bool:
+    """Whether a rank logged this line of a launch's output, in this format."""
+    return _LINE.search(line) is not None
+
+
 class RankFormatter(logging.Formatter):
     """Prefixes every line with time, level and rank, also each line of a traceback, because mpirun interleaves the
     lines of all ranks."""

@@ -33,6 +33,7 @@ from ..control import messages
 from .load_tuning import backend_here, tuned_choice
 from .network import local_address, use_route
 from .rank_status import HealthWatch, Status, loading_words, make_look
+from .shared_memory import require_shared_memory
 from .standing_by import Channel, require_memory, stand_by
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ def join_group(
     deployment: Deployment, identity: Identity, secret: bytes = b"", bootstrap: Bootstrap | None = None
 ) -> Communicator:
     """Connects this rank's group. Raises ValueError, MeshError or RuntimeError."""
+    require_shared_memory(identity, os.environ)
     use_route(deployment, os.environ)
     bootstrap = bootstrap or bootstrap_of(identity, os.environ)
     require_own_hostnames(bootstrap)
