@@ -8,14 +8,15 @@ import os
 import shlex
 import stat
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import BinaryIO
 
 from ..openai.batch_input import MAX_LINE_BYTES
-from .past import LINE_BYTES, Past, RunFileError, read_past, whole_lines
+from .journal import ANSWERS, ERRORS, Journal, LineCheck, Mark, Marks, journal_of, mark_of, read_journal
+from .past import LINE_BYTES, OpenOutput, Past, RunFileError, read_past, whole_lines
 
 _GROUP_BYTES = 1 << 18
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7": "xz", b"PK": "zip"}
@@ -23,36 +24,27 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd", b"BZ": "bzip2", b"\xfd7
 
 
 class LineFile:
-    """A file to which whole lines are appended, locked against a second run. Lines are buffered until `flush`, or up to
-    256 KiB."""
+    """A file to which whole lines are appended, locked against a second run. Lines are buffered until `flush`."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path, self._descriptor = path, descriptor
         self._size = os.fstat(descriptor).st_size
-        self._waiting: list[bytes] = []
-        self._waiting_bytes = 0
+        self.waiting: list[bytes] = []
+        """Lines that are not in the file yet."""
 
     @property
     def empty(self) -> bool:
-        return self._size == 0 and not self._waiting
-
-    @property
-    def unwritten(self) -> int:
-        """Number of lines that are not in the file yet."""
-        return len(self._waiting)
+        return self._size == 0 and not self.waiting
 
     def append(self, line: bytes) -> None:
-        """Appends a line with its line break. Raises OSError like `flush`."""
-        self._waiting.append(line)
-        self._waiting_bytes += len(line)
-        if self._waiting_bytes >= _GROUP_BYTES:
-            self.flush()
+        """Appends a line with its line break."""
+        self.waiting.append(line)
 
     def flush(self) -> None:
         """Writes buffered lines. If that fails (disk full), the file stays unchanged; raises OSError with its name."""
-        if not self._waiting:
+        if not self.waiting:
             return
-        data = memoryview(b"".join(self._waiting))
+        data = memoryview(b"".join(self.waiting))
         end = self._size + len(data)
         try:
             while data:
@@ -61,7 +53,7 @@ class LineFile:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self._size)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
-        self._size, self._waiting, self._waiting_bytes = end, [], 0
+        self._size, self.waiting = end, []
 
     def close(self) -> None:
         """Flushes, syncs and unlocks the file. Raises OSError."""
@@ -74,21 +66,40 @@ class LineFile:
 
 @dataclass(slots=True)
 class RunFiles:
-    """Input opened for reading, both outputs for appending, and the digests of finished lines. `model`: `model_digest`.
-    `changed`: lines that changed since they were answered; `outdated`: the file of those answers."""
+    """Input opened for reading, both outputs and their journal for appending, and the digests of finished lines.
+    `model`: `model_digest`. `changed`: lines that changed since they were answered; `damaged`: answers that changed
+    since they were written; `outdated`: the file of both kinds of answers."""
 
     input: BinaryIO
     answers: LineFile
     errors: LineFile
+    journal: Journal
     finished: Container[bytes]
     total_lines: int
     model: str = ""
     changed: int = 0
     outdated: Path | None = None
+    damaged: int = 0
+    _waiting_bytes: int = 0
+
+    def append(self, line: bytes, ok: bool) -> None:
+        """Appends an answer or an error line; writes them at 256 KiB. Raises OSError like `flush`."""
+        (self.answers if ok else self.errors).append(line)
+        self._waiting_bytes += len(line)
+        if self._waiting_bytes >= _GROUP_BYTES:
+            self.flush()
 
     def flush(self) -> None:
-        self.answers.flush()
-        self.errors.flush()
+        """Writes the journal, then the lines. Raises OSError; lines that are not written stay buffered."""
+        self._waiting_bytes = 0
+        if lines := {name: file.waiting for name, file in self._outputs.items() if file.waiting}:
+            self.journal.append(lines)
+            for file in self._outputs.values():
+                file.flush()
+
+    @property
+    def _outputs(self) -> dict[str, LineFile]:
+        return {ANSWERS: self.answers, ERRORS: self.errors}
 
     def close(self) -> None:
         """Closes all three files, even if one fails; removes an error file without lines. Raises the last OSError."""
@@ -97,8 +108,9 @@ class RunFiles:
                 return
             if self.errors.empty:
                 stack.callback(self.errors.path.unlink, missing_ok=True)
-            for file in (self.input, self.errors, self.answers):
+            for file in (self.input, self.journal, self.errors, self.answers):
                 stack.callback(file.close)
+            stack.callback(self.flush)
 
 
 class _Lines(frozenset[bytes]):
@@ -123,45 +135,73 @@ def open_run(
     if "-" in (str(source), str(answers), str(errors)):
         raise RunFileError("'-' cannot be used: a run must be able to read its files again to resume; name files")
     outdated = answers.parent / f"{answers.name.removesuffix('.jsonl')}.outdated.jsonl"
+    log = journal_of(answers)
     if any(_same(*pair) for pair in combinations((source, answers, errors), 2)):
         raise RunFileError(f"input, output and errors must be three files: {source}, {answers}, {errors}")
     if resume and overwrite:
         raise RunFileError("--resume and --overwrite cannot be combined")
     if resume and (taken := next((path for path in (source, errors) if _same(path, outdated)), None)):
         raise RunFileError(f"{taken} is where a resumed run puts answers to lines that changed: name another file")
+    if taken := next((path for path in (source, answers, errors) if _same(path, log)), None):
+        raise RunFileError(f"{taken} is where the run keeps its journal: name another file")
     if not source.is_file():
         raise RunFileError(f"{source} is {'not a file' if source.exists() else 'missing'}: name a JSONL file")
     for path in (answers, errors):
         if path.exists() and not path.is_file():
             raise RunFileError(f"{path} is not a regular file: answers are appended to one, name it")
-    if not (resume or overwrite):
-        for path in (answers, errors):
-            if path.exists() and path.stat().st_size > 0:
-                raise RunFileError(f"{path} exists: go on with --resume, replace it with --overwrite, or name another")
+    try:
+        marks = read_journal(log)
+    except (ValueError, OSError) as error:
+        raise RunFileError(str(error)) from error
+    fresh = not (resume or overwrite)
+    for path in (answers, errors) if fresh else ():
+        # the errors of a run that answered nothing are made again, and must not be in the way of the corrected one
+        if size_of(path) and not (path is errors and not size_of(answers) and marks and _is_own(errors, marks.errors)):
+            raise RunFileError(f"{path} exists: go on with --resume, replace it with --overwrite, or name another")
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(_input(source))
         opened = [_open_locked(answers)]
         stack.callback(lambda: os.close(opened[0]))  # which may be replaced below
         opened.append(_open_locked(errors))
         stack.callback(os.close, opened[1])
-        if overwrite:
+        if not resume:
             for descriptor in opened:
                 os.ftruncate(descriptor, 0)
-        past = Past()
+        past, kept = Past(), list[Mark]()
         if resume:
-            past = read_past(file, answers, opened[0], errors, opened[1], model, max_line_bytes)
-        if past.outdated:
-            opened[0] = _set_aside(answers, opened[0], outdated, past.outdated)
+            before, lost = marks or Marks([], []), marks is None
+            old = OpenOutput(
+                answers, opened[0], LineCheck(answers, None if lost else before.answers, before.incomplete)
+            )
+            bad = OpenOutput(errors, opened[1], LineCheck(errors, None if lost else before.errors, before.incomplete))
+            past = read_past(file, old, bad, model, max_line_bytes)
+            kept += past.marks
+        if past.outdated or past.damaged:
+            opened[0], kept = _set_aside(old, outdated, past.outdated)
         if resume:
             # within the locked file: replacing it would lose the lock; what is lost by dying here is found again
             os.ftruncate(opened[1], 0)
             for raw in past.errors:
                 os.write(opened[1], raw)
         total = _count_lines(file)
+        try:
+            journal = Journal(log, Marks(kept, [mark_of(raw) for raw in past.errors]))
+        except OSError as error:
+            raise RunFileError(f"{log} cannot be written: {error.strerror}") from error
         stack.pop_all()
     files = LineFile(answers, opened[0]), LineFile(errors, opened[1])
-    aside = outdated if past.outdated else None
-    return RunFiles(file, *files, _Lines(past.finished), total, model, past.changed, aside)
+    aside = outdated if past.outdated or past.damaged else None
+    return RunFiles(file, *files, journal, _Lines(past.finished), total, model, past.changed, aside, past.damaged)
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _is_own(path: Path, marks: Sequence[Mark]) -> bool:
+    """Whether every line of the file is one that a run wrote."""
+    with path.open("rb") as file:
+        return {mark_of(raw) for raw in file} <= set(marks)
 
 
 def _same(first: Path, second: Path) -> bool:
@@ -214,9 +254,10 @@ def _open_locked(path: Path) -> int:
     return descriptor
 
 
-def _set_aside(path: Path, descriptor: int, aside: Path, outdated: Container[str]) -> int:
-    """Moves the answers with these ids from `path` to the end of `aside`, atomically. Returns the new file's locked
-    descriptor and closes the old one. Raises RunFileError."""
+def _set_aside(output: OpenOutput, aside: Path, outdated: Container[str]) -> tuple[int, list[Mark]]:
+    """Moves the answers with these ids, and damaged ones, from `output` to the end of `aside`, atomically. Returns the
+    new file's locked descriptor and the marks of its lines, and closes the old one. Raises RunFileError."""
+    path, descriptor, marks = output.path, output.descriptor, list[Mark]()
     home = path.resolve()
     part = home.with_name(f".{home.name}.part")
     replacing = _open_locked(part)
@@ -226,8 +267,12 @@ def _set_aside(path: Path, descriptor: int, aside: Path, outdated: Container[str
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
             os.fchmod(replacing, mode)
             os.fchmod(old.fileno(), mode & os.fstat(old.fileno()).st_mode)  # never opened to more readers
-            for line, raw in whole_lines(path, descriptor):
-                (old if line.get("id") in outdated else kept).write(raw)
+            for line, raw in whole_lines(output):
+                if line is None or line.get("id") in outdated:
+                    old.write(raw if raw.endswith(b"\n") else raw + b"\n")
+                else:
+                    kept.write(raw)
+                    marks.append(mark_of(raw))
             for file in (kept, old):
                 file.flush()
                 os.fsync(file.fileno())
@@ -237,7 +282,7 @@ def _set_aside(path: Path, descriptor: int, aside: Path, outdated: Container[str
         part.unlink(missing_ok=True)
         raise RunFileError(f"{path} cannot be written without its outdated answers: {error}") from error
     os.close(descriptor)
-    return replacing
+    return replacing, marks
 
 
 def _count_lines(file: BinaryIO) -> int:

@@ -16,6 +16,7 @@ from ...topology.json_codec import ReadError, parse
 from ..config.schema import Deployment
 from ..openai.batch_input import key_of, line_digests
 from ..text.tokenizer import text_digest
+from .journal import LineCheck, Mark, mark_of
 
 _LASTING = {"numerical_error", "constraint_error", "quarantined"}  # a second run would only repeat them
 _BEGINNING = b'{"id":"batch_req_'
@@ -35,31 +36,39 @@ def answer_name(digest: bytes, model: str) -> str:
 
 
 class Past(NamedTuple):
-    """Results of earlier runs: shortened digests of finished lines, error lines to keep, and ids of answers whose input
-    lines have changed. `changed`: the number of changed lines, including those with error lines."""
+    """Results of earlier runs: shortened digests of finished lines, error lines to keep, ids of answers whose input
+    lines have changed, and marks of the answers that were read. `changed`: the number of changed lines, including those
+    with error lines; `damaged`: of answers that do not match the journal."""
 
     finished: frozenset[bytes] = frozenset()
     errors: tuple[bytes, ...] = ()
     outdated: frozenset[str] = frozenset()
     changed: int = 0
+    marks: tuple[Mark, ...] = ()
+    damaged: int = 0
 
 
-def read_past(
-    file: BinaryIO, answers: Path, answers_fd: int, errors: Path, errors_fd: int, model: str, max_line_bytes: int
-) -> Past:
+def read_past(file: BinaryIO, answers: OpenOutput, errors: OpenOutput, model: str, max_line_bytes: int) -> Past:
     """Reads earlier results; changes the files only to remove a torn last line. Raises RunFileError for answers of
     another model."""
     lines = {digest[:LINE_BYTES] for digest, _, _ in line_digests(file, max_line_bytes)}
     done, kept, others, failed = set[bytes](), [], dict[str, bytes](), set[bytes]()
-    for number, (line, _) in enumerate(whole_lines(answers, answers_fd), 1):
+    marks, damaged = list[Mark](), 0
+    for number, (line, raw) in enumerate(whole_lines(answers), 1):
+        if line is None:
+            damaged += 1
+            continue
+        marks.append(mark_of(raw))
         found = _NAME.fullmatch(str(line.get("id")))
         if found is None or found[2] != model:
-            raise RunFileError(f"{answers}:{number}: {_another_model(found and found[2], model)}")
+            raise RunFileError(f"{answers.path}:{number}: {_another_model(found and found[2], model)}")
         if (digest := bytes.fromhex(found[1])) in lines:
             done.add(digest)
         else:
             others[found[0]] = key_of(str(line["custom_id"]))
-    for line, raw in whole_lines(errors, errors_fd):
+    for line, raw in whole_lines(errors):
+        if line is None:
+            continue
         body, found = (line["response"] or {}).get("body") or {}, _NAME.fullmatch(str(line.get("id")))
         if found is None or found[2] != model or (body.get("error") or {}).get("code") not in _LASTING:
             continue
@@ -73,7 +82,8 @@ def read_past(
     file.seek(0)
     # NOTE: an answer whose line is no longer in the input stays: nothing replaces it.
     outdated = frozenset(name for name, key in others.items() if key in asked)
-    return Past(frozenset(done), tuple(kept), outdated, len(outdated) + len(failed & asked))
+    changed = len(outdated) + len(failed & asked)
+    return Past(frozenset(done), tuple(kept), outdated, changed, tuple(marks), damaged)
 
 
 def _another_model(before: str | None, now: str) -> str:
@@ -101,18 +111,28 @@ def _keys(file: BinaryIO, max_line_bytes: int, wanted: set[bytes]) -> set[bytes]
     return found
 
 
-def whole_lines(path: Path, descriptor: int) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yields the lines of an output file in order; removes a torn last line. Any other invalid line is an error."""
-    with path.open("rb") as file:
+class OpenOutput(NamedTuple):
+    """An output file of an earlier run, open and locked."""
+
+    path: Path
+    descriptor: int
+    check: LineCheck
+
+
+def whole_lines(output: OpenOutput) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
+    """Yields the lines of an output file in order, None for those that do not match the journal; removes a torn last
+    line. Any other invalid line is an error."""
+    with output.path.open("rb") as file:
         good = 0
         for number, raw in enumerate(file, 1):
-            line = _read_line(raw)
+            line = None if output.check.is_damaged(raw) else _read_line(raw)
             if line is None:
-                if not _torn(raw):
+                if _torn(raw):
+                    os.ftruncate(output.descriptor, good)
+                    return
+                if not output.check.suspicious:
                     fix = "remove it, or start over with --overwrite"
-                    raise RunFileError(f"{path}:{number}: not a line of a batch's output: {fix}")
-                os.ftruncate(descriptor, good)
-                return
+                    raise RunFileError(f"{output.path}:{number}: not a line of a batch's output: {fix}")
             good += len(raw)
             yield line, raw
 

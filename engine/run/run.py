@@ -172,8 +172,8 @@ class BatchRun(LineFlights):
         drafted, accepted = self._communication.drafts()
         return Summary(
             requests=self._requests if self._fed else self._files.total_lines,
-            ok=self._ok - self._files.answers.unwritten,
-            failed=self._failed - self._files.errors.unwritten,
+            ok=self._ok - len(self._files.answers.waiting),
+            failed=self._failed - len(self._files.errors.waiting),
             skipped=self._skipped,
             changed=self._files.changed,
             prompt_tokens=self._prompt_tokens,
@@ -241,7 +241,7 @@ class BatchRun(LineFlights):
             cause = self._causes.get(error.code) or FailureCause(0, error.code or "", error.message)
             self._causes[error.code] = replace(cause, count=cause.count + 1)
         try:
-            (self._files.answers if error is None else self._files.errors).append(out)
+            self._files.append(out, ok=error is None)
         except OSError as unwritten:
             self._end_unwritten(unwritten)
         if self._flush_timer is None:

@@ -11,7 +11,7 @@ from ....engine.config.load import read
 from ....topology.hardware.fabric import counted
 from ..errors import FAILED, OK, ended_by
 from ..fabric_source import set_option
-from ..run_view import progress_console, say_error
+from ..run_view import default_errors, progress_console, say_error
 
 
 @click.command()
@@ -21,30 +21,39 @@ from ..run_view import progress_console, say_error
 def command(config: str, overrides: tuple[str, ...]) -> int:
     """Read everything in CONFIG's data folder and export, and compare it with its checksums.
 
-    Changes nothing, and may run while the daemon runs. Prints what is damaged: rows by key, files and export segments
-    by path and offset.
+    CONFIG may also be the output file of `laddertron run`: its lines are compared with its journal. Changes nothing,
+    and may run while the daemon runs. Prints what is damaged: rows by key, files and export segments by path and
+    offset.
 
     \b
       laddertron check-store deploy.yaml
       laddertron check-store deploy.yaml --set daemon.data_dir=/mnt/copy
+      laddertron check-store answers.jsonl
 
     Exit codes: 0 everything matches; 1 something is damaged or cannot be read; 2 the command line or CONFIG is wrong.
     """
     from ....engine.daemon.store.check import check_store
     from ....engine.daemon.store.schema import SchemaVersionError
+    from ....engine.run.journal import damaged_lines, journal_of
 
+    if journal_of(Path(config)).is_file():
+        with ended_by(ValueError, end=click.ClickException):
+            intact, wrong = damaged_lines(Path(config), default_errors(Path(config)))
+        return _report(config, counted(intact, "line"), wrong)
     daemon = read(config, overrides).deployment.daemon
     export_dir = None if daemon.export_dir is None else Path(daemon.export_dir)
     with ended_by(SchemaVersionError, end=click.ClickException):
         checked = check_store(Path(daemon.data_dir), export_dir)
-    for wrong in checked.wrong:
-        say_error(progress_console(), wrong)
     parts = [counted(checked.rows, "row"), f"{counted(checked.files, 'file')} ({checked.file_bytes / 1e9:.2f} GB)"]
     if export_dir is not None:
         parts.append(f"{counted(checked.groups, 'commit')} of the export")
     if checked.unsummed:
         parts.append(f"{checked.unsummed} of earlier versions without a checksum")
-    click.echo(
-        f"{daemon.data_dir}: {', '.join(parts)}: {f'{len(checked.wrong)} damaged' if checked.wrong else 'intact'}"
-    )
-    return FAILED if checked.wrong else OK
+    return _report(daemon.data_dir, ", ".join(parts), checked.wrong)
+
+
+def _report(path: str, parts: str, wrong: list[str]) -> int:
+    for one in wrong:
+        say_error(progress_console(), one)
+    click.echo(f"{path}: {parts}: {f'{len(wrong)} damaged' if wrong else 'intact'}")
+    return FAILED if wrong else OK

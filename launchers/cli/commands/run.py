@@ -100,6 +100,13 @@ def open_files(arguments: Arguments, deployment: Deployment, console: Console) -
     given = arguments.input, arguments.output, arguments.errors, arguments.resume, arguments.overwrite
     with ended_by(RunFileError, OSError):
         files = open_run(*given, model_digest(deployment), deployment.daemon.limits.max_line_bytes)
+    if files.damaged:
+        damaged = counted(files.damaged, "line")
+        say(
+            console,
+            f"{damaged} of {arguments.output} changed since they were written and will be computed again; "
+            f"what was there is in {files.outdated}",
+        )
     if files.changed:
         lines = "1 line has" if files.changed == 1 else f"{files.changed:,} lines have"
         moved = f"; their earlier answers are in {files.outdated}" if files.outdated else ""

@@ -1,0 +1,134 @@
+"""The journal of a run: size and checksum of every output line, in the export's checksummed frames (frames.py). Lines
+are in the journal before they are in the output, so that a crash leaves none without. It contains no answer, needs
+neither locks nor shared memory, and so works on NFS and Lustre."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..daemon.store.disk import NewFile
+from ..daemon.store.frames import Damage, frames, read_groups
+
+_SUM_BYTES = 8
+ANSWERS, ERRORS = "answers", "errors"
+
+
+class Mark(NamedTuple):
+    """One line of an output file: its bytes, line break included, and its checksum."""
+
+    size: int
+    sum: str
+
+
+class Marks(NamedTuple):
+    """What a journal contains. `incomplete`: some of its frames cannot be read."""
+
+    answers: list[Mark]
+    errors: list[Mark]
+    incomplete: bool = False
+
+
+def mark_of(raw: bytes) -> Mark:
+    return Mark(len(raw), hashlib.blake2b(raw, digest_size=_SUM_BYTES).hexdigest())
+
+
+def journal_of(answers: Path) -> Path:
+    return answers.parent / f"{answers.name.removesuffix('.jsonl')}.journal"
+
+
+def read_journal(path: Path) -> Marks | None:
+    """Reads a journal; None if there is no file. Raises OSError, or ValueError if it is no journal."""
+    if not path.exists():
+        return None
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file: the run keeps its journal there, name another output")
+    marks: dict[str, list[Mark]] = {ANSWERS: [], ERRORS: []}
+    damaged = list[Damage]()
+    groups = list(read_groups([path], damaged=damaged.append))
+    for group in groups:
+        for name, lines in group.changes:
+            marks[name] += [Mark(*line) for line in lines]
+    if not groups and path.stat().st_size:
+        raise ValueError(f"{path} is not the journal of a run: move it away, or name another output")
+    return Marks(marks[ANSWERS], marks[ERRORS], bool(damaged))
+
+
+class LineCheck:
+    """Tells which lines of an output file are what was written. `marks=None`: a run of an earlier version, or a lost
+    journal. Raises OSError."""
+
+    def __init__(self, path: Path, marks: Sequence[Mark] | None, incomplete: bool = False) -> None:
+        self._known = None if marks is None else set(marks)
+        self.suspicious = incomplete
+        """Whether written lines have changed or are gone: then an unknown line is a damaged one, else a user's."""
+        if marks:
+            with path.open("rb") as file:
+                present = self._known & {mark_of(raw) for raw in file} if self._known else set()
+            whole = path.stat().st_size == sum(mark.size for mark in marks)
+            self.suspicious |= len(present) < len(marks) and (whole or bool(present))
+
+    def is_damaged(self, raw: bytes) -> bool:
+        return self.suspicious and not (self._known and mark_of(raw) in self._known)
+
+
+def damaged_lines(answers: Path, errors: Path) -> tuple[int, list[str]]:
+    """Compares the output files of a run with its journal. Returns the number of intact lines, and what is wrong.
+    Raises OSError or ValueError."""
+    log = journal_of(answers)
+    marks, intact = read_journal(log) or Marks([], []), 0
+    wrong = [f"{log}: some of its frames cannot be read"] if marks.incomplete else []
+    for path, lines in ((answers, marks.answers), (errors, marks.errors)):
+        left = set(lines)
+        with path.open("rb") if path.exists() else io.BytesIO() as file:
+            for number, raw in enumerate(file, 1):
+                if (mark := mark_of(raw)) in left:
+                    left.remove(mark)
+                    intact += 1
+                else:
+                    wrong.append(f"{path}:{number}: is not what the run wrote")
+        if left:
+            wrong.append(f"{path}: {len(left)} lines of the journal are missing: --resume computes them again")
+    return intact, wrong
+
+
+class Journal:
+    """Makes the journal anew with the lines that its output files have, and appends others. Raises OSError."""
+
+    def __init__(self, path: Path, marks: Marks) -> None:
+        self._path, self._group = path, 0
+        with NewFile(path.resolve(), os) as file:
+            file.write(self._frames({ANSWERS: marks.answers, ERRORS: marks.errors}))
+            file.keep_access()
+            file.commit()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def _frames(self, marks: Mapping[str, Sequence[Mark]]) -> bytes:
+        made = list(frames(self._group, ([name, lines] for name, lines in marks.items()), {}, joined=True))
+        self._group += len(made)
+        return b"".join(made)
+
+    def append(self, lines: Mapping[str, Sequence[bytes]]) -> None:
+        """Adds lines that are written next. Raises OSError."""
+        end, group = os.fstat(self._descriptor).st_size, self._group
+        left = memoryview(self._frames({name: [mark_of(raw) for raw in raws] for name, raws in lines.items()}))
+        try:
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        except OSError as error:
+            self._group = group
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, end)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def close(self) -> None:
+        """Syncs and closes the file. Raises OSError."""
+        try:
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)

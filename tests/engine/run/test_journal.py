@@ -1,0 +1,152 @@
+"""A run's journal: a changed byte of an answer is noticed and the line computed again; it is no copy of the answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_job import FakeJob
+from laddertron.engine.run.journal import damaged_lines, journal_of, read_journal
+from laddertron.engine.run.past import RunFileError
+from laddertron.engine.text.tokenizer import TextModel
+from laddertron.launchers.cli.__main__ import main
+from test_batchrun import LIMITS, Bench, completion, plain
+from tiny_text import write_folder
+
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return TextModel.from_folder(write_folder(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def bench(tmp_path: Path, text: TextModel) -> Bench:
+    """After a run of COUNT lines, one of which fails for good."""
+    bench = Bench(tmp_path, text)
+    bench.write(*[completion(f"t{i}", f"go {i}") for i in range(COUNT)], completion("nan", [7, 7]))
+    assert bench.run(lambda: FakeJob(LIMITS, fail=frozenset({7}))).ok == COUNT
+    return bench
+
+
+def choices(bench: Bench) -> dict[str, Any]:
+    return {name: entry["response"]["body"]["choices"] for name, entry in bench.answers().items()}
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def test_a_bit_of_an_answer_that_flips_is_noticed(bench: Bench, run_seed: int) -> None:
+    """Anywhere in the output, line breaks too: resumed, every answer is what it was, each once; the bytes are kept."""
+    rng = random.Random(run_seed)
+    want, whole, aside = choices(bench), bench.output.read_bytes(), bench.output.with_name("out.outdated.jsonl")
+    log = journal_of(bench.output)
+    kept = log.read_bytes()
+    breaks = [at for at, byte in enumerate(whole) if byte == 10]
+    for round_ in range(40):
+        aside.unlink(missing_ok=True)
+        log.write_bytes(kept)
+        bench.output.write_bytes(whole)
+        if round_ < 4:
+            data = bytearray(whole)
+            data[rng.choice(breaks[:-1])] ^= 1 << rng.randrange(8)
+            bench.output.write_bytes(data)
+        else:
+            flip(bench.output, rng)
+        assert damaged_lines(bench.output, bench.errors)[1]
+        summary = bench.run(plain, resume=True)
+        assert (summary.requests, summary.reason) == (COUNT + 1, None)
+        assert summary.ok in (1, 2), (run_seed, round_)
+        assert choices(bench) == want, (run_seed, round_)
+        assert damaged_lines(bench.output, bench.errors) == (COUNT + 1, [])
+        assert aside.exists() or bench.output.read_bytes()[: len(whole) - 200] == whole[: len(whole) - 200]
+
+
+def test_a_bit_of_an_error_line_or_of_the_journal_that_flips(bench: Bench, run_seed: int) -> None:
+    rng = random.Random(run_seed)
+    want, log = choices(bench), journal_of(bench.output)
+    kept, errors, whole = log.read_bytes(), bench.errors.read_bytes(), bench.output.read_bytes()
+    for _ in range(10):
+        flip(bench.errors, rng)
+        assert bench.run(lambda: FakeJob(LIMITS, fail=frozenset({7})), resume=True).failed == 1
+        assert [fault["custom_id"] for fault in bench.faults()] == ["nan"]
+        bench.errors.write_bytes(errors)
+        bench.output.write_bytes(whole)
+        log.write_bytes(kept)
+        flip(log, rng)
+        assert bench.run(lambda: FakeJob(LIMITS, fail=frozenset({7})), resume=True).reason is None
+        assert choices(bench) == want
+        assert damaged_lines(bench.output, bench.errors) == (COUNT + 1, [])
+
+
+def test_lines_that_the_user_moved_removed_or_added_are_no_damage(bench: Bench) -> None:
+    """Sorted, some removed: what is left is taken as it is. Without its journal too, as of an earlier version."""
+    lines = sorted(bench.output.read_bytes().splitlines(True), reverse=True)
+    bench.output.write_bytes(b"".join(lines[3:]))
+    assert bench.run(plain, resume=True).ok == 3
+    assert not bench.output.with_name("out.outdated.jsonl").exists()
+    journal_of(bench.output).unlink()
+    assert bench.run(plain, resume=True).skipped == COUNT + 1
+    assert damaged_lines(bench.output, bench.errors) == (COUNT + 1, [])
+
+
+def test_the_journal_contains_no_answer_and_is_small(bench: Bench) -> None:
+    log = journal_of(bench.output).read_bytes()
+    assert len(log) < bench.output.stat().st_size / 5
+    for entry in bench.answers().values():
+        assert json.dumps(entry["response"]["body"]["choices"][0]["text"]).encode() not in log
+    marks = read_journal(journal_of(bench.output))
+    assert marks is not None
+    assert [len(marks.answers), len(marks.errors)] == [COUNT, 1]
+
+
+def test_a_run_that_answered_nothing_is_not_in_the_way_of_the_corrected_one(bench: Bench, tmp_path: Path) -> None:
+    """Its error lines and journal are replaced; an error file with another's lines, and answers, are not."""
+    for path in (bench.output, bench.errors, journal_of(bench.output)):
+        path.unlink()
+    bench.write(completion("a", model="other"))
+    assert bench.run(plain).failed == 1
+    assert bench.errors.stat().st_size
+    bench.write(completion("a"))
+    assert bench.run(plain).ok == 1
+    assert not bench.errors.exists()
+    with pytest.raises(RunFileError, match="--resume"):
+        bench.open()
+    bench.output.unlink()
+    bench.errors.write_text("my notes\n")
+    with pytest.raises(RunFileError, match=r"out.errors.jsonl exists"):
+        bench.open()
+    assert bench.errors.read_text() == "my notes\n"
+
+
+def test_a_file_that_is_no_journal_is_left_alone(bench: Bench) -> None:
+    log = journal_of(bench.output)
+    log.write_text("my journal\n")
+    for kind in ("resume", "overwrite"):
+        with pytest.raises(RunFileError, match="is not the journal of a run"):
+            bench.open(**{kind: True})
+    log.unlink()
+    os.mkfifo(log)
+    with pytest.raises(RunFileError, match="not a regular file"):
+        bench.open(overwrite=True)
+    log.unlink()
+    log.hardlink_to(bench.input)
+    with pytest.raises(RunFileError, match="keeps its journal"):
+        bench.open(overwrite=True)
+    assert bench.output.stat().st_size
+
+
+def test_check_store_reads_the_output_of_a_run(bench: Bench, run_seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-store", str(bench.output)]) == 0
+    assert f"{COUNT + 1} lines: intact" in capsys.readouterr().out
+    flip(bench.output, random.Random(run_seed))
+    assert main(["check-store", str(bench.output)]) == 1
+    assert "is not what the run wrote" in capsys.readouterr().err.replace("\n", " ")
