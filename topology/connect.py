@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 from .comm.bootstrap import Bootstrap
@@ -12,6 +11,7 @@ from .comm.groups import CommOptions, Communicator, TorchGroups
 from .comm.ledger import Ledger
 from .comm.lines import Lines, PlanChannel, stamped
 from .comm.pipeline import NEXT, PREVIOUS, RING, Pipeline, SocketBoundary
+from .hardware.cpu_quota import usable_cpus
 from .placement.layout import GroupLayout
 from .transport import transport
 from .transport.mesh import BACK, PLAN, STAGE, Mesh, connect_lines, connect_mesh
@@ -211,7 +211,7 @@ def _join_stages(
 def _spin(options: CommOptions, layout: GroupLayout) -> float:
     if options.spin_us is not None:
         return options.spin_us
-    return 20.0 if layout.per_node * 2 <= len(os.sched_getaffinity(0)) else 0.0
+    return 20.0 if layout.per_node * 2 <= usable_cpus() else 0.0
 
 
 def _strategy(options: CommOptions, layout: GroupLayout, choose: Callable[[int], str] | None) -> Callable[[int], str]:

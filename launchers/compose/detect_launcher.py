@@ -17,6 +17,7 @@ from pathlib import Path
 from ...engine import child
 from ...engine.config.load import Deployment
 from ...topology.hardware import fabric as fabrics
+from ...topology.hardware.cpu_quota import usable_cpus
 from ...topology.hardware.fabric import Fabric
 from ...topology.placement.identity import allocation
 from ...topology.transport import native
@@ -78,7 +79,7 @@ def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
     library = native.locate("laddertron.launchers.compose._listen")
     here = replace(
         assume(deployment, environ),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cpus(),
         host=socket.gethostname(),
         listen=None if library is None else str(library),
     )

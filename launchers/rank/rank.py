@@ -19,9 +19,11 @@ from ...models.config.json_fields import Refusal
 from ...topology.comm.bootstrap import Bootstrap, bootstrap_of
 from ...topology.comm.groups import CommOptions, Communicator
 from ...topology.connect import connect
+from ...topology.hardware.cpu_quota import cpu_quota, usable_cpus
 from ...topology.hardware.cpu_tier import TierError, limit_libraries
 from ...topology.hardware.cpu_tier import current as current_tier
 from ...topology.hardware.cuda_stack import CudaUnusable, choose, look
+from ...topology.hardware.fabric import counted
 from ...topology.hardware.sysfs import Sysfs, available_bytes
 from ...topology.json_codec import from_json, unbuild
 from ...topology.placement.identity import Identity
@@ -50,7 +52,7 @@ class DeviceError(Refusal, ValueError):
 def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOptions:
     keys = deployment.parallel
     options: dict[str, Any] = {}
-    if deployment.launch.bind_to == PLACEMENT:
+    if deployment.launch.bind_to == PLACEMENT and cpu_quota() is None:
         # the cores are this rank's own: with a second one its transport may spin while the rank computes
         options["spin_us"] = 20.0 if len(os.sched_getaffinity(0)) > 1 else 0.0
     return CommOptions(
@@ -126,9 +128,10 @@ def seat_cores(identity: Identity) -> tuple[int, ...]:
 
 def set_threads(deployment: Deployment, identity: Identity) -> None:
     """Sets the compute threads of this rank: if `launch.bind_to` is placement, binds it to its assigned cores and uses
-    all of them, else uses its share of the node's cores. Limits libraries to the forced CPU tier. Numbers CUDA devices
-    by PCI bus like NVML, the fabric and the placement; CUDA's default is the fastest first. Raises MappingError if the
-    rank cannot be bound, DeviceError if its processor does not support the tier."""
+    all of them, else uses its share of the node's cores; with a CPU quota at most its share of that. Limits libraries
+    to the forced CPU tier. Numbers CUDA devices by PCI bus like NVML, the fabric and the placement; CUDA's default is
+    the fastest first. Raises MappingError if the rank cannot be bound, DeviceError if its processor does not support
+    the tier."""
     try:
         limit_libraries(os.environ)
     except TierError as error:
@@ -140,8 +143,13 @@ def set_threads(deployment: Deployment, identity: Identity) -> None:
     import torch
 
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(deployment.engine.threads or max(1, cores // sharers))
+    cores, cpus = len(os.sched_getaffinity(0)), usable_cpus(identity.local_size)
+    threads = deployment.engine.threads or max(1, min(cores // sharers, cpus))
+    torch.set_num_threads(threads)
+    if (quota := cpu_quota()) is not None and quota < cores:
+        text = "%s: the CPU quota of the cgroup is %g of %d processors, for %s on this host"
+        words = counted(threads, "compute thread"), quota, cores, counted(identity.local_size, "rank")
+        log.log(logging.WARNING if threads > cpus else logging.INFO, text, *words)
     torch.set_grad_enabled(False)
 
 

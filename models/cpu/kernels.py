@@ -10,6 +10,7 @@ from ctypes import c_float, c_int, c_int64, c_uint64, c_void_p
 import torch
 
 from ...topology.hardware import cpu_tier
+from ...topology.hardware.cpu_quota import usable_cpus
 from ...topology.transport import native
 from ...topology.transport.native import bind
 from ..config.json_fields import Refusal
@@ -46,6 +47,8 @@ class Kernels:
             )
         self.deterministic = deterministic
         self.threads = torch.get_num_threads()
+        if self.threads > usable_cpus():
+            bind(library.kernels_sleep_at_once, None)()
         p, i, n, f = c_void_p, c_int, c_int64, c_float
         self.read = bind(library.kernels_read, c_uint64, p, n, i)
         self.served = frozenset(TYPES if deterministic or tier != "generic" else ())

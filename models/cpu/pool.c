@@ -17,7 +17,8 @@
 
 /* How long a worker looks for the next region, which Python sets off within a layer's time, and the caller for a worker's
  * end; then they sleep. */
-enum { WORKER_NS = 300000, CALLER_NS = 100000, LOOKS = 32, MOST = 1024 };
+static int64_t worker_ns = 300000, caller_ns = 100000;
+enum { LOOKS = 32, MOST = 1024 };
 
 static struct {
     pthread_mutex_t turn;
@@ -72,7 +73,7 @@ static void *work(void *unused) {
         while (compute_next()) {}
         while (!is_open()) {
             look_again();
-            if (!until) until = now() + WORKER_NS;
+            if (!until) until = now() + worker_ns;
             if (now() < until) continue;
             uint32_t seen = atomic_load(&pool.number);
             atomic_fetch_add(&pool.sleepers, 1);
@@ -106,6 +107,9 @@ static void start_workers(int wanted) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
+/* For more threads than processors, or than a CPU quota pays for: who looks takes the time of who computes. */
+void kernels_sleep_at_once(void) { worker_ns = caller_ns = 0; }
+
 void kernels_parallel(void (*run)(void *args, int thread, int threads), void *args, int threads) {
     threads = threads < MOST ? threads : MOST;
     if (threads <= 1 || pthread_mutex_trylock(&pool.turn)) { /* another of the caller's threads has the workers */
@@ -121,7 +125,7 @@ void kernels_parallel(void (*run)(void *args, int thread, int threads), void *ar
     atomic_store(&pool.number, (uint32_t)number);
     if (atomic_load(&pool.sleepers)) wake(&pool.number);
     while (compute_next()) {}
-    int64_t until = now() + CALLER_NS;
+    int64_t until = now() + caller_ns;
     for (uint32_t left; (left = atomic_load(&pool.left));) {
         if (now() < until) {
             look_again();

@@ -4,7 +4,6 @@ layers.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeVar
 
+from ...topology.hardware.cpu_quota import usable_cpus
 from .slices import Fill
 from .tensor_reader import Reader
 
@@ -23,8 +23,8 @@ MOST_THREADS = 4
 
 
 def reading_threads() -> int:
-    """The number of reading threads: this rank's cores, at most MOST_THREADS."""
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    """The number of reading threads: this rank's processors, at most MOST_THREADS."""
+    return min(MOST_THREADS, usable_cpus())
 
 
 def cut(fill: Fill, row_bytes: int) -> Iterator[Fill]:

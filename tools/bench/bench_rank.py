@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,6 +19,7 @@ from ...launchers.measure.answers import say
 from ...launchers.measure.rank_work import main
 from ...topology.comm.groups import Communicator
 from ...topology.comm.ledger import Entry, without_carriers
+from ...topology.hardware.cpu_quota import usable_cpus
 from ...topology.hardware.sysfs import Sysfs, resident_bytes
 from .bench import Case, Item, random_mix, run_case, run_mix
 
@@ -128,7 +128,7 @@ def read_floor(size: int) -> float | None:
     from ...models.cpu.kernels import read_bandwidth
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(usable_cpus())
     try:
         return read_bandwidth(min(max(size, LEAST_READ), MOST_READ))
     finally:

@@ -123,6 +123,29 @@ def test_devices_are_counted_in_pci_order(monkeypatch: pytest.MonkeyPatch) -> No
     assert os.environ["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
 
 
+@pytest.mark.parametrize(("quota", "threads"), [(None, 8), (0.5, 1), (5.0, 2), (40.0, 8)])
+def test_threads_follow_the_quota(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, quota: float | None, threads: int
+) -> None:
+    """Two ranks on 16 processors share the quota; where it is less than those, the log says so."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    for module in ("launchers.rank.rank", "topology.hardware.cpu_quota"):
+        monkeypatch.setattr(f"laddertron.{module}.cpu_quota", lambda fs=None: quota)
+    with caplog.at_level("INFO", "laddertron"):
+        set_threads(deployment("any"), ME)
+    assert asked == [threads]
+    assert (
+        (f"the CPU quota of the cgroup is {quota:g} of 16" in caplog.text) if quota and quota < 16 else not caplog.text
+    )
+    keys = replace(deployment("any"), engine=EngineConfig(threads=12))
+    with caplog.at_level("WARNING", "laddertron"):
+        set_threads(keys, ME)
+    assert asked[1] == 12, "as configured, with a warning"
+    assert ("12 compute threads: the CPU quota" in caplog.text) == (quota is not None and quota < 16)
+
+
 def test_a_rank_refuses_a_tier_that_its_processor_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "avx1024")
     with pytest.raises(DeviceError, match="LADDERTRON_CPU_TIER='avx1024' is no CPU tier: this processor can play"):
