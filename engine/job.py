@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from annotated_types import MaxLen
 
+from .identity import ModelIdentity
 from .request import Count, ModelLimits, Request, TokensEvent
 
 StandbyPhase = Literal["", "starting", "ready"]
@@ -28,7 +29,8 @@ class JobState:
     `failed`: final (crash loop, bad weights), with `reason`, and with rank and node if one is the cause. While the job
     starts again, these fields describe the last failure; `collective`: in which that rank last waited, or which it
     started last; `device`: its device. Phase `standby`: the ranks wait for Load; `reloading`: they are being replaced,
-    and requests wait. The field `standby` is the phase of the hot standby's launch."""
+    and requests wait. The field `standby` is the phase of the hot standby's launch; `model`: the digest of the model
+    that the job serves, "" if unknown."""
 
     phase: JobPhase
     reason: str = ""
@@ -41,6 +43,7 @@ class JobState:
     stage: int | None = None
     device: str = ""
     standby: StandbyPhase = ""
+    model: str = ""
 
 
 class MetricRow(NamedTuple):
@@ -82,7 +85,10 @@ class JobListener(Protocol):
 
 
 class EngineJob(Protocol):
-    """One replica: one tensor-parallel group with one scheduler."""
+    """One replica: one tensor-parallel group with one scheduler. `identity`: of the model that it serves, set before
+    `start`; the job refuses ranks that read another. None: compares ranks with each other alone."""
+
+    identity: ModelIdentity | None
 
     @property
     def state(self) -> JobState: ...

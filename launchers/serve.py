@@ -30,6 +30,7 @@ from ..engine.daemon.store.store import StoreOptions
 from ..engine.metrics.observer import AnswerTimes, Observer
 from ..engine.metrics.otel import TelemetryError, export_histograms, export_spans
 from ..engine.text.tokenizer import TextError, TextModel
+from ..models.weights.checkpoint import CheckpointError
 from .job.bundle import FailureBundles
 from .job.fleet import replicas_of
 from .job.reload import SERVING, Reloader, Serving
@@ -91,7 +92,7 @@ def serve(
             reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
             parts = Parts(jobs, text, text_folder, __version__, watcher, store, keys, reloader.model)
             return asyncio.run(_run(deployment, parts, reloader, listener, scraped, serving))
-        except (DiskError, TextError, OSError) as error:
+        except (DiskError, TextError, OSError, CheckpointError) as error:
             nameless = isinstance(error, OSError) and error.filename is None
             raise ServeError(f"{data_dir} or its export: {error}" if nameless else str(error)) from error
 

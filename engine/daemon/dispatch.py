@@ -63,7 +63,13 @@ class _Replica:
         self._dispatcher.observer.report(self.index, report)
 
     def board(self, flight: Flight) -> None:
-        flight.replica = self.index
+        model = self.job.state.model
+        if flight.answer.place and model != flight.model:  # a reload replaced the model of an interrupted request
+            if not flight.batch:
+                self._dispatcher.give_up(flight, "its model was replaced by a reload after a failure")
+                return
+            flight.restart()
+        flight.replica, flight.model = self.index, model
         self.load += flight.choices
         for request in flight.requests:
             if request.open_choices:
@@ -357,6 +363,9 @@ class Dispatcher:
             for flight in [f for f in waiting if not f.batch]:
                 waiting.remove(flight)
                 self._fail(flight, "engine_lost" if flight.epoch else "engine_failed", reason, 503)
+
+    def give_up(self, flight: Flight, reason: str) -> None:
+        self._fail(flight, "engine_lost", reason, 503)
 
     @staticmethod
     def _fail(flight: Flight, code: str, message: str, status: int) -> None:

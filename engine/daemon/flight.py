@@ -80,6 +80,8 @@ class Flight:
     owner: FlightOwner
     suspicion: Suspicion = field(default_factory=Suspicion)
     replica: int | None = None
+    model: str = ""
+    """The digest of the model that computed the answer's tokens."""
     submitted: float = field(default_factory=time.monotonic)
 
     @property
@@ -114,3 +116,8 @@ class Flight:
             dataclasses.replace(request, epoch=request.epoch + 1, emitted=self.answer.emitted(prompt))
             for prompt, request in enumerate(self.requests)
         )
+
+    def restart(self) -> None:
+        """Discards the answer's tokens: another model computes all."""
+        self.answer = self.answer.restarted()
+        self.requests = tuple(dataclasses.replace(request, emitted=()) for request in self.requests)

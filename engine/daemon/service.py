@@ -83,7 +83,7 @@ class Daemon:
             store = self._store = await self._open_store()
             stack.push_async_callback(store.close)
             limits = PoolLimits(max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids)
-            pool = TextPool(self._parts.text_folder, limits, body_worker.MODULE)
+            pool = TextPool(self._parts.text_folder, limits, body_worker.MODULE, self._parts.text.files)
             await stack.enter_async_context(pool)
             keys = self._parts.keys
             usage = Usage(store, self._parts.observer, (lambda owner: NO_LIMITS) if keys is None else keys.limits_of)

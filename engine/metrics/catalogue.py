@@ -32,8 +32,8 @@ BATCH_STATUSES = (
 )  # fmt: skip
 STORED_KINDS = ("row", "result", "file")
 FAILURE_KINDS = (
-    "mismatch", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled", "load_stalled",
-    "consequence", "protocol", "launch", "launcher_exit", "other",
+    "mismatch", "model_changed", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled",
+    "load_stalled", "consequence", "protocol", "launch", "launcher_exit", "other",
 )  # fmt: skip
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 PHASES: tuple[str, ...] = get_args(JobPhase)

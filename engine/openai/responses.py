@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -45,11 +46,20 @@ class Answer:
         self._role = "assistant" if body.add_generation_prompt else last["role"]
         self._continued = last["content"] if body.echo and last["role"] == self._role else ""
         self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
-        self._cached = [0] * len(requests)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._cached = [0] * len(self.requests)
         self._echoes: dict[int, str] = {}
         self._prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = {}
-        self._choices = [self._new_choice(request) for request in requests for _ in range(body.params.n)]
+        self._choices = [self._new_choice(request) for request in self.requests for _ in range(self.body.params.n)]
         self._open = len(self._choices)
+
+    def restarted(self) -> Answer:
+        """An answer to the same body, without tokens."""
+        fresh = copy.copy(self)
+        fresh._begin()
+        return fresh
 
     def _new_choice(self, request: Request) -> Choice:
         body = self.body

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -11,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from ...models.weights.manifest import sampled_digest
 from ...topology.json_codec import ReadError, parse
 from ..config.schema import Deployment
+from ..identity import identity_of
 from ..openai.batch_input import key_of, line_digests
-from ..text.tokenizer import text_digest
 from .journal import LineCheck, Mark, mark_of
 
 _LASTING = {"numerical_error", "constraint_error", "quarantined"}  # a second run would only repeat them
@@ -156,14 +154,6 @@ def _read_line(raw: bytes) -> dict[str, Any] | None:
     return line if isinstance(line["response"], dict | None) else None
 
 
-_BYTES = 5
-
-
 def model_digest(deployment: Deployment) -> str:
-    """A digest (10 hex digits) of the weights, config.json, the tokenizer, the chat template, and the settings that
-    determine sampled tokens. Independent of the layout: a run may resume on other ranks. Raises OSError."""
-    model, engine = deployment.model, deployment.engine
-    settings = model.dtype, model.weights, model.wiring, model.ladder_layers, engine.kv_cache_dtype, engine.seed
-    made = () if deployment.dummy_seed is None else (model.load_format,)
-    weights, text = sampled_digest(Path(model.path), _BYTES), text_digest(Path(deployment.text_folder))
-    return hashlib.blake2b(json.dumps([settings, weights, text, *made]).encode(), digest_size=_BYTES).hexdigest()
+    """The digest of `identity_of`, with which answers are stored. Raises OSError or CheckpointError."""
+    return identity_of(deployment).digest

@@ -23,6 +23,7 @@ from ...models.lanes import model_class
 from ...models.llama import LlamaModel
 from ...models.pages import HeldPages
 from ...models.transfer import download
+from ...models.weights.identity import Sample, check_unchanged
 from ...topology.comm.collectives import device_gather
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
@@ -72,9 +73,8 @@ class Built:
     limits: ModelLimits
     scheduler_limits: SchedulerLimits
     warnings: tuple[str, ...]
-    digest: str
-    """Digest of the checkpoint's tensors by name, type, shape and offset (with a manifest also of the bytes); differs
-    if ranks read different files."""
+    samples: dict[str, Sample]
+    """Samples of the weights that it read, by part; see engine/identity.py."""
     weights_file: int
     """The descriptor of the HeldPages that a hot standby may use; -1: none."""
 
@@ -152,16 +152,17 @@ def build(
     progress: Callable[[int, int], None] | None = None,
     tell: Callable[[str], None] = lambda doing: None,
     weights_file: int = -1,
+    salt: bytes = b"",
 ) -> Built:
     """Loads this rank's share, and on a GPU warms up. progress(done, total) in bytes of weights; tell: called with the
-    later phases; weights_file: descriptor of retained weights, see Built. Raises CheckpointError, CapacityError,
-    ShapeError, StageError, WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
+    later phases; weights_file: descriptor of retained weights, see Built; salt: see Sample. Raises CheckpointError,
+    CapacityError, ShapeError, StageError, WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
     give_back_freed()
     leads, keys, parallel = communicator.rank == 0, deployment.engine, deployment.parallel
     voice = Voice(log.info, log.warning, tell) if leads else Voice(tell=tell)
     if device.type == "cpu":
         voice.say(f"CPU tier: {cpu_tier.described(cpu_tier.current(), cpu_tier.own())}")
-    share = make_share(deployment, communicator, device, weights_file)
+    share = make_share(deployment, communicator, device, weights_file, salt)
     warnings = _announce(share, parallel, device, voice)
     working = _check(share, deployment, communicator, device)
 
@@ -184,6 +185,7 @@ def build(
     draft, pipeline = None, communicator.pipeline
     if share.draft is not None:
         draft = share.draft.load(share.length + 1, num_blocks, keys.block_size, keys.max_num_seqs, sampler.grammars)
+    check_unchanged(share.stamps)
     make = Runner if pipeline is None else partial(StageRunner, pipeline=pipeline, index=communicator.rank)
     runner = make(
         model,
@@ -216,10 +218,9 @@ def build(
         kv_tokens=num_blocks * keys.block_size,
         eos_token_ids=share.config.eos_token_ids,
     )
-    digest = share.source.digest if share.draft is None else f"{share.source.digest}, draft model {share.draft.digest}"
     pages = share.ops.pages
     held = pages.file if isinstance(pages, HeldPages) and pages.whole else -1
-    return Built(runner, share.config, model_limits, limits, tuple(warnings), digest, held)
+    return Built(runner, share.config, model_limits, limits, tuple(warnings), share.samples, held)
 
 
 def _sampler(

@@ -51,9 +51,8 @@ class DraftWeights:
         self.config, self.dtype = from_folder(folder), dtype
         check_draft(self.config, config, length)
         self._shard = RankShard(self.config, 1, 0)
-        self._source = open_source(folder, self._shard, self.config)
-        self.digest = self._source.digest
-        self.bytes = self._source.rank_bytes(self._shard, dtype.itemsize)
+        self.source = open_source(folder, self._shard, self.config)
+        self.bytes = self.source.rank_bytes(self._shard, dtype.itemsize)
 
     def block_bytes(self, block_size: int) -> int:
         return block_bytes(self._shard, block_size, self.dtype)
@@ -68,7 +67,7 @@ class DraftWeights:
         model = model_class(self.config)(
             self.config, group, Alone(), ops, dtype=self.dtype, device=device, positions=positions
         )
-        model.load(self._source)
+        model.load(self.source)
         cache = make_cache(self._shard, num_blocks, block_size, self.dtype, device)
         attention, _ = make_attention("auto", self._shard, cache, self.dtype, deterministic)
         draws = DraftDraws(self.config.vocab_size, max_slots, device, grammars)

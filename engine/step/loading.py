@@ -31,17 +31,23 @@ _KEPT = 256 << 20
 
 
 def held_weights(
-    source: Source, model: ModelSection, p: ParallelConfig, communicator: Communicator, file: int
+    source: Source,
+    model: ModelSection,
+    p: ParallelConfig,
+    communicator: Communicator,
+    file: int,
+    identity: object = None,
 ) -> HeldPages | None:
     """The pages for this rank's packed weights: the retained ones in `file` (-1: none) if they match the checkpoint and
-    deployment, else new ones. None if memfd is unavailable."""
+    deployment, else new ones. None if memfd is unavailable. identity: what this rank has read of the model so far; the
+    retained weights keep that of the rank that packed them."""
     files = sorted({stored.file for stored in source.tensors.values()})
     stats = [(str(path), (found := path.stat()).st_size, found.st_ctime_ns, found.st_ino) for path in files]
     pipeline = communicator.pipeline
     layout = p.tensor_parallel_size, p.pipeline_parallel_size, p.pipeline_layers, p.deterministic, p.embedding
     place = communicator.rank, None if pipeline is None else pipeline.stage
     experts = p.expert_layout, p.dense_path, communicator.layout.per_node
-    made = __version__, model, layout, experts, place, cpu_tier.current(), source.digest, stats
+    made = __version__, model, layout, experts, place, cpu_tier.current(), identity, stats
     label = hashlib.sha256(repr(made).encode()).hexdigest()
     if file >= 0:
         try:
@@ -61,6 +67,12 @@ def held_weights(
     return fresh
 
 
+def share_of_node(communicator: Communicator) -> tuple[int, int]:
+    """This rank's part of the work that the ranks of a node divide, and their number. Nodes may have different copies
+    of a folder, so each node reads all of its own."""
+    return communicator.rank % communicator.layout.per_node, communicator.layout.per_node
+
+
 def load_weights(
     model: LlamaModel,
     source: Source,
@@ -73,9 +85,8 @@ def load_weights(
     longest load: a node's storage may be slow, and a lost rank is detected at once anyway. Raises CheckpointError or
     CommunicationError."""
     communicator.set_timeout(timeout_s)
-    per_node, nodes, began = communicator.layout.per_node, len(communicator.layout.nodes), time.monotonic()
-    # Nodes may have different copies: each verifies all of its own, divided between its ranks.
-    read = model.load(source, progress, (communicator.rank % per_node, per_node))
+    nodes, began = len(communicator.layout.nodes), time.monotonic()
+    read = model.load(source, progress, share_of_node(communicator))
     took, pages = time.monotonic() - began, model.ops.pages
     if isinstance(pages, HeldPages) and pages.whole and not pages.filled:
         pages.seal(model.order)

@@ -17,13 +17,15 @@ from ...models.cuda.fp8 import Fp8
 from ...models.ops import TorchOps
 from ...models.ops_choice import make_ops, make_stored_products
 from ...models.stages import RankShard, Stage, choose_layers, make_stages
+from ...models.weights.identity import Sample, Stamps, stamps_of
 from ...models.weights.mapping import Source, open_source
 from ...models.weights.tensor_reader import FP8
 from ...topology.comm.groups import Communicator
 from ..config.schema import Deployment, ModelSection, ParallelConfig
+from ..identity import DRAFT, MODEL
 from .draft_model import DraftWeights
 from .kv_capacity import CapacityError, available_bytes
-from .loading import held_weights
+from .loading import held_weights, share_of_node
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"fp8": FP8}
@@ -32,7 +34,8 @@ KV_DTYPES = DTYPES | {"fp8": FP8}
 @dataclass(frozen=True, slots=True)
 class Share:
     """A rank's share of the model. `length`: the longest sequence served; `draft`: the draft model, if there is one;
-    `needed`: bytes of the weights of both that are not in memory yet."""
+    `needed`: bytes of the weights of both that are not in memory yet; `samples`: of both, by part (engine/identity.py);
+    `stamps`: of their files, before the samples were read."""
 
     config: ModelConfig
     warnings: list[str]
@@ -47,6 +50,8 @@ class Share:
     sharing: Sharing
     draft: DraftWeights | None
     needed: int
+    samples: dict[str, Sample]
+    stamps: Stamps
 
 
 def model_config(
@@ -80,10 +85,14 @@ def model_length(config: ModelConfig, wanted: int | None) -> int:
 
 
 def make_share(
-    deployment: Deployment, communicator: Communicator, device: torch.device, held: int | None = None
+    deployment: Deployment,
+    communicator: Communicator,
+    device: torch.device,
+    held: int | None = None,
+    salt: bytes = b"",
 ) -> Share:
-    """Reads the checkpoint's headers, no weights, and resolves `auto` and null. held: the descriptor of retained
-    weights, -1 if there are none; None: nothing will be loaded. Raises like `build`."""
+    """Reads the checkpoint's headers and samples of its weights, and resolves `auto` and null. held: the descriptor of
+    retained weights, -1 if there are none; None: nothing will be loaded. salt: see Sample. Raises like `build`."""
     keys, parallel, engine = deployment.model, deployment.parallel, deployment.engine
     config, sharing, warnings = model_config(keys, parallel, len(communicator.layout.nodes))
     dtype = DTYPES[config.dtype if keys.dtype == "auto" else keys.dtype]
@@ -95,19 +104,40 @@ def make_share(
         stage = make_stages(config, layers)[communicator.pipeline.stage]
     shard = RankShard.of(stage, communicator.size, communicator.rank, sharing)
     source = open_source(Path(keys.path), shard, config, deployment.dummy_seed)
+    draft = None if engine.draft_model is None else DraftWeights(Path(engine.draft_model), config, dtype, length)
+    sources = {MODEL: source} if draft is None else {MODEL: source, DRAFT: draft.source}
+    sources = {part: source for part, source in sources.items() if source.seed is None}
+    stamps = stamps_of(stored.file for source in sources.values() for stored in source.tensors.values())
+    samples = {part: source.sample(salt, *share_of_node(communicator)) for part, source in sources.items()}
     stored = make_stored_products(source, shard, device, parallel.deterministic)
     pages = None
     if held is not None and device.type == "cpu" and deployment.daemon.standby:
-        pages = held_weights(source, keys, parallel, communicator, held)
+        read = repr(config), source.seed, [(sample.files, sample.fixed, sample.origin) for sample in samples.values()]
+        pages = held_weights(source, keys, parallel, communicator, held, read)
     ops = make_ops(device, dtype, keys.weights, parallel.deterministic, pages)
     kept = frozenset[str]() if stored is None else stored.products
     needed = source.rank_bytes(shard, dtype.itemsize, kept, ops.matrix_bytes)
     if pages is not None:
         needed = max(0, needed - pages.nbytes)
-    draft = None if engine.draft_model is None else DraftWeights(Path(engine.draft_model), config, dtype, length)
     if draft is not None:
         needed += draft.bytes
-    return Share(config, warnings, dtype, kv_dtype, length, stage, shard, source, stored, ops, sharing, draft, needed)
+    return Share(
+        config,
+        warnings,
+        dtype,
+        kv_dtype,
+        length,
+        stage,
+        shard,
+        source,
+        stored,
+        ops,
+        sharing,
+        draft,
+        needed,
+        samples,
+        stamps,
+    )
 
 
 def has_room(

@@ -9,13 +9,13 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from .process import STARTING_LOOKS, WorkerDied, WorkerProcess
-from .tokenizer import ChatOptions, TextError
+from .tokenizer import RESTORE, ChatOptions, TextError, changed_files
 from .worker import MAX_FRAME
 
 log = logging.getLogger(__name__)
@@ -171,10 +171,17 @@ class _Slot:
 
 
 class TextPool:
-    """Workers for one checkpoint folder, as an async context. `module`: another worker program."""
+    """Workers for one checkpoint folder, as an async context. `module`: another worker program. `files`: the text_files
+    that every worker must have read; None: those of the first worker."""
 
-    def __init__(self, folder: Path, limits: PoolLimits = PoolLimits(), module: str = f"{__package__}.worker") -> None:
-        self._folder, self._limits, self._module = folder, limits, module
+    def __init__(
+        self,
+        folder: Path,
+        limits: PoolLimits = PoolLimits(),
+        module: str = f"{__package__}.worker",
+        files: Mapping[str, str] | None = None,
+    ) -> None:
+        self._folder, self._limits, self._module, self._files = folder, limits, module, files
         self._waiting = _Queues()
         self._large = 0
         self._arrived = asyncio.Event()
@@ -350,10 +357,19 @@ class TextPool:
                 hello = await worker.receive()
             if not hello.get("ready"):
                 raise TextError(hello.get("failed", "the text worker sent no reason"))
+            self._check_files(hello.get("files"))
         except BaseException:
             await worker.kill()
             raise
         return worker
+
+    def _check_files(self, files: Mapping[str, str] | None) -> None:
+        """Compares what a worker read with what this process and the other workers read. Raises TextError."""
+        if files is None:
+            raise TextError("the text worker did not report which files it read")
+        self._files = files if self._files is None else self._files
+        if changed := changed_files(self._files, files):
+            raise TextError(f"{self._folder / changed[0]} changed since this process read it: {RESTORE}")
 
 
 class OwnedPool(Encoder):

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
@@ -31,28 +32,44 @@ _FILES = (
 )  # fmt: skip
 
 
+RESTORE = "restore the file, or restart with the changed ones"
+
+
 class TextError(ValueError):
     """The checkpoint's tokenizer files cannot be used; the message names the file and the fix."""
 
 
+def text_files(folder: Path) -> dict[str, str]:
+    """A digest of each file that determines the conversion between text and ids; "" for a missing one."""
+    data = {name: (folder / name).read_bytes() if (folder / name).is_file() else None for name in _FILES}
+    return {name: "" if raw is None else hashlib.blake2b(raw, digest_size=16).hexdigest() for name, raw in data.items()}
+
+
 def text_digest(folder: Path) -> str:
-    """Hex digest of the files that determine the conversion between text and ids."""
-    found = hashlib.blake2b(digest_size=16)
-    for name in _FILES:
-        data = (folder / name).read_bytes() if (folder / name).is_file() else b""
-        found.update(b"%d " % len(data) + data)
-    return found.hexdigest()
+    """Hex digest of `text_files`."""
+    return hashlib.blake2b(json.dumps(text_files(folder)).encode(), digest_size=16).hexdigest()
+
+
+def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    return sorted(name for name in {*before, *now} if before.get(name, "") != now.get(name, ""))
 
 
 class TextModel:
-    """One tokenizer and template. `eos_ids`: end tokens of tokenizer_config.json and generation_config.json."""
+    """One tokenizer and template. `eos_ids`: end tokens of tokenizer_config.json and generation_config.json. `files`:
+    see text_files."""
 
     def __init__(
-        self, folder: Path, tokenizer: Tokenizer, config: dict[str, Any], template: str | None, eos_ids: tuple[int, ...]
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        config: dict[str, Any],
+        template: str | None,
+        eos_ids: tuple[int, ...],
+        files: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self.folder, self.tokenizer = folder, tokenizer
+        self.folder, self.tokenizer, self.files = folder, tokenizer, files
         self.pieces = Pieces(tokenizer)
         self.special = _special_tokens(config)
         self.bos_id = tokenizer.token_to_id(self.special["bos_token"]) if "bos_token" in self.special else None
@@ -72,7 +89,7 @@ class TextModel:
     @classmethod
     def from_folder(cls, folder: Path) -> TextModel:
         """Reads the tokenizer's JSON files and chat template. Raises TextError naming a missing or unreadable file."""
-        path = folder / "tokenizer.json"
+        path, files = folder / "tokenizer.json", text_files(folder)
         if not path.is_file():
             also = " (tokenizer.model alone is not read)" if (folder / "tokenizer.model").is_file() else ""
             raise TextError(
@@ -96,7 +113,9 @@ class TextModel:
         except (TemplateError, ValueError) as error:
             raise TextError(f"{folder}: {error}") from error
         eos_ids = _eos_ids(tokenizer, config, _read_json(folder / "generation_config.json"))
-        return cls(folder, tokenizer, config, template, eos_ids)
+        if changed := changed_files(files, text_files(folder)):
+            raise TextError(f"{folder / changed[0]}: changed while it was read: start again once its copy is complete")
+        return cls(folder, tokenizer, config, template, eos_ids, files)
 
     @property
     def vocab_size(self) -> int:

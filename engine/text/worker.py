@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .chat_template import TemplateError
-from .tokenizer import ChatOptions, TextError, TextModel
+from .tokenizer import RESTORE, ChatOptions, TextError, TextModel, changed_files, text_files
 
 if TYPE_CHECKING:
     from ..sampling.grammar import GrammarSlots
@@ -79,10 +79,14 @@ def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, An
 
 @functools.cache
 def _grammars(model: TextModel) -> GrammarSlots:
-    """Makes the grammars of the tokenizer. Raises ValueError if the library is missing or cannot read the tokenizer."""
+    """Makes the grammars of the tokenizer. Raises ValueError if the library is missing or cannot read the tokenizer, or
+    if the folder changed since the model was read."""
     from ..sampling.grammar import GrammarSlots  # numpy and llguidance: only where one asks for structured output
 
-    return GrammarSlots(model.folder, model.vocab_size, model.eos_ids)
+    grammars = GrammarSlots(model.folder, model.vocab_size, model.eos_ids)
+    if changed := changed_files(model.files, text_files(model.folder)):
+        raise ValueError(f"{model.folder / changed[0]} changed since this process read it: {RESTORE}")
+    return grammars
 
 
 _PIECE_CHARS, _CUT_IDS = 1 << 14, 64
@@ -122,7 +126,7 @@ def main(argv: list[str], answer: Answer = answer) -> int:
         out.write(frame({"failed": str(error)}))
         out.flush()
         return 1
-    out.write(frame({"ready": True}))
+    out.write(frame({"ready": True, "files": dict(model.files)}))
     out.flush()
     with contextlib.suppress(ConnectionResetError):  # its owner was killed before it had read the last answer
         while (items := read_frame(requests)) is not None:

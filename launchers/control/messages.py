@@ -23,6 +23,7 @@ from ...engine.request import (
     TokensEvent,
     params_to_json,
 )
+from ...models.weights.identity import Sample
 from ...topology import json_codec
 from ...topology.placement.machines import MAX_ADDRESSES, Machine
 
@@ -187,10 +188,14 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Rank -> server: digests by name (config, weights, ...), which must be equal on all ranks."""
+    """Rank -> server: what it has read of the model so far, before and after it loads. digests: by name (config, the
+    model's small files, ...), which must be equal on all ranks; samples: of folders of weights, by part, see
+    engine/identity.py. `name`: of the rank that has read it, if another one sends it."""
 
     type: Literal["announce"] = field(default="announce", kw_only=True)
     digests: Annotated[dict[ShortText, Annotated[str, MaxLen(256)]], MaxLen(64)]
+    samples: Annotated[dict[ShortText, Sample], MaxLen(4)] = field(default_factory=dict)
+    name: Name = ""
 
 
 @dataclass(frozen=True, slots=True)

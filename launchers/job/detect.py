@@ -14,8 +14,8 @@ from ..control.messages import Beat
 from .causes import unreachable as unreachable
 
 FailureKind = Literal[
-    "mismatch", "protocol", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled",
-    "load_stalled", "consequence", "launch", "launcher_exit",
+    "mismatch", "protocol", "model_changed", "refused", "rank_error", "launcher_killed", "rank_lost", "silent",
+    "stalled", "load_stalled", "consequence", "launch", "launcher_exit",
 ]  # fmt: skip
 """A closed set, because it labels `engine_restarts_total`. The strongest evidence first: see `blame`."""
 
@@ -148,6 +148,9 @@ def behind(beats: Mapping[int, Beat], stage_ranks: int = 0) -> int | None:
     return min(ranks)
 
 
+SAME_FILES = "the nodes must have the same files"
+
+
 def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | None:
     """The first rank whose digests differ from those of most ranks (in a tie: from the lowest rank's), and a sentence
     about it; None if all agree."""
@@ -157,10 +160,7 @@ def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | N
         usual = Counter(values.values()).most_common(1)[0][0]
         for rank, value in values.items():
             if value != usual:
-                return (
-                    rank,
-                    f"{name} is {value[:24]} there and {usual[:24]} elsewhere: the nodes must have the same files",
-                )
+                return rank, f"{name} is {value[:24]} there and {usual[:24]} elsewhere: {SAME_FILES}"
     return None
 
 

@@ -18,13 +18,14 @@ from typing import Any, Protocol
 
 from ... import __version__
 from ...engine import child
+from ...engine.identity import ModelIdentity
 from ...engine.job import RankHeartbeat
 from ...topology.placement.machines import boot_id
 from ..compose.mpi import LaunchCommand
 from ..control import messages, processes
 from ..control.control import ENV_ADDRESS, ENV_SECRET, ControlThread, new_secret
 from .causes import StartOutput
-from .detect import Evidence, JobFailure
+from .detect import SAME_FILES, Evidence, JobFailure
 from .keeper import under_keeper
 from .options import JobOptions
 from .rank_board import NODE_LOST, News, RankBoard
@@ -58,9 +59,11 @@ class Launch:
         options: JobOptions,
         standby: bool = False,
         serving: Launch | None = None,
+        identity: ModelIdentity | None = None,
+        fix: str = SAME_FILES,
     ) -> None:
         """standby: its ranks wait without weights until `load`, and are sent where the ranks of `serving` retain
-        theirs. `owner` may change later."""
+        theirs. `owner` may change later. identity, fix: see RankBoard."""
         self.owner, self._command, self._options = owner, command, options
         self.seats = command.seats
         secret = new_secret()
@@ -70,7 +73,13 @@ class Launch:
         self._secret_hex, self._serving = secret.hex(), serving
         self._server = ControlThread(self, secret, welcome, options.control_host)
         self._board = RankBoard(
-            options.world_size, options.timeouts, time.monotonic(), options.stage_ranks, command.seats
+            options.world_size,
+            options.timeouts,
+            time.monotonic(),
+            options.stage_ranks,
+            command.seats,
+            identity,
+            fix,
         )
         self._keeper: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []

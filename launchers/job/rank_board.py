@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from ... import __version__
+from ...engine.identity import Difference, ModelIdentity, between_ranks, from_owner
 from ...engine.request import ModelLimits
 from ...topology.placement.machines import shared_hostname
 from ..control.control import UNREACHABLE
 from ..control.messages import SILENCE_S, Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
 from .causes import first_errors, unreachable
-from .detect import Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled
+from .detect import SAME_FILES, Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled
 from .options import JobTimeouts
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
@@ -56,7 +57,7 @@ class RankState:
     beat_at: float = 0.0
     fraction: float = 0.0
     standing: Standing | None = None
-    digests: dict[str, str] | None = None
+    announced: Announce | None = None
     limits: ModelLimits | None = None
     file: int = -1
     suspect: bool = False
@@ -69,11 +70,20 @@ def _silence(seconds: float) -> str:
 
 class RankBoard:
     """`began`: when mpirun was started. stage_ranks: ranks of each pipeline stage; 0: no stages. `seats`: the listed
-    name of each rank's host; () if unknown."""
+    name of each rank's host; () if unknown. identity: of the model that the job serves, which every rank must read;
+    `fix`: what to do if one reads another."""
 
     def __init__(
-        self, world_size: int, timeouts: JobTimeouts, began: float, stage_ranks: int = 0, seats: Sequence[str] = ()
+        self,
+        world_size: int,
+        timeouts: JobTimeouts,
+        began: float,
+        stage_ranks: int = 0,
+        seats: Sequence[str] = (),
+        identity: ModelIdentity | None = None,
+        fix: str = SAME_FILES,
     ) -> None:
+        self._identity, self._fix = identity, fix
         self._stage_ranks = stage_ranks if stage_ranks < world_size else 0
         self.ranks = {rank: RankState() for rank in range(world_size)}
         self.hosts: dict[int, str | None] = dict(enumerate(seats))
@@ -128,9 +138,10 @@ class RankBoard:
                 if (shared := shared_hostname(greeted)) is not None:
                     news.append(self.sign(Evidence("mismatch", *shared)))
                 news.append(self._progress(""))
-            case Announce(digests):
-                state.digests = digests
-                news += self._agreement()
+            case Announce(digests, samples):
+                state.announced = message
+                found = self._identity and from_owner(self._identity, rank, digests, samples)
+                news += [self._differs(found)] if found else self._agreement()
             case Loading(fraction, detail):
                 fraction = min(1.0, max(0.0, fraction))
                 if fraction != state.fraction:
@@ -184,17 +195,30 @@ class RankBoard:
         return Loading(min(state.fraction for state in self.ranks.values()), detail)
 
     def _agreement(self) -> list[News]:
-        announced = {rank: state.digests for rank, state in self.ranks.items() if state.digests is not None}
+        announced = {rank: state.announced for rank, state in self.ranks.items() if state.announced is not None}
         if self.ready or len(announced) < len(self.ranks):
             return []
-        if (found := differing(announced)) is not None:
+        digests, loading = (
+            {r: m.digests for r, m in announced.items()},
+            any(s.limits is None for s in self.ranks.values()),
+        )
+        if loading and len({frozenset(one) for one in digests.values()}) > 1:
+            return []  # some have loaded, and announced more
+        if (found := differing(digests)) is not None:
             return [self.sign(Evidence("mismatch", *found))]
-        if self.evidence or any(state.limits is None for state in self.ranks.values()):
+        if self.evidence or loading:
             return []
+        samples = {rank: message.samples for rank, message in announced.items()}
+        if (odd := between_ranks(self._identity, samples)) is not None:
+            return [self._differs(odd)]
         self.ready = True
         limits = self.ranks[0].limits
         assert limits is not None
         return [Ready(limits)]
+
+    def _differs(self, found: Difference) -> Evidence:
+        than = "the model that this job serves" if found.other is None else self.name(found.other)
+        return self.sign(Evidence("model_changed", found.rank, f"{found.text} from {than}: {self._fix}"))
 
     def held_up(self, seconds: float) -> None:
         """Extends all deadlines by `seconds`, for which this process was suspended."""

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read, to_json
-from ...engine.run.past import model_digest
+from ...engine.identity import identity_of
 from ...engine.text.tokenizer import text_digest
+from ...models.weights.checkpoint import CheckpointError
 from ...topology.json_codec import build, write_file
 from .rolling_job import HeldJob, RollingJob
 
@@ -104,8 +105,11 @@ class Reloader:
         self.deployments = [loaded.deployment] * len(jobs)
         """The deployment of each replica."""
         self._read, self._make, self._on_outcome = read, make, on_outcome
-        self._models = [model_digest(loaded.deployment)] * len(jobs)
+        self._identities = [identity_of(loaded.deployment)] * len(jobs)
+        self._models = [identity.digest for identity in self._identities]
         self._text = text_digest(Path(loaded.deployment.text_folder))
+        for job, identity in zip(jobs, self._identities, strict=True):
+            job.identity = identity
         self._asked = asyncio.Event()
 
     def model(self) -> str:
@@ -145,27 +149,31 @@ class Reloader:
                 found.append(loaded.fault(key, f"cannot change by a reload, {text}"))
             if found:
                 return "refused", found
-            digest = await asyncio.to_thread(model_digest, new)
+            identity = await asyncio.to_thread(identity_of, new)
             jobs = await asyncio.to_thread(self._make, new, True)
         except ConfigError as error:
             return "refused", str(error).splitlines()
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, CheckpointError) as error:
             return "refused", [str(error)]
         for index, (job, coming) in enumerate(zip(self._jobs, jobs, strict=True)):
+            coming.identity = identity
             before, self._models[index] = self._models[index], ""
             try:
                 reason = await job.replace(coming, partial(self._again, index))
             except (ValueError, OSError) as error:
                 reason = str(error)
-            self._models[index] = digest if reason is None else before
+            self._models[index] = identity.digest if reason is None else before
             if reason is not None:
                 kept = f"replica {index} keeps the old configuration"
                 return "failed", [f"{kept}{', those before it have the new one' if index else ''}: {reason}"]
-            self.deployments[index] = new
+            self.deployments[index], self._identities[index] = new, identity
         return "done", []
 
     def _again(self, index: int) -> HeldJob:
-        return self._make(self.deployments[index], False)[index]
+        """A job of the old configuration, which serves the model that it served: a changed folder is refused."""
+        job = self._make(self.deployments[index], False)[index]
+        job.identity = self._identities[index]
+        return job
 
     def _write(self, outcome: dict[str, Any]) -> None:
         path = Path(self._began.daemon.data_dir) / OUTCOME

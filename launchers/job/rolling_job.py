@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from ...engine.identity import ModelIdentity
 from ...engine.job import EngineJob, JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import Request, TokensEvent
 
@@ -62,6 +63,14 @@ class RollingJob:
         self.job, self._others, self._closed = job, list[HeldJob](), False
         self._awaited: HeldJob | None = None  # while no job accepts requests: the next job
         self.listener: JobListener
+
+    @property
+    def identity(self) -> ModelIdentity | None:
+        return self.job.identity
+
+    @identity.setter
+    def identity(self, identity: ModelIdentity | None) -> None:
+        self.job.identity = identity
 
     @property
     def state(self) -> JobState:

@@ -16,11 +16,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...engine.identity import ModelIdentity
 from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import ModelLimits, Request, TokensEvent
 from ..compose.mpi import LaunchCommand
 from ..control.messages import Cancel, Drain, Loading, Ready, Running, Standing, StopChoice, Submit, Tokens
-from .detect import Evidence, JobFailure, RestartPolicy, bad_node, by_a_request
+from .detect import SAME_FILES, Evidence, JobFailure, RestartPolicy, bad_node, by_a_request
 from .in_flight import InFlight
 from .job_launch import Launch, LaunchOwner, Said
 from .options import JobOptions, JobTimeouts
@@ -31,6 +32,8 @@ __all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob"]
 
 log = logging.getLogger(__name__)
 
+CHANGED = "restore the files, or run `laddertron reload` to serve the changed model"
+CHANGED_IN_RUN = "restore the files and resume the run, or start over with the changed model"
 CommandFactory = Callable[[frozenset[str]], LaunchCommand]
 """Composes the launch command without the given excluded hosts. Raises ValueError if too few are left."""
 
@@ -63,6 +66,8 @@ class MpiJob:
         self._closing = asyncio.Event()
         self._draining = self._progress = False
         self._held = options.hold
+        self.identity: ModelIdentity | None = None
+        """The identity of the model that the job serves; set before `start`. Ranks that read another are refused."""
         self.before: MpiJob | None = None
         """The job that a held job replaces, and whose weights it may share."""
         self.room = False
@@ -189,10 +194,14 @@ class MpiJob:
     def _make_launch(self, owner: LaunchOwner, excluded: frozenset[str], standby: bool = True) -> Launch:
         """Makes a launch. Raises ValueError."""
         serving = self._launch if self.before is None else self.before._launch
-        return Launch(owner, self._command(excluded), self._config_json, self._options, standby, serving)
+        fix = SAME_FILES if self.state.limits is None else CHANGED if self._options.restart else CHANGED_IN_RUN
+        command = self._command(excluded)
+        return Launch(owner, command, self._config_json, self._options, standby, serving, self.identity, fix)
 
     async def _await_relaunch(self, failure: JobFailure) -> bool:
         """Counts the failure and waits for the policy's delay. False if the job is not launched again."""
+        if failure.kind == "model_changed" and self.state.limits is not None and self._options.restart:
+            return await self._await_files(failure)
         if self._taken_over and self._ready_since is None:
             log.warning("standby: failed as it took over: %s: a cold start", failure.reason, extra={"event": "standby"})
             self._set_state("starting")
@@ -203,7 +212,8 @@ class MpiJob:
         ready_s = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
         delay = self._policy.after_failure(self._progress or ready_s >= self._options.healthy_s)
         # not retried: differing files, and a refusal of the first launch; a later refusal may be temporary
-        hopeless = failure.kind == "mismatch" or (failure.kind == "refused" and self.state.limits is None)
+        first = self.state.limits is None
+        hopeless = failure.kind == "mismatch" or (failure.kind in ("refused", "model_changed") and first)
         hopeless |= self._held
         if delay is None or self._draining or hopeless:
             reason = failure.reason
@@ -211,12 +221,29 @@ class MpiJob:
                 reason = f"{self._policy.in_a_row} failures in a row without progress, the last: {reason}"
             self._set_state("failed", failure=failure, reason=reason)
             return False
+        await self._pause(delay)
+        return True
+
+    async def _await_files(self, failure: JobFailure) -> bool:
+        """Waits before the next launch of a job whose model was changed in place. Such failures are not counted: the
+        files may be restored, or the daemon reloads. False if the job is not launched again."""
+        repeated = bool(self.failures) and self.failures[-1].kind == failure.kind
+        if not repeated:
+            self.failures.append(failure)
+            self._hooks.failed(failure)
+        if self._draining:
+            self._set_state("failed", failure=failure)
+            return False
+        self._set_state("restarting", failure=failure)
+        await self._pause(self._options.longest_backoff_s if repeated else 0.0)
+        return True
+
+    async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(delay):
+            async with asyncio.timeout(seconds):
                 await self._closing.wait()
         if not self._closing.is_set():
             self._set_state("starting", restarts=self.state.restarts + 1)
-        return True
 
     def _note_end(self, lost_at: float, gone_at: float) -> None:
         if self._ready_since is not None:
@@ -277,6 +304,7 @@ class MpiJob:
             exit_code=None if failure is None else failure.exit_code or 1,
             **culprit,
             standby=self._standby.phase,
+            model="" if self.identity is None else self.identity.digest,
         )
         self._take_state(state)
 

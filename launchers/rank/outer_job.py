@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from ... import __version__
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
+from ...engine.identity import ModelIdentity, from_owner
 from ...engine.job import EngineJob, JobListener, JobState, RankHeartbeat
 from ...engine.request import Request
 from ...models.config.json_fields import Refusal
@@ -27,6 +28,7 @@ from ...topology.placement.identity import Identity
 from ..control import messages
 from ..control.control import ControlServer, new_secret
 from ..control.control_client import ControlClient
+from ..job.detect import SAME_FILES
 from ..job.in_flight import InFlight
 from .network import local_address, use_route
 from .rank import run_rank
@@ -50,6 +52,7 @@ class ReplicaJob:
         self._listener: JobListener | None = None
         self._in_flight = InFlight()
         self._node, self._pid, self._closed = "", 0, False
+        self.identity: ModelIdentity | None = None
 
     async def start(self, listener: JobListener) -> None:
         self._listener = listener  # the rank may have reported a state already
@@ -91,7 +94,13 @@ class ReplicaJob:
                     self._listener.on_report(report)
             case messages.Loading(_, detail):
                 self._set(JobState("loading", reason=detail))
-            case messages.Ready(limits):
+            case messages.Announce(digests, samples, name):
+                found = self.identity and from_owner(self.identity, 0, digests, samples)
+                if found:
+                    self.fail(
+                        f"{name or f'rank 0 on {self._node}'}: {found.text} from the model of the run: {SAME_FILES}"
+                    )
+            case messages.Ready(limits) if self.state.phase != "failed":
                 self._set(JobState("ready", limits=limits))
             case messages.Failure(text):
                 self.fail(text)

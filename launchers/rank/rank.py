@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from ...engine.config import load as deploy
 from ...engine.config.rules import emulated_link
 from ...engine.config.schema import PLACEMENT, Deployment
+from ...engine.identity import config_digest, headers_of, small_files
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, follow
 from ...models.config.json_fields import Refusal
@@ -32,6 +34,7 @@ from ...topology.placement.machines import Machine, shared_hostname, this_machin
 from ...topology.placement.mapping import MappingError, verify
 from ..compose.rank_mapping import ENV_CORES, ENV_SEATS, bind, cores_here, expected
 from ..control import messages
+from .agreement import agree
 from .load_tuning import backend_here, tuned_choice
 from .network import local_address, use_route
 from .rank_status import HealthWatch, Status, loading_words, make_look
@@ -40,6 +43,7 @@ from .standing_by import Channel, require_memory, stand_by
 
 log = logging.getLogger(__name__)
 
+SALT_BYTES = 16
 IDLE_S = 0.5
 """The longest wait of an idle rank 0 for a command, which wakes it at once."""
 SNAPSHOT_S = 0.25
@@ -264,6 +268,9 @@ def run_rank(
         say(messages.Loading(0.1, "waiting for every rank to start"))
         channel.wait_for_ranks()
     say(messages.Loading(0.1, "connecting"))
+    bootstrap = bootstrap or bootstrap_of(identity, os.environ)
+    # NOTE: rank 0 draws the places of this launch's samples, and all ranks read the same ones
+    salt = bootstrap.all_gather(secrets.token_bytes(SALT_BYTES))[0]
     with join_group(deployment, identity, secret, bootstrap) as communicator:
         status.communicator, weights_file = communicator, -1
         if standby and channel is not None:
@@ -275,6 +282,8 @@ def run_rank(
             if found is None:
                 return
             weights_file = found
+        announced = {"config": deploy.digest(deployment)}
+        say(messages.Announce(announced | small_files(deployment), headers_of(deployment)))
         built = build(
             deployment,
             communicator,
@@ -282,8 +291,12 @@ def run_rank(
             _loading(say),
             lambda doing: say(messages.Loading(1.0, doing)),
             weights_file,
+            salt,
         )
+        announced |= {"model config": config_digest(built.config), **small_files(deployment)}
+        announces = [announce := messages.Announce(announced, built.samples)]
         if reports_for_all:
+            announces = agree(communicator, deployment, identity.node, announce)
             status.computes_with = tuple(
                 tuple(row.decode().split()) for row in communicator.collect(" ".join(mine).encode())
             )
@@ -295,7 +308,8 @@ def run_rank(
         # Exempt all existing objects from garbage collection, which would delay a step.
         gc.collect()
         gc.freeze()
-        say(messages.Announce({"config": deploy.digest(deployment), "weights": built.digest}))
+        for announce in announces:
+            say(announce)
         if not leads:
             say(ready)
             follow(built.runner, communicator.plans, status.progress)

@@ -9,7 +9,7 @@ import re
 import struct
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -37,6 +37,7 @@ MAX_INDEX_BYTES = 64 << 20
 MAX_DIMENSIONS = 8
 HARMLESS = re.compile(r".*(rotary_emb\.inv_freq|\.attn\.bias|\.masked_bias)")
 """Unused buffers of older checkpoints."""
+INDEX = "model.safetensors.index.json"
 _BARE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
@@ -228,18 +229,28 @@ def _refuse_other_formats(folder: Path) -> None:
     raise CheckpointError(f"{folder}: no *.safetensors file: is this a model folder?")
 
 
+def _index(folder: Path) -> dict[str, str] | None:
+    index = folder / INDEX
+    if not (index.exists() or index.is_symlink()):
+        return None
+    return _index_files(folder, inside(folder, index.name))
+
+
+def weight_files(folder: Path, weight_map: Mapping[str, str] | None = None) -> list[str]:
+    """The names of the files that contain a folder's weights; `weight_map`: its index, if read already. Raises
+    CheckpointError for a bad index."""
+    weight_map = _index(folder) if weight_map is None else weight_map
+    if weight_map is not None:
+        return sorted(set(weight_map.values()))
+    if (folder / "model.safetensors").exists():
+        return ["model.safetensors"]  # the folder may also have a consolidated copy
+    return sorted(p.name for p in folder.glob("*.safetensors"))
+
+
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """Reads every tensor of a checkpoint folder, by name, with or without an index. Raises CheckpointError."""
-    index = folder / "model.safetensors.index.json"
-    weight_map: dict[str, str] | None = None
-    if index.exists() or index.is_symlink():
-        weight_map = _index_files(folder, inside(folder, index.name))
-        files = sorted(set(weight_map.values()))
-    elif (folder / "model.safetensors").exists():
-        files = ["model.safetensors"]  # the folder may also have a consolidated copy
-    else:
-        files = sorted(p.name for p in folder.glob("*.safetensors"))
-    if not files:
+    weight_map = _index(folder)
+    if not (files := weight_files(folder, weight_map)):
         _refuse_other_formats(folder)
     tensors: dict[str, StoredTensor] = {}
     for name in files:
@@ -250,7 +261,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
                 )
             if weight_map is not None and tensor.name not in weight_map and not HARMLESS.fullmatch(tensor.name):
                 raise CheckpointError(
-                    f"{folder / name}: tensor {shown(tensor.name)} is not in {index.name}: index and files belong to "
+                    f"{folder / name}: tensor {shown(tensor.name)} is not in {INDEX}: index and files belong to "
                     "different checkpoints; fetch them again"
                 )
             tensors[tensor.name] = tensor

@@ -26,16 +26,30 @@ def write_tensors(
     fill: Callable[[str, Tensor], object],
     metadata: Mapping[str, str],
     progress: Callable[[int], None] = lambda count: None,
+    written: Callable[[memoryview], object] = lambda data: None,
 ) -> None:
-    """Writes and syncs the file. `fill` gets each name and zeroed tensor, `progress` the bytes of each written one."""
+    """Writes and syncs the file. `fill` gets each name and zeroed tensor, `progress` the bytes of each written one,
+    `written` its contents."""
     with path.open("wb") as stream:
         stream.write(_header(entries, metadata))
         for name, (shape, dtype) in entries.items():
             tensor = torch.zeros(shape, dtype=dtype)
             fill(name, tensor)
             if tensor.numel():
-                stream.write(byte_view(tensor.view(-1).view(torch.uint8)))
+                stream.write(view := byte_view(tensor.view(-1).view(torch.uint8)))
+                written(view)
             progress(tensor.numel() * dtype.itemsize)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def replace_metadata(path: Path, entries: Entries, before: Mapping[str, str], metadata: Mapping[str, str]) -> None:
+    """Replaces the metadata of a file that `write_tensors` wrote by one of the same length, and syncs it."""
+    old, new = _header(entries, before), _header(entries, metadata)
+    if len(old) != len(new):
+        raise ValueError(f"{path}: metadata of {len(new)} bytes in place of {len(old)}")
+    with path.open("r+b") as stream:
+        stream.write(new)
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import json
 import os
 import threading
@@ -23,8 +22,6 @@ from .checkpoint import CheckpointError, StoredTensor, inside, read_folder, read
 
 NAME = "laddertron.manifest.json"
 BLOCK = 8 << 20
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""Number of samples that `sampled_digest` reads from each file, and bytes of each."""
 PART = 1 << 20
 """Bytes read and summed at once; small enough for the processor's cache."""
 MAX_BYTES = 64 << 20
@@ -110,34 +107,6 @@ def read_manifest(folder: Path) -> Manifest | None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as fault:
         raise CheckpointError(f"{path}: bad manifest: {fault}: make it again with `laddertron manifest`") from fault
     return Manifest(block, files)
-
-
-def weights_digest(folder: Path, stored: Mapping[str, StoredTensor]) -> str:
-    """Hex BLAKE2b digest of the headers, and of the manifest if there is one."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(stored):
-        tensor = stored[name]
-        digest.update(f"{name} {tensor.file.name} {tensor.dtype} {tensor.shape} {tensor.begin}\n".encode())
-    manifest = read_manifest(folder)
-    if manifest is not None:
-        digest.update(json.dumps(manifest.to_json(), sort_keys=True).encode())
-    return digest.hexdigest()
-
-
-def sampled_digest(folder: Path, size: int) -> str:
-    """A hex BLAKE2b digest (of `size` bytes) of config.json, the manifest, and 64 samples of each file of weights. It
-    distinguishes the weights of two training runs in seconds; only a manifest covers every byte. Raises OSError."""
-    digest = hashlib.blake2b(digest_size=size)
-    for file in (folder / "config.json", folder / NAME):
-        digest.update(file.read_bytes() if file.is_file() else b"")
-    for file in sorted([*folder.glob("*.safetensors")] or folder.glob("laddertron-tp*/rank-*.safetensors")):
-        length = file.stat().st_size
-        digest.update(f"\0{file.name} {length}".encode())
-        with file.open("rb", buffering=0) as stream:
-            for piece in range(_SAMPLES):
-                at = max(0, length - _SAMPLE_BYTES) * piece // (_SAMPLES - 1)
-                digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, at))
-    return digest.hexdigest()
 
 
 def _natural(value: object, least: int = 0) -> int:

@@ -14,7 +14,7 @@ from ..config.model_config import ModelConfig
 from ..config.quantisation import Quantisation, read_quantisation
 from ..stages import RankShard
 from .checkpoint import HARMLESS, ITEMSIZES, CheckpointError, StoredTensor, read_folder, same_values, shown
-from .manifest import weights_digest
+from .identity import Sample, Weights, read_sample, tables_of
 from .quantised import (
     CALIBRATION,
     PLAIN,
@@ -27,7 +27,7 @@ from .quantised import (
     scale_of,
     scaled_by,
 )
-from .rank_files import open_shards
+from .rank_files import OwnFile, open_shards
 from .slices import (
     EXPERTS,
     PRODUCTS,
@@ -50,9 +50,10 @@ class Source:
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
-    digest: str
-    """Digest of names, types, shapes and offsets (with a manifest also of the bytes), which must be equal on all ranks.
-    """
+    listed: tuple[StoredTensor, ...] = ()
+    """All tensors of the checkpoint's files, as their headers describe them."""
+    own: OwnFile | None = None
+    """This rank's own file, in place of the checkpoint."""
     quantisation: Quantisation | None = None
     sharded_over: int = 0
     """Number of ranks of the per-rank files; 0: the checkpoint itself."""
@@ -92,6 +93,24 @@ class Source:
             return (f"layers.{layer}.{product}.weight",)
         return sources_of(shard, layer, product)
 
+    @property
+    def digest(self) -> str:
+        """The identity of the weights (Weights.digest). Reads samples of all tensors. Raises OSError."""
+        if self.seed is not None:
+            return f"dummy of seed {self.seed}"
+        if self.own is not None:
+            return self.own.digest
+        tables = tables_of(self.listed)
+        return Weights(tables, read_sample(tables).fixed).digest
+
+    def sample(self, salt: bytes, part: int, parts: int) -> Sample:
+        """Reads this rank's share of the samples, part `part` of `parts` (see Sample); of its own file, if it has one,
+        all, and checks them. Raises CheckpointError or OSError."""
+        if self.own is not None:
+            self.own.check(salt)
+            return Sample(origin=self.own.digest)
+        return read_sample(tables_of(self.listed), salt, part, parts)
+
     def rank_bytes(
         self, shard: RankShard, itemsize: int, kept: Set[str] = frozenset(), products: int | None = None
     ) -> int:
@@ -127,15 +146,17 @@ def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = Non
         if is_scale(name) and len(stored.shape) == 2:  # scales of experts that stay quantised
             block = 1, own.tensors[scaled_by(name)].shape[1] // stored.shape[1]
         tensors[name] = replace(stored, block=block)
-    return Source(folder, tensors, own.digest, _quantisation(folder), shard.size, own.replicate_embedding)
+    return Source(folder, tensors, (), own, _quantisation(folder), shard.size, own.replicate_embedding)
 
 
 def open_checkpoint(folder: Path, config: ModelConfig) -> Source:
     """Opens a checkpoint after checking that it is complete and has the model's shapes. Raises CheckpointError, which
     names file and tensor."""
     quantisation = _quantisation(folder)
-    tensors = _check(folder, config, quantisation)
-    return Source(folder, tensors, weights_digest(folder, tensors), quantisation)
+    tensors = read_folder(folder)
+    listed = (*tensors.values(),)
+    _check(folder, tensors, config, quantisation)
+    return Source(folder, tensors, listed, quantisation=quantisation)
 
 
 def _open_dummy(folder: Path, config: ModelConfig, seed: int) -> Source:
@@ -149,7 +170,7 @@ def _open_dummy(folder: Path, config: ModelConfig, seed: int) -> Source:
     for name, shape in expected_shapes(config).items():
         flat = shape if len(shape) < 3 else (prod(shape[:-1]), shape[-1])
         tensors[name] = StoredTensor(name, folder / "config.json", code, flat, 0, prod(shape) * ITEMSIZES[code])
-    return Source(folder, tensors, f"dummy of seed {seed}, {weights_digest(folder, tensors)}", seed=seed)
+    return Source(folder, tensors, seed=seed)
 
 
 def _quantisation(folder: Path) -> Quantisation | None:
@@ -159,8 +180,10 @@ def _quantisation(folder: Path) -> Quantisation | None:
         raise CheckpointError(str(fault)) from fault
 
 
-def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None) -> dict[str, StoredTensor]:
-    tensors = read_folder(folder)
+def _check(
+    folder: Path, tensors: dict[str, StoredTensor], config: ModelConfig, quantisation: Quantisation | None
+) -> None:
+    """Checks that the tensors are those of the model; renames and divides some."""
     _divide_fused(tensors, config)
     expected = expected_shapes(config)
     scales = set()
@@ -191,7 +214,6 @@ def _check(folder: Path, config: ModelConfig, quantisation: Quantisation | None)
                 f"{stored.file}: tensor {shown(name)} {stored.shape} belongs to nothing in config.json "
                 f"({config.family}, {config.num_layers} layers): wrong config.json, or an architecture not supported"
             )
-    return tensors
 
 
 def _check_tied(tensors: dict[str, StoredTensor], head: str, embedding: str) -> None:

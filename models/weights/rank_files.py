@@ -17,6 +17,7 @@ from ...topology.json_codec import build
 from ..config.shapes import WHOLE, Sharing
 from ..stages import RankShard
 from .checkpoint import CheckpointError, StoredTensor, inside, read_annotated
+from .own_sums import check_own
 
 METADATA = "laddertron"
 
@@ -34,9 +35,18 @@ class ShardOrigin:
 
 @dataclass(frozen=True, slots=True)
 class OwnFile:
+    """A rank's own file. `digest`: of the weights it was written from (Weights.digest)."""
+
+    file: Path
     tensors: Mapping[str, StoredTensor]
     digest: str
     replicate_embedding: bool
+    metadata: Mapping[str, Any]
+    again: str
+
+    def check(self, salt: bytes) -> None:
+        """See check_own."""
+        check_own(self.file, [*self.tensors.values()], self.metadata, salt, self.again)
 
 
 def shards_folder(folder: Path, size: int, stages: int = 1, sharing: Sharing = WHOLE) -> Path:
@@ -103,7 +113,16 @@ def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
     changed = sorted(name for name, stamp in origin.files.items() if found.get(name) != stamp)
     if found and changed:  # if none of the checkpoint's files exists, the folder was moved without them: valid
         raise CheckpointError(f"{file}: stale: {folder / changed[0]} has changed since: {again}")
-    return OwnFile({t.name: t for t in tensors}, origin.source, origin.replicate_embedding)
+    own = {t.name: t for t in tensors}
+    return OwnFile(file, own, origin.source, origin.replicate_embedding, metadata, again)
+
+
+def origins_in(folder: Path) -> tuple[str, ...]:
+    """The digests of the weights from which a folder's per-rank files were written. Raises CheckpointError."""
+    first = [min(home.glob("rank-*.safetensors"), default=None) for home in folder.glob("laddertron-tp*")]
+    again = "write them again with `laddertron shard`"
+    files = [file for file in first if file is not None]
+    return tuple(sorted({_origin(read_annotated(file)[0], file, again).source for file in files}))
 
 
 def _origin(metadata: Mapping[str, Any], file: Path, again: str) -> ShardOrigin:

@@ -14,11 +14,13 @@ from torch import Tensor
 from ...topology.json_codec import unbuild
 from ..config.dialects import MODELING_FILE
 from ..stages import RankShard
-from .checkpoint import CheckpointError
-from .file_writer import write_tensors
+from .checkpoint import CheckpointError, read_header
+from .file_writer import Entries, replace_metadata, write_tensors
 from .fill import fill_target
+from .identity import check_unchanged, read_sample, stamps_of, tables_of
 from .load import module_of
 from .mapping import Source
+from .own_sums import BLOCKS, SAMPLES, BlockSums, unknown_sums
 from .quantised import is_quantised, is_scale, scale_fills, scale_shape, scaled_by
 from .rank_files import METADATA, ShardOrigin, config_digest, file_name, folder_of, layers_of, stamps
 from .slices import Fill, plan_fills
@@ -56,7 +58,8 @@ def write_shards(
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    names = sorted({stored.file.name for stored in source.tensors.values()})
+    files = stamps_of(stored.file for stored in source.tensors.values())
+    names = [file.name for file in files]
     origin = ShardOrigin(
         source.digest, config_digest(source.folder), size, replicate_embedding, stamps(source.folder, names)
     )
@@ -79,13 +82,29 @@ def write_shards(
                 for part in plan[name][0]:
                     fill_target(reader, source.tensors, part, parameter[part.row : part.row + part.count])
 
-            write_tensors(part / file_name(shard), entries, fill, metadata, written)
+            _write_with_sums(part / file_name(shard), entries, fill, metadata, written)
+    check_unchanged(files)
     if home != source.folder:
         for name in COPIED:
             if (source.folder / name).is_file() and not (home / name).exists():
                 shutil.copyfile(source.folder / name, home / name)
     part.rename(target)
     return target
+
+
+def _write_with_sums(
+    path: Path,
+    entries: Entries,
+    fill: Callable[[str, Tensor], object],
+    metadata: dict[str, str],
+    progress: Callable[[int], None],
+) -> None:
+    size = sum(prod(shape) * dtype.itemsize for shape, dtype in entries.values())
+    unknown = metadata | unknown_sums(len(entries), size)
+    blocks = BlockSums()
+    write_tensors(path, entries, fill, unknown, progress, blocks.add)
+    sums = {SAMPLES: read_sample(tables_of(read_header(path))).fixed, BLOCKS: blocks.finish()}
+    replace_metadata(path, entries, unknown, metadata | sums)
 
 
 _Plan = dict[str, tuple[list[Fill], tuple[int, ...], torch.dtype]]

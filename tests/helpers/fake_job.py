@@ -34,6 +34,8 @@ class FakeJob:
     """`script` (request -> ids) replaces the hash. `die_after`: the job is lost once that many requests have ended.
     `fail`: request ids' prompts (by first id) that end in numerical_error. `hold`: no steps until `release()`."""
 
+    identity: Any = None
+
     def __init__(
         self,
         limits: ModelLimits,

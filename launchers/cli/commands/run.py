@@ -19,13 +19,15 @@ import click
 from rich.console import Console
 
 from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, read
+from ....engine.identity import ModelIdentity, identity_of
 from ....engine.job import EngineJob
 from ....engine.run.files import RunFiles, open_run
-from ....engine.run.past import RunFileError, model_digest
+from ....engine.run.past import RunFileError
 from ....engine.run.progress import Summary
 from ....engine.run.run import BatchRun, RunOptions
 from ....engine.text.pool import PoolLimits, TextPool
 from ....engine.text.tokenizer import TextError, TextModel
+from ....models.weights.checkpoint import CheckpointError
 from ....topology.hardware.fabric import counted
 from ....topology.placement.identity import Identity, IdentityError, identify, require_world
 from ...job.bundle import FailureBundles
@@ -71,6 +73,7 @@ class Prepared:
     text: TextModel
     text_folder: Path
     files: RunFiles
+    identity: ModelIdentity | None = None
 
     @property
     def options(self) -> RunOptions:
@@ -95,11 +98,20 @@ def read_text(loaded: LoadedDeployment) -> tuple[TextModel, Path]:
         raise ConfigError([loaded.fault(key, str(error))]) from error
 
 
-def open_files(arguments: Arguments, deployment: Deployment, console: Console) -> RunFiles:
+def read_identity(deployment: Deployment) -> ModelIdentity:
+    """The identity of the model that answers. Raises UsageError."""
+    with ended_by(CheckpointError, OSError):
+        return identity_of(deployment)
+
+
+def open_files(
+    arguments: Arguments, deployment: Deployment, console: Console, identity: ModelIdentity | None = None
+) -> RunFiles:
     """The last thing before anything is launched: `--overwrite` empties here. Raises UsageError."""
     given = arguments.input, arguments.output, arguments.errors, arguments.resume, arguments.overwrite
+    model = (identity or read_identity(deployment)).digest
     with ended_by(RunFileError, OSError):
-        files = open_run(*given, model_digest(deployment), deployment.daemon.limits.max_line_bytes)
+        files = open_run(*given, model, deployment.daemon.limits.max_line_bytes)
     if files.damaged:
         damaged = counted(files.damaged, "line")
         say(
@@ -137,6 +149,8 @@ async def drive(
     """The run itself; the exit code. Signals are handled where this is the main thread (elsewhere mpirun's are).
     `bundles`: for jobs that write none themselves when one fails."""
     deployment = prepared.deployment
+    for job in jobs:
+        job.identity = prepared.identity
     limits = PoolLimits(max_ids=deployment.model.max_model_len or PoolLimits().max_ids)
     caught: list[signal.Signals] = []
     stopping = asyncio.Event()
@@ -158,7 +172,7 @@ async def drive(
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         with RunView(console) as view:
-            async with TextPool(prepared.text_folder, limits) as pool:
+            async with TextPool(prepared.text_folder, limits, files=prepared.text.files) as pool:
                 encoder = pool.of("", patience_s=_TEXT_PATIENCE_S)
                 run = BatchRun(jobs, prepared.text, encoder, prepared.files, prepared.options, view.update)
                 summary = await run.run(stopping)
@@ -209,7 +223,9 @@ def run_launched(arguments: Arguments, loaded: LoadedDeployment, console: Consol
     text, folder = read_text(loaded)
     with ended_by(ValueError, OSError):
         jobs = launched_jobs(loaded.deployment)
-    prepared = Prepared(loaded.deployment, text, folder, open_files(arguments, loaded.deployment, console))
+    model = read_identity(loaded.deployment)
+    files = open_files(arguments, loaded.deployment, console, model)
+    prepared = Prepared(loaded.deployment, text, folder, files, model)
     try:
         return asyncio.run(drive(jobs, prepared, arguments, console))
     finally:
@@ -235,7 +251,9 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
         return USAGE
     if identity.rank != 0:
         return run_inside(deployment, identity, lambda jobs: asyncio.sleep(0, 0))
-    prepared = Prepared(deployment, *read_text(loaded), open_files(arguments, deployment, console))
+    text, folder = read_text(loaded)
+    model = read_identity(deployment)
+    prepared = Prepared(deployment, text, folder, open_files(arguments, deployment, console, model), model)
     try:
         bundles = bundles_of(deployment)
         return run_inside(deployment, identity, lambda jobs: drive(jobs, prepared, arguments, console, bundles))

@@ -25,6 +25,7 @@ class Job:
         self.aboard: list[str] = []
         self.done: list[str] = []
         self.before: Any = None
+        self.identity: Any = None
         self.listener: JobListener
         self._empty = asyncio.Event()
 

@@ -97,7 +97,8 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
     from ....engine.text.tokenizer import TextModel
     from ....models.config.model_config import from_folder
     from ....models.config.wiring import retrained
-    from ....models.weights.manifest import sampled_digest
+    from ....models.weights.identity import read_weights
+    from ....models.weights.rank_files import config_digest
     from .. import adapt
     from ..export import write_card
     from ..fit import Saving, Settings
@@ -133,7 +134,7 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
     frozen = (frozen,) if isinstance(frozen, int) else frozen
     about = {
         "source": source.name,
-        "source_digest": sampled_digest(source, 8),
+        "source_digest": f"{config_digest(source)[:8]}{read_weights(source).digest[:8]}",
         "wiring": wiring.name,
         "text_sha256": digest,
         "frozen": list(frozen),
