@@ -73,7 +73,8 @@ def answers(night: Night, batch: str) -> dict[str, str]:
 
 def digest_of(night: Night, batch: str) -> str | None:
     with closing(sqlite3.connect(f"file:{night.folder / 'data' / 'store.db'}?mode=ro", uri=True)) as db:
-        return db.execute("SELECT model_digest FROM batches WHERE id = ?", (batch,)).fetchone()[0]
+        digest: str | None = db.execute("SELECT model_digest FROM batches WHERE id = ?", (batch,)).fetchone()[0]
+        return digest
 
 
 def refused(night: Night, words: str) -> None:
