@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from annotated_types import MaxLen
 
-from .identity import ModelIdentity
 from .request import Count, ModelLimits, Request, TokensEvent
 
 StandbyPhase = Literal["", "starting", "ready"]
@@ -85,10 +84,10 @@ class JobListener(Protocol):
 
 
 class EngineJob(Protocol):
-    """One replica: one tensor-parallel group with one scheduler. `identity`: of the model that it serves, set before
-    `start`; the job refuses ranks that read another. None: compares ranks with each other alone."""
+    """One replica: one tensor-parallel group with one scheduler. `identity`: the ModelIdentity that it serves, set
+    before `start`; the job refuses ranks that read another. None: ranks are compared with each other alone."""
 
-    identity: ModelIdentity | None
+    identity: Any
 
     @property
     def state(self) -> JobState: ...
