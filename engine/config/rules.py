@@ -210,7 +210,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("launch.bind_to", "launch.fabric"),
         lambda d: d.launch.bind_to == PLACEMENT and d.launch.fabric is None,
-        "placement needs launch.fabric, which lists the cores: set it (or --fabric FILE), or bind_to: none",
+        "placement needs launch.fabric, which lists the cores: set it, or bind_to: none",
     ),
     Rule(
         ("launch.ranks_per_node", _TP),

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -87,36 +83,6 @@ def backend_of(deployment: Deployment, shape: Shape) -> Backend:
     return "nccl" if shape.intra in ("nvlink", "pcie") and deployment.engine.device != "cpu" else "native"
 
 
-Result = TypeVar("Result")
-
-_PLAIN = re.compile(r"[A-Za-z0-9_./+@%-]+")
-
-
-def with_fabric(overrides: tuple[str, ...], file: str | None) -> tuple[str, ...]:
-    """Appends launch.fabric=`file` to `overrides`, so that it wins; absolute, as ranks may start elsewhere."""
-    if file is None:
-        return overrides
-    path = os.path.abspath(file)
-    # an override's value is YAML: a path that could be read as anything but text is quoted
-    return (*overrides, f"launch.fabric={path if _PLAIN.fullmatch(path) else json.dumps(path)}")
-
-
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one key of CONFIG."
 )
-
-
-def override_options(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Gives a command `--fabric` and `--set`; its function finds both in `overrides`."""
-
-    @click.option(
-        "--fabric",
-        metavar="FILE",
-        help="Use a fabric saved by `topo --save`: --set launch.fabric=FILE.",
-    )
-    @set_option
-    @functools.wraps(function)
-    def wrapped(*args: Any, fabric: str | None, overrides: tuple[str, ...], **options: Any) -> Result:
-        return function(*args, overrides=with_fabric(overrides, fabric), **options)
-
-    return wrapped

@@ -23,7 +23,7 @@ from ...compose.host_allocation import divide
 from ...compose.host_names import HostNames
 from ...compose.hosts import read_hosts
 from ..errors import show_warning
-from ..fabric_source import override_options
+from ..fabric_source import set_option
 
 if TYPE_CHECKING:
     from ....models.config.model_config import ModelConfig
@@ -301,7 +301,7 @@ def summary(loaded: LoadedDeployment) -> str:
 
 @click.command()
 @click.argument("config", type=click.Path())
-@override_options
+@set_option
 @click.option("--no-model", is_flag=True, help="Check only the file, not the model and other files that it names.")
 def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     """Validate CONFIG, the files it names, the split of its model over the ranks, its tokenizer and weight headers.

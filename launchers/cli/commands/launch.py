@@ -23,7 +23,7 @@ from ...compose.mpi import CONTROL, LaunchCommand, Part, Site, compose, torchrun
 from ...compose.slurm import sbatch
 from ...job.fleet import Fleet
 from ..errors import show_warning
-from ..fabric_source import faults_of, override_options
+from ..fabric_source import faults_of, set_option
 
 SERVICES, JOBS = ("serve",), ("run", "preflight", "bench", "topo")
 
@@ -101,7 +101,7 @@ def emitted(kind: str, deployment: Deployment, arguments: Sequence[str], program
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="serve|run|preflight|bench|topo [ARGS]…")
-@override_options
+@set_option
 @click.option("--dry-run", is_flag=True, help="Print the command with a reason for each option.")
 @click.option(
     "--emit", type=click.Choice(["slurm", "mpijob", "lws"]), help="Print a batch script or manifests instead."

@@ -31,7 +31,7 @@ from ...job.fleet import Fleet
 from ...measure.preflight import PreflightOutcome
 from ...measure.preflight_job import DONE_S, SIGNS, hold, sign
 from ..errors import FAILED, UsageError, check_output, ended_by, show_error
-from ..fabric_source import override_options
+from ..fabric_source import set_option
 
 
 def launch(loaded: LoadedDeployment, words: list[str]) -> int:
@@ -94,7 +94,7 @@ def end(identity: Identity, text: str, code: int) -> NoReturn:
     help="Write the tuning file here.  [default: parallel.tuning_file]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print every number as JSON, in base units.")
-@override_options
+@set_option
 def command(config: str, save: Path | None, as_json: bool, overrides: tuple[str, ...]) -> int:
     """Measure CONFIG's fabric: every link, every all-reduce algorithm with the model's message sizes and 32 KiB to
     8 MiB, and every rank's clock, libraries, transport and speed.

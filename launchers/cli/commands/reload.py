@@ -15,7 +15,7 @@ from ....engine.config.load import read
 from ....engine.daemon.store.disk import holder_pid
 from ...job.reload import OUTCOME, different_keys, serving_in
 from ..errors import FAILED, OK, UsageError, show_error
-from ..fabric_source import override_options
+from ..fabric_source import set_option
 from .run import read_text
 
 _SHOWN_KEYS = 5
@@ -23,7 +23,7 @@ _SHOWN_KEYS = 5
 
 @click.command()
 @click.argument("config", type=click.Path())
-@override_options
+@set_option
 def command(config: str, overrides: tuple[str, ...]) -> int:
     """Check CONFIG, send SIGHUP to the daemon of its daemon.data_dir, which reads it again, and wait for the outcome.
 

@@ -33,7 +33,7 @@ from ....topology.placement.identity import Identity, IdentityError, identify, r
 from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
 from ..errors import FAILED, OK, USAGE, UsageError, ended_by
-from ..fabric_source import override_options
+from ..fabric_source import set_option
 from ..run_view import ConsoleLog, RunView, default_errors, progress_console, say, say_error, summary_table
 from .check import dummy_faults, memory_faults, missing_files, model_faults
 
@@ -279,7 +279,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing output files.")
 @click.option("--strict", is_flag=True, help="Exit with 1 if any line failed.")
-@override_options
+@set_option
 def command(errors: Path | None, **options: Any) -> int:
     """Answer every line of a JSONL file with the model that CONFIG describes.
 

@@ -10,14 +10,14 @@ from ....engine.config.load import LoadedDeployment, read
 from ....topology.placement.identity import IdentityError, identify
 from ...job.reload import Serving
 from ..errors import UsageError, ended_by, show_warning
-from ..fabric_source import override_options
+from ..fabric_source import set_option
 from .check import unmeasured_weights
 from .run import read_text
 
 
 @click.command()
 @click.argument("config", type=click.Path())
-@override_options
+@set_option
 @click.option(
     "--adopt",
     is_flag=True,

@@ -82,9 +82,7 @@ def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], fo
     metavar="FILE",
     help="A saved fabric, or a preset such as 2x8xH100, instead of this machine.",
 )
-@click.option(
-    "--save", type=click.Path(dir_okay=False), metavar="FILE", help="Write the fabric for other commands' --fabric."
-)
+@click.option("--save", type=click.Path(dir_okay=False), metavar="FILE", help="Write the fabric, for launch.fabric.")
 @set_option
 @click.option("--json", "json_out", is_flag=True, help="Print everything as JSON.")
 def command(

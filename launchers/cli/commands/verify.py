@@ -12,6 +12,7 @@ from ....engine.config.load import Deployment
 from ...control.processes import ended_by_term
 from ...measure.rank_job import BenchJob
 from ..errors import ended_by
+from ..fabric_source import set_option
 from .check import read_model
 
 WIDTH = 80
@@ -36,7 +37,7 @@ def compare(one: Digests, other: Digests) -> str:
 @click.option(
     "--against", metavar="OTHER", help="A deployment of another layout, whose ranks must compute the same bits."
 )
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of CONFIG.")
+@set_option
 @click.option("--requests", type=click.IntRange(1, 1000), default=12, show_default=True, help="Random prompts.")
 @click.option(
     "--longest", type=click.IntRange(1, 10**6), default=96, show_default=True, help="Tokens of the longest prompt."

@@ -25,7 +25,7 @@ from ....engine.config.load import Deployment
 from ....launchers.cli.batch_client import ApiError, BatchClient
 from ....launchers.cli.commands.check import read_model
 from ....launchers.cli.errors import FAILED, OK, check_output, show_error, show_warning
-from ....launchers.cli.fabric_source import faults_of, override_options
+from ....launchers.cli.fabric_source import faults_of, set_option
 from ....launchers.control.processes import descendants, ended_by_term, kill, words_of
 from ....launchers.job import supervised_process as kept
 from ....topology.json_codec import build, write_file
@@ -216,7 +216,7 @@ class Served:
 @click.option("--generate", default=64, show_default=True, type=click.IntRange(2, 10**6), help="New tokens.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 1000), help="Runs of each batch size.")
 @click.option("--cases", default=20, show_default=True, type=_COUNT, help="Random mixes of `verify`.")
-@override_options
+@set_option
 def command(
     config: str, output: Path | None, prompt: int, generate: int, repeats: int, cases: int, overrides: tuple[str, ...]
 ) -> int:  # fmt: skip

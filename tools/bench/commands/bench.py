@@ -21,7 +21,7 @@ from rich.console import Console
 from ....engine.config.load import Deployment
 from ....launchers.cli.commands.check import read_model
 from ....launchers.cli.errors import USAGE, UsageError, check_output, ended_by
-from ....launchers.cli.fabric_source import override_options
+from ....launchers.cli.fabric_source import set_option
 from ....launchers.control.processes import ended_by_term
 from ....launchers.measure.rank_job import BenchJob
 from ....models.config.wiring import WIRINGS
@@ -158,7 +158,7 @@ def _writable(_: click.Context, option: click.Parameter, value: str | None) -> s
 
 def _common(function: Any) -> Any:
     for option in (
-        override_options,
+        set_option,
         click.option(
             "--repeats", type=click.IntRange(1, 1000), default=5, show_default=True, help="Runs of each case."
         ),
@@ -230,7 +230,7 @@ def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], gene
 @click.option("--p2p", type=click.Choice(["on", "off"]), default="on", help="Off: NCCL_P2P_DISABLE=1.")
 @click.option("--scale", type=click.IntRange(1, 64), default=1, help="Divide layers, widths and lengths: for CPUs.")
 @click.option("--repeats", type=click.IntRange(1, 1000), default=3, show_default=True, help="Runs of each case.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A key of the deployment.")
+@set_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="JSON; keeps earlier rows.")
 @click.option("--plot", "picture", metavar="FILE", help="Draw the speed-ups against the law (.png, .svg).")
 def paper(model: str, tp: tuple[int, ...] | None, batch: tuple[int, ...] | None, p2p: str, scale: int, repeats: int,

@@ -1,14 +1,11 @@
-"""`--fabric FILE`: the same as `--set launch.fabric=FILE`, on every command that takes a CONFIG for a job."""
+"""`--set launch.fabric=FILE`, on every command that takes a CONFIG for a job."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from laddertron.engine.config.load import load
 from laddertron.launchers.cli.__main__ import main
-from laddertron.launchers.cli.fabric_source import with_fabric
 from laddertron.topology.hardware.presets import preset
 
 LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "RANK", "SLURM_STEP_ID", "SLURM_JOB_NODELIST")
@@ -27,18 +24,26 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-@pytest.mark.parametrize("name", ["fabric.json", "a: b #c.json", "null", "12", "[x", 'with "quotes"', "-", "ä b.json"])
-def test_any_name_arrives_as_it_is(name: str, config: Path) -> None:
-    """What YAML would read as something else included; relative to the working directory, and over --set's."""
-    overrides = with_fabric(("launch.fabric=/other.json",), name)
-    assert load(config, overrides).launch.fabric == os.path.abspath(name)
-    assert load(config, with_fabric((), None)).launch.fabric == str(config.parent / "old.json")
-
-
 def test_a_job_is_laid_out_over_the_file_named(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """launch --dry-run: seats and HCAs of that fabric, and the started command is told of it, too."""
     preset("2x8xH100").save(Path("new.json"))
-    assert main(["launch", str(config), "run", "--fabric", "new.json", "-i", "a", "-o", "b", "--dry-run"]) == 0
+    assert (
+        main(
+            [
+                "launch",
+                str(config),
+                "run",
+                "--set",
+                f"launch.fabric={Path.cwd()}/new.json",
+                "-i",
+                "a",
+                "-o",
+                "b",
+                "--dry-run",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "LADDERTRON_SEATS=node0:8,node1:8" in out
     assert "mlx5_7:1" in out
@@ -50,13 +55,8 @@ def test_a_job_is_laid_out_over_the_file_named(config: Path, capsys: pytest.Capt
     [("check", ()), ("run", ("-i", "in", "-o", "out")), ("serve", ()), ("launch", ()), ("preflight", ()),
      ("bench latency", ())],
 )  # fmt: skip
-def test_faults_are_those_of_the_key(
+def test_a_file_that_is_missing_starts_nothing(
     command: str, more: tuple[str, ...], config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file that is not there: the same words and exit code 2 for either way of naming it, and nothing is started."""
-    found = []
-    for way in (["--fabric", "absent.json"], ["--set", "launch.fabric=absent.json"]):
-        assert main([*command.split(), str(config), *more, *way]) == 2
-        found.append(capsys.readouterr().err)
-    assert found[0] == found[1]
-    assert f"{Path.cwd()}/absent.json: no such file" in found[0]
+    assert main([*command.split(), str(config), *more, "--set", "launch.fabric=absent.json"]) == 2
+    assert f"{Path.cwd()}/absent.json: no such file" in capsys.readouterr().err
