@@ -85,7 +85,7 @@ def _moment(communicator: Communicator) -> float:
 def record(built: Any, communicator: Communicator) -> None:
     """This rank's part."""
     options = json.loads(sys.argv[2])
-    kernels = _Kernels() if built.runner.cache.keys[0].device.type == "cuda" else None
+    kernels = Kernels() if built.runner.cache.keys[0].device.type == "cuda" else None
     recorder = SpanRecorder(kernels.annotate) if kernels else SpanRecorder()
     runner = _RecordedRunner(built.runner, communicator, recorder)
     watch(built.runner.model, recorder)
@@ -128,7 +128,7 @@ def _on_one_clock(reports: list[dict[str, Any]]) -> dict[int, RankTrace]:
     return ranks
 
 
-class _Kernels:
+class Kernels:
     """A context of torch's own profiler around everything, with the spans' names as ranges; `events` at its end: the
     device's, and the ranges."""
 

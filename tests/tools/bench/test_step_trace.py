@@ -203,7 +203,7 @@ def test_a_gpu_s_kernels_come_on_the_clock_of_the_spans() -> None:
 
 
 def test_torch_s_profiler_has_the_ranges_of_the_steps() -> None:
-    kernels = trace_rank._Kernels()
+    kernels = trace_rank.Kernels()
     with kernels, kernels.annotate("step 3"), kernels.annotate("layer 0 mlp"):
         pass
     assert [event["name"] for event in kernels.events] == ["step 3"]

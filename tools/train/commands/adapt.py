@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ....launchers.cli.errors import UsageError, ended_by
-from ..training import MODEL, STATES, TEXT, parse_layers, token_files, training_bar, training_ranks
+from ..training import MODEL, STATES, TEXT, parse_layers, token_files, training_bar, training_options, training_ranks
 
 EPILOG = """\b
 Examples:
@@ -52,10 +52,6 @@ shared filesystem. docs/adapting.md has memory and time for an 8B model."""
 @click.option("--freeze", callback=parse_layers, help="Layers that are not trained; -1: embedding and head.")
 @click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass, to save memory.")
 @click.option("--compile", "compiles", is_flag=True, help="Use torch.compile: a slower start, then faster steps.")
-@click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
-@click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
-@click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
-@click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step, over all ranks.")
 @click.option(
     "--micro-batch",
     type=click.IntRange(0),
@@ -71,15 +67,7 @@ shared filesystem. docs/adapting.md has memory and time for an 8B model."""
 )
 @click.option("--warmup", type=click.FloatRange(0, 1), default=0.05, help="Share of the steps for warm-up.")
 @click.option("--clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest gradient norm.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, help="Seed of all random draws, and of the order of the text."
-)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Data type of matrix products."
-)
-@click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
-@click.option("--resume", is_flag=True, help="Resume from the last saved state, on any number of ranks.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
+@training_options
 @ended_by(ValueError)
 @ended_by(OSError, FloatingPointError, end=click.ClickException)
 def command(source: Path, out: Path, **o: Any) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ....launchers.cli.errors import UsageError, ended_by
-from ..training import MODEL, STATES, TEXT, training_bar, training_ranks
+from ..training import MODEL, STATES, TEXT, training_bar, training_options, training_ranks
 
 if TYPE_CHECKING:
     from ....models.config.model_config import ModelConfig
@@ -90,29 +90,17 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
     type=MODEL,
     help="Train a draft model for this model: learn its next-token distribution, with its tokenizer.",
 )
-@click.option("--tokens", type=click.IntRange(1), default=1_600_000, help="Budget: tokens predicted in all.")
-@click.option("--batch", type=click.IntRange(1), default=4, help="Sequences a step.")
 @click.option(
     "--context", type=click.IntRange(8), default=256, help="Maximum tokens of a sequence, in training and serving."
 )
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=5e-3, help="Peak of the schedule.")
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, help="Seed of the initial weights and the order of the text."
-)
-@click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Data type of matrix products."
-)
 @click.option(
     "--save-dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
     default="bfloat16",
     help="Data type of the saved weights.",
 )
-@click.option("--shards", type=click.IntRange(1), help="Ranks that hold a model together.  [default: all]")
-@click.option("--interface", help="Network interface between nodes.  [default: the host name's address]")
-@click.option("--save-every", type=click.IntRange(0), default=0, help="Steps between two states; 0: none.")
-@click.option("--resume", is_flag=True, help="Resume from the last saved state, on any number of ranks.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
+@training_options
 @ended_by(ValueError)
 @ended_by(OSError, FloatingPointError, end=click.ClickException)
 def command(out: Path, **o: Any) -> None:
