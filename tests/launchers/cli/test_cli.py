@@ -85,7 +85,7 @@ def test_help_teaches_by_role_and_lists_only_what_exists() -> None:
     for names in cli.ROLES.values():
         for name in names:
             folder = folders.get(name, root / "launchers" / "cli" / "commands")
-            assert (folder / f"{name}.py").exists()
+            assert (folder / f"{name.replace('-', '_')}.py").exists()
     assert cli.group.get_command(None, "os") is None  # type: ignore[arg-type]
 
 
@@ -136,7 +136,8 @@ def test_check_warns_where_cuda_meets_a_host_without_a_gpu(
 ) -> None:
     """Ranks on this host would not start; those on hosts that are named may."""
     monkeypatch.setattr(check, "look", lambda: replace(look(), gpus=0))
-    words = ["check", str(CONFIGS / "demo.yaml"), "--set"]
+    real = ("parallel.collective=auto", "parallel.emulated_delay=0s")
+    words = ["check", str(CONFIGS / "demo.yaml"), *(word for key in real for word in ("--set", key)), "--set"]
     for sets, warned in (
         (["engine.device=cuda"], True),
         (["engine.device=auto"], False),

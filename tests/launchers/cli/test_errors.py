@@ -50,6 +50,7 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "bundle": ((MISSING,), USAGE),
     "config": (("no-such",), USAGE),
     "check": ((MISSING,), USAGE),
+    "check-store": ((MISSING,), USAGE),
     "plan": ((MISSING,), USAGE),
     "launch": ((MISSING,), USAGE),
     "topo": ((MISSING,), USAGE),
