@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -31,6 +32,7 @@ from ..engine.metrics.observer import AnswerTimes, Observer
 from ..engine.metrics.otel import TelemetryError, export_histograms, export_spans
 from ..engine.text.tokenizer import TextError, TextModel
 from ..models.weights.checkpoint import CheckpointError
+from .control.first_process import twice_within_s
 from .job.bundle import FailureBundles
 from .job.fleet import replicas_of
 from .job.reload import SERVING, Reloader, Serving
@@ -116,12 +118,13 @@ async def _run(
     serving: Serving | None,
 ) -> int:
     daemon = Daemon(deployment, parts)
-    asked: list[int] = []
+    asked: list[float] = []
 
     def stop(number: int) -> None:
-        if asked:
+        now = time.monotonic()
+        if asked and now - asked[0] >= twice_within_s():
             _leave(128 + number)
-        asked.append(number)
+        asked.append(now)
         daemon.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -138,7 +141,9 @@ async def _run(
         task.add_done_callback(writing.discard)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asked_for_bundle)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, reloader.ask)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup sets it: a terminal that closes asks for nothing
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     beside = [
         asyncio.create_task(calm_collector(daemon)),

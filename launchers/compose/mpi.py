@@ -4,6 +4,7 @@ every word. Command lines contain names of variables, never their values. Pure.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,6 +14,7 @@ from ...engine.config.load import Deployment
 from ...engine.config.schema import PLACEMENT
 from ...topology.hardware import cpu_tier
 from ...topology.hardware.fabric import Fabric, counted
+from ...topology.placement.identity import PTY
 from .host_allocation import Share
 from .hosts import LaunchError
 from .network import NetworkChoice, Variable, choose_network, variables
@@ -22,6 +24,8 @@ Kind = Literal["openmpi", "mpich", "slurm", "torchrun"]
 WORKER = "laddertron.launchers.rank.worker"
 ENV_LISTEN = "LADDERTRON_LISTEN"
 TORCHRUN_PORT = 29500
+UNTERMINATED = ("openmpi", "torchrun")
+"""Launchers that respect a blocked SIGTERM and end in order by SIGINT; srun waits for SIGTERM even if it is blocked."""
 CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
 """Variables by which a rank finds its supervisor and authenticates; set by the starter of the command
 (launchers/control/control.py)."""
@@ -67,6 +71,8 @@ class LaunchCommand:
     forward: tuple[str, ...] = ()
     seats: tuple[str, ...] = ()
     """The listed name of each rank's host, if the launcher starts ranks in order."""
+    stop: int = signal.SIGTERM
+    """The signal that ends the launcher. If it is another than SIGTERM, the launcher runs with that blocked."""
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -101,12 +107,15 @@ def compose(
         parts.append(Part(deployment.launch.extra_args, "launch.extra_args"))
     parts.append(Part(tuple(program), "what each rank runs"))
     seats = tuple(host.name for host in share.hosts for _ in range(host.slots))
-    return LaunchCommand(tuple(parts), env, inherited, tuple(forward), seats)
+    stop = signal.SIGINT if site.kind in UNTERMINATED else signal.SIGTERM
+    return LaunchCommand(tuple(parts), env, inherited, tuple(forward), seats, stop)
 
 
 def _environment(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
     safe = Variable("1", "no Python program imports from the working directory")
     env = {child.SAFE_PATH: safe} | variables(deployment, network, share) | _listening(deployment, site, share, network)
+    if site.kind == "slurm" and PTY in site.shell:
+        env[PTY] = Variable("", "this shell was started by srun --pty, ranks are not")
     if share.route is not None and not network.interfaces:
         env[ENV_ROUTE] = Variable(share.route.peer, f"ranks use the interface that routes there: {share.route.reason}")
     if site.fabric is None:

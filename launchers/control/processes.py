@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -119,6 +120,22 @@ def _prctl(option: int, value: int) -> None:
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
     """Makes the kernel kill this process when its parent (mpirun or its daemon) exits. A rank calls it first."""
     _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def ended_by_parent_alone() -> None:
+    """From now on SIGTERM and SIGINT end this process only if its parent sends them: a service manager may send them to
+    every process of a service, whose daemon drains. Call it before other threads are started."""
+    numbers = {signal.SIGTERM, signal.SIGINT}
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def wait() -> None:
+        while (info := signal.sigwaitinfo(numbers)).si_pid != os.getppid():
+            pass
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+        os.kill(os.getpid(), info.si_signo)
+
+    threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 def adopt_orphans() -> None:

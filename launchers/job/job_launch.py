@@ -97,12 +97,13 @@ class Launch:
 
     async def begin(self) -> JobFailure | None:
         """Starts the launch. Returns the failure if the channel or the keeper cannot be started."""
+        command = self._command
         try:
             address = await self._server.start()
-            environment = {**self._command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
+            environment = {**command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
             self._scratch = tempfile.mkdtemp(prefix="laddertron-")
             self._keeper = await asyncio.create_subprocess_exec(
-                *under_keeper(self._command.argv, self._options.kill_grace_s, self._scratch),
+                *under_keeper(command.argv, self._options.kill_grace_s, self._scratch, stop=command.stop),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 **child.options(environment, stdin=asyncio.subprocess.PIPE),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import sys
 import traceback
 
@@ -17,7 +16,7 @@ from ...models.config.json_fields import Refusal
 from ...topology.comm.collectives import CommunicationError
 from ...topology.placement.identity import Identity, IdentityError, identify, require_world
 from ..control.control_client import ControlClient, address_and_secret
-from ..control.processes import die_with_parent
+from ..control.processes import die_with_parent, ended_by_parent_alone
 from ..job.rank_logs import set_up_logs
 from .rank_status import Status
 
@@ -28,8 +27,7 @@ def main() -> int:
     """Runs a rank. Returns the exit status: 0 after an orderly shutdown, 1 after an error (reported over the channel),
     2 if this process is no rank."""
     die_with_parent()  # a rank exits with mpirun, even if it is suspended
-    # ^C is sent to the whole foreground group: ignore it, since the launcher ends its ranks in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ended_by_parent_alone()  # ^C, or a service's stop, may reach every process: the launcher ends its ranks in order
     try:
         identity = identify()
         if identity is None:

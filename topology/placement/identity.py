@@ -16,6 +16,10 @@ Launcher = Literal["openmpi", "mpich", "slurm", "torchrun"]
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
+PTY = "SLURM_PTY_PORT"
+"""Set by `srun --pty`. A step of one rank that is started from its shell must have it empty."""
+
+
 class IdentityError(ValueError):
     """The environment describes an impossible rank; the message has the values and the fix."""
 
@@ -30,6 +34,10 @@ class Identity:
     local_size: int
     node: str
     launcher: Launcher
+
+    def only_task_for(self, world_size: int) -> bool:
+        """Whether this is a Slurm step's single task and the job needs more: a shell or script in it, not a rank."""
+        return self.launcher == "slurm" and self.world_size == 1 < world_size
 
 
 def identify(environ: Mapping[str, str] | None = None, hostname: str | None = None) -> Identity | None:
@@ -124,6 +132,8 @@ def _slurm(env: Mapping[str, str], node: str) -> Identity | None:
     if not _in_step(env):
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    if env.get(PTY) and env.get(size_name) == "1":
+        return None  # a shell in `srun --pty`; larger steps that it starts inherit the variable
     size, rank, local_rank = (_integer(env, n) for n in (size_name, "SLURM_PROCID", "SLURM_LOCALID"))
     tasks_name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in env else "SLURM_TASKS_PER_NODE"
     if tasks_name not in env:

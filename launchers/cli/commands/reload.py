@@ -44,7 +44,7 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
     pid = holder_pid(folder)
     if pid is None:
         raise UsageError(f"no daemon on this host uses {folder}: start it with `laddertron serve {config}`")
-    if not _hears(pid):
+    if (number := _reload_signal(pid)) is None:
         raise UsageError(f"the daemon (process {pid}) runs an earlier version, which exits on SIGHUP: restart it")
     serving = serving_in(folder, pid)
     if serving is None:
@@ -60,7 +60,7 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
             "the daemon with this one"
         )
     sent = time.time()
-    os.kill(pid, signal.SIGHUP)
+    os.kill(pid, number)
     while (said := _outcome(folder)).get("began", 0.0) < sent or said["pid"] != pid:
         if holder_pid(folder) != pid:
             raise UsageError(f"the daemon (process {pid}) exited during the reload: see its log")
@@ -74,13 +74,18 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
     return OK
 
 
-def _hears(pid: int) -> bool:
+def _reload_signal(pid: int) -> signal.Signals | None:
+    """The signal that makes a daemon reload: SIGUSR2 if it was started with SIGHUP ignored; None if there is none."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
-        return True  # it ended, or the system does not say
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(caught, 16) >> (signal.SIGHUP - 1) & 1)
+        return signal.SIGHUP  # it ended, or the system does not say
+    masks = dict(line.split()[:2] for line in status.splitlines() if line.startswith("Sig"))
+    caught, ignored = int(masks.get("SigCgt:", "0"), 16), int(masks.get("SigIgn:", "0"), 16)
+    bit, other = (1 << (number - 1) for number in (signal.SIGHUP, signal.SIGUSR2))
+    if caught & bit:
+        return signal.SIGHUP
+    return signal.SIGUSR2 if ignored & bit and caught & other else None
 
 
 def _outcome(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from ....engine.text.tokenizer import TextError, TextModel
 from ....models.weights.checkpoint import CheckpointError
 from ....topology.hardware.fabric import counted
 from ....topology.placement.identity import Identity, IdentityError, identify, require_world
+from ...control.first_process import twice_within_s
 from ...job.bundle import FailureBundles
 from ...job.detect import JobFailure
 from ..errors import FAILED, OK, USAGE, UsageError, ended_by
@@ -153,15 +155,21 @@ async def drive(
         job.identity = prepared.identity
     limits = PoolLimits(max_ids=deployment.model.max_model_len or PoolLimits().max_ids)
     caught: list[signal.Signals] = []
+    caught_at = 0.0
     stopping = asyncio.Event()
     task = asyncio.current_task()
     assert task is not None
 
     def stop(number: signal.Signals) -> None:
+        nonlocal caught_at
+        now = time.monotonic()
+        if caught and now - caught_at < twice_within_s():
+            return
         if caught:
             # NOTE: at once: the ranks' keeper sees this process go, and the first signal's hint would come after them
             os._exit(_interrupted(arguments, number, console))
         caught.append(number)
+        caught_at = now
         if number == signal.SIGTERM:
             stopping.set()  # a batch system's: there is time to finish what is under way
         else:
@@ -306,6 +314,6 @@ def command(errors: Path | None, **options: Any) -> int:
         identity = identify()
     arguments = Arguments(errors=errors or default_errors(options["output"]), **options)
     loaded = read(arguments.config, arguments.overrides)
-    if identity is None:
+    if identity is None or identity.only_task_for(loaded.deployment.world_size):
         return run_launched(arguments, loaded, console)
     return run_among_ranks(arguments, loaded, identity, console)

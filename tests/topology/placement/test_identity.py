@@ -85,6 +85,32 @@ def test_copies_that_agree_are_one_identity() -> None:
     assert identify(SLURM | {"PMI_SIZE": "16", "PMI_RANK": "9"}, "b") == identify(SLURM, "b")
 
 
+SHELL = SLURM | {
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+}
+
+
+def test_a_shell_in_a_step_is_no_rank() -> None:
+    """`srun --pty bash`: what runs in it launches its ranks; what a launcher or another step starts there is a rank. A
+    script that is a step's only task is no rank of a job of several."""
+    shell = SHELL | {"SLURM_LOCALID": "0", "SLURM_PTY_PORT": "40001", "SLURM_PTY_WIN_COL": "80"}
+    assert identify(shell, "a") is None
+    assert identify(shell | {"PMI_SIZE": "1", "PMI_RANK": "0"}, "a") is None
+    inner = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "3", "SLURM_STEP_TASKS_PER_NODE": "16", "SLURM_LOCALID": "3"}
+    assert identify(shell | inner, "a") == Identity(16, 3, 3, 16, "a", "slurm")
+    single = identify(shell | {"SLURM_PTY_PORT": ""}, "a")
+    assert single == Identity(1, 0, 0, 1, "a", "slurm")
+    assert single.only_task_for(2)
+    assert not single.only_task_for(1)
+    names = ("COMM_WORLD_SIZE", "COMM_WORLD_RANK", "COMM_WORLD_LOCAL_SIZE", "COMM_WORLD_LOCAL_RANK")
+    mpirun = {f"OMPI_{name}": value for name, value in zip(names, "2121", strict=True)}
+    assert identify(shell | mpirun, "a") == Identity(2, 1, 1, 2, "a", "openmpi")
+    assert not Identity(1, 0, 0, 1, "a", "openmpi").only_task_for(2)
+
+
 def test_uneven_nodes_under_slurm() -> None:
     """8(x2),4 on the third node: four ranks there."""
     env = {"SLURM_STEP_TASKS_PER_NODE": "8(x2),4", "SLURM_NODEID": "2", "SLURM_PROCID": "17"}
