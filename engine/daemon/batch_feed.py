@@ -24,6 +24,7 @@ from ..openai.schema import CHAT
 from .core import Core
 from .flight import Flight
 from .line_flights import LineFlights
+from .result_sink import ResultSink
 from .store import records
 from .store.files import open_checked
 from .store.rows import NO_TOKENS, BatchRow, Result
@@ -34,7 +35,6 @@ from .usage import tokens_of
 
 log = logging.getLogger(__name__)
 
-_UNSTORED, _UNSTORED_BYTES = 4096, 64 << 20  # results that are not stored yet, above which no line is submitted
 _ERRORS, _REUSED, _MAKING = 512, 32, 4
 _QUOTA_SECONDS = 2.0
 _ANY = 1 << 30  # ids, if the model's limit is not needed or not known yet: the workers have their own limit
@@ -72,13 +72,9 @@ class BatchFeed(LineFlights):
         self._encoder = core.encoder.of(batch.owner, batch.id, math.inf)
         self._in_turn = partial(core.store.in_turn, batch.owner)
         self._rules = rules_of(batch, core.limits)
-        self._results: list[Result] = []
-        self._unstored = 0
+        self._sink = ResultSink(self._store_group)
         self._making: set[asyncio.Task[None]] = set()
         self._deaths: dict[int, int] = {}
-        self._news = asyncio.Event()
-        self._writer: asyncio.Task[None] | None = None
-        self._failure: Exception | None = None
 
     @property
     def lost_some(self) -> bool:
@@ -101,8 +97,8 @@ class BatchFeed(LineFlights):
                 async for line, prompts in ready:
                     await self._pace()
                     self.take(line, prompts, self._deaths.get(line.number, 0))
-        while self._flights or self._results or self._writing:
-            await self._move()
+        while self._flights or self._sink.pending:
+            await self._sink.moved()
 
     async def _finished(self) -> set[int]:
         """Numbers of the lines that have a result which is intact."""
@@ -166,8 +162,7 @@ class BatchFeed(LineFlights):
             self._dispatcher.drop(flight)
             self._charge(flight)
         self._flights.clear()
-        while self._results or self._writing:
-            await self._move()
+        await self._sink.settled()
 
     async def finish_rest(self, code: str, message: str) -> BatchRow:
         """Writes an error line for every line that has no result."""
@@ -189,8 +184,8 @@ class BatchFeed(LineFlights):
     # lines into the dispatcher
 
     async def _pace(self) -> None:
-        while len(self._results) > _UNSTORED or self._unstored > _UNSTORED_BYTES or len(self._making) > _MAKING:
-            await self._move()
+        while self._sink.full or len(self._making) > _MAKING:
+            await self._sink.moved()
         while True:
             await self._gate.event.wait()
             while wait := self._usage.exhausted(self.batch.owner):
@@ -216,10 +211,9 @@ class BatchFeed(LineFlights):
             self._answer(flight, out)
 
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
-        self._unstored += len(out)
         tokens = NO_TOKENS if flight is None or error is not None else tokens_of(flight.answer)
-        self._results.append(Result(line.custom_id or "", line.number, error is None, out.decode(), tokens))
-        self._kick()
+        result = Result(line.custom_id or "", line.number, error is None, out.decode(), tokens)
+        self._sink.add(result, len(out))
         if flight is None:
             return
         if error is not None:
@@ -236,30 +230,12 @@ class BatchFeed(LineFlights):
 
     def died(self, flight: Flight) -> None:
         self._deaths[self._flights[flight].number] = flight.suspicion.deaths
-        self._kick()
+        self._sink.wake()
 
     # results into the store
 
-    @property
-    def _writing(self) -> bool:
-        return self._writer is not None and not self._writer.done()
-
-    def _kick(self) -> None:
-        if not self._writing:
-            self._writer = asyncio.create_task(self._write_all())
-
-    async def _write_all(self) -> None:
-        try:
-            deaths: dict[int, int] = {}
-            while self._results or deaths != self._deaths:
-                results, self._results, self._unstored = self._results, [], 0
-                deaths = dict(self._deaths)
-                await self._write(results, deaths)
-                self._news.set()
-        except Exception as error:  # raised by `_move`
-            self._failure = error
-        finally:
-            self._news.set()
+    async def _store_group(self, results: list[Result]) -> None:
+        await self._write(results, dict(self._deaths))
 
     async def _write(self, results: Iterable[Result], deaths: dict[int, int] | None = None) -> None:
         """Stores results; while the store is unavailable, waits and retries."""
@@ -282,9 +258,3 @@ class BatchFeed(LineFlights):
                 if self._store.fenced:
                     raise
                 await self._store.usable()
-
-    async def _move(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._news.clear()
-        await self._news.wait()

@@ -80,18 +80,22 @@ class RunFiles:
     changed: int = 0
     outdated: Path | None = None
     damaged: int = 0
-    _waiting_bytes: int = 0
 
-    def append(self, line: bytes, ok: bool) -> None:
-        """Appends an answer or an error line; writes them at 256 KiB. Raises OSError like `flush`."""
-        (self.answers if ok else self.errors).append(line)
-        self._waiting_bytes += len(line)
-        if self._waiting_bytes >= _GROUP_BYTES:
-            self.flush()
+    def write(self, lines: Sequence[tuple[bytes, bool]]) -> None:
+        """Writes lines, each with whether it is an answer or an error line, in groups of 256 KiB. Raises OSError like
+        `flush`."""
+        waiting = 0
+        for count, (line, ok) in enumerate(lines, 1):
+            (self.answers if ok else self.errors).append(line)
+            waiting += len(line)
+            if waiting >= _GROUP_BYTES and count < len(lines):
+                waiting = 0
+                with contextlib.suppress(OSError):  # then the lines are written with the next ones
+                    self.flush()
+        self.flush()
 
     def flush(self) -> None:
         """Writes the journal, then the lines. Raises OSError; lines that are not written stay buffered."""
-        self._waiting_bytes = 0
         if lines := {name: file.waiting for name, file in self._outputs.items() if file.waiting}:
             self.journal.append(lines)
             for file in self._outputs.values():

@@ -13,6 +13,7 @@ from typing import Any
 from ..daemon.dispatch import Dispatcher
 from ..daemon.flight import Flight
 from ..daemon.line_flights import LineFlights
+from ..daemon.result_sink import ResultSink
 from ..job import EngineJob, JobState, RankHeartbeat
 from ..openai.batch_input import MAX_LINE_BYTES, BatchLine, LineRules, read_lines
 from ..openai.errors import ApiError
@@ -25,7 +26,6 @@ from .files import RunFiles
 from .past import answer_name
 from .progress import Communication, FailureCause, Snapshot, Summary
 
-_FLUSH_SECONDS = 0.5
 _LAST_REPORT_SECONDS = 2.5
 _PHASES = ("failed", "stopped", "starting", "loading", "restarting", "suspect", "draining", "ready")
 """Phases in the order of display: the replica whose phase is first here is shown."""
@@ -63,9 +63,8 @@ class BatchRun(LineFlights):
         self._prompt_tokens = self._tokens = self._streamed = 0
         self._states = [JobState("starting")] * len(jobs)
         self._over = self._fed = self._draining = self._stopped = False
-        self._moved = asyncio.Event()
+        self._sink = ResultSink(self._store)
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._flush_timer: asyncio.TimerHandle | None = None
         self._began: float | None = None
         self._last = self._answered = 0.0  # the last answer: unix seconds, and monotonic
         self._communication = Communication()
@@ -85,6 +84,7 @@ class BatchRun(LineFlights):
             finally:
                 await self.dispatcher.close()
         finally:
+            await self._sink.settled()
             self._close_files()
         return self._summary()
 
@@ -120,6 +120,8 @@ class BatchRun(LineFlights):
         for count, line in enumerate(self._unread, 1):
             if count % 32 == 0:
                 await asyncio.sleep(0)  # ^C must not wait for the whole file
+            while self._sink.full:
+                await self._sink.moved()
             if line is None:
                 continue
             served = self._options.served_model_name
@@ -155,8 +157,6 @@ class BatchRun(LineFlights):
             await asyncio.gather(answering, stopping, return_exceptions=True)
             self._lost = len(self._flights)
             self._over = True  # that a closed job is "stopped" is no failure
-            if self._flush_timer is not None:
-                self._flush_timer.cancel()
             self._show()
 
     def _close_files(self) -> None:
@@ -209,9 +209,8 @@ class BatchRun(LineFlights):
         await self._settled()
 
     async def _settled(self) -> None:
-        while self._flights:
-            self._moved.clear()
-            await self._moved.wait()
+        while self._flights or self._sink.pending:
+            await self._sink.moved()
 
     def _lines(self) -> Iterator[BatchLine | None]:
         """Yields the file's lines, None for finished ones."""
@@ -233,26 +232,20 @@ class BatchRun(LineFlights):
             self._last, self._answered = time.time(), time.monotonic()
             self._prompt_tokens += flight.answer.prompt_tokens
             self._tokens += flight.answer.completion_tokens
-            self._moved.set()
         if error is None:
             self._ok += 1
         else:
             self._failed += 1
             cause = self._causes.get(error.code) or FailureCause(0, error.code or "", error.message)
             self._causes[error.code] = replace(cause, count=cause.count + 1)
-        try:
-            self._files.append(out, ok=error is None)
-        except OSError as unwritten:
-            self._end_unwritten(unwritten)
-        if self._flush_timer is None:
-            self._flush_timer = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self._flush)
+        self._sink.add((out, error is None), len(out))
         if flight is None:
             self._show()
 
-    def _flush(self) -> None:
-        self._flush_timer = None
+    async def _store(self, lines: list[tuple[bytes, bool]]) -> None:
+        """Writes lines, each with whether it is an answer, in a thread: a network file system may take long."""
         try:
-            self._files.flush()
+            await asyncio.to_thread(self._files.write, lines)
         except OSError as error:
             self._end_unwritten(error)
 

@@ -1,0 +1,48 @@
+"""Results are stored in groups, in order, one group at a time; what fails is raised."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from laddertron.engine.daemon.result_sink import ResultSink
+
+
+def test_results_that_arrive_while_a_group_is_stored_are_the_next_group() -> None:
+    async def story() -> None:
+        groups, gate = list[list[int]](), asyncio.Event()
+
+        async def store(results: list[int]) -> None:
+            groups.append(results)
+            await gate.wait()
+
+        sink = ResultSink[int](store)
+        sink.add(0, 1)
+        await asyncio.sleep(0)
+        for number in range(1, 4):
+            sink.add(number, 1)
+        assert (groups, sink.pending, sink.full) == ([[0]], True, False)
+        sink.add(4, 1 << 30)
+        assert sink.full
+        gate.set()
+        await sink.settled()
+        assert (groups, sink.pending, sink.full) == ([[0], [1, 2, 3, 4]], False, False)
+        sink.wake()
+        await sink.settled()
+        assert groups[-1] == []
+
+    asyncio.run(story())
+
+
+def test_what_store_raises_is_raised_to_who_waits() -> None:
+    async def story() -> None:
+        async def store(results: list[int]) -> None:
+            raise OSError("no disk")
+
+        sink = ResultSink[int](store)
+        sink.add(1, 1)
+        await sink.moved()
+        with pytest.raises(OSError, match="no disk"):
+            await sink.moved()
+
+    asyncio.run(story())
