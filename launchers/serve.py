@@ -183,13 +183,16 @@ async def _say_ready(
 ) -> None:
     """Logs one line once every replica is ready: address, model and number of ranks."""
     await daemon.dispatcher.complete.wait()
+    pids = daemon.services.observer.pids()
     parallel, door = deployment.parallel, _url(listener, deployment.daemon.tls_cert is not None)
     log.info(
-        "ready: %s/v1 serves %s: replicas: %d of %d ranks, metrics at %s/metrics, page at %s/",
+        "ready: %s/v1 serves %s: all %d ranks of %d replica%s%s, metrics at %s/metrics, page at %s/",
         door,
         deployment.served_model_name,
-        parallel.replicas,
         parallel.ranks,
+        parallel.replicas,
+        "s" * (parallel.replicas > 1),
+        f" (pids {' '.join(map(str, pids))})" if pids else "",
         door if scraped is None else _url(scraped),
         door,
         extra={"event": "ready", "model": deployment.served_model_name},

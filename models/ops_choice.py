@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..topology.comm.groups import Deterministic
+from ..topology.hardware.cpu_tier import current, described, own
 from ..topology.hardware.cuda_stack import triton_missing
 from .config.json_fields import Refusal
 from .cpu.kernels import Kernels
@@ -55,7 +56,8 @@ def make_ops(
         elif dtype != torch.bfloat16:
             why = f"this model computes in {str(dtype).removeprefix('torch.')}"
         else:
-            why = "this processor has no AVX2" if kernels else "the C kernels were not built here"
+            lower = f"this rank's tier is {described(current(), own())}"
+            why = lower if kernels else "the C kernels were not built here"
         raise WeightsError(f"model.weights={weights} needs bfloat16 on a CPU with AVX2; {why}: use stored")
     return CpuOps(kernels, int8=True, pages=pages)
 

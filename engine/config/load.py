@@ -76,7 +76,7 @@ def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None 
     deployment, places, errors, bad = bind(tree, folder, working)
     loaded, faults = LoadedDeployment(deployment, str(path), {"": tree.where} | places), [*faults, *errors]
     for keys, text in broken_rules(deployment):
-        if bad.isdisjoint(keys):
+        if bad.isdisjoint(part for key in keys for part in (key, key.partition(".")[0])):
             faults.append(loaded.fault(next((key for key in keys if key in places), keys[0]), text))
     return Draft(loaded, tuple(sorted(faults, key=by_line)), bad)
 

@@ -29,9 +29,9 @@ _AT_ONCE = 16  # batches of a key that feed the engine at the same time; the oth
 _EXPIRY_SECONDS = 60.0
 _REPAIR_SECONDS = 20.0  # a client waits that long for lines that are computed again
 _OUTCOMES: dict[str, tuple[str, str]] = {
-    "cancelled": ("batch_cancelled", "the batch was cancelled before this request ran"),
-    "expired": ("batch_expired", "the batch's completion window was over before this request ran"),
-    "failed": ("batch_failed", "the engine failed before this request ran"),
+    "cancelled": ("batch_cancelled", "the batch was cancelled before this request was answered"),
+    "expired": ("batch_expired", "the batch's completion window was over before this request was answered"),
+    "failed": ("batch_failed", "the engine failed before this request was answered"),
 }
 
 

@@ -85,6 +85,7 @@ class Observer:
         self._last: dict[tuple[str, int], float] = {}
         self._answered: deque[tuple[float, int]] = deque()
         self._done = 0
+        self._pids: dict[tuple[int, int], int] = {}
         self._failed: dict[int, tuple[str, ...]] = {}
         self._keys: set[str] = set()
         self._phases: dict[int, tuple[str, float]] = {}
@@ -108,7 +109,12 @@ class Observer:
                     self.series.add("nonfinite_logits_total", 1.0)
 
     def report(self, replica: int, report: RankHeartbeat) -> None:
+        self._pids[replica, report.rank] = report.pid
         self.series.add_heartbeat(replica, report)
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks that have sent a heartbeat, in order of replica and rank."""
+        return [pid for _, pid in sorted(self._pids.items())]
 
     def state(self, replica: int, state: JobState) -> None:
         of = str(replica)

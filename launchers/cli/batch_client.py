@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import secrets
+import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -233,7 +234,13 @@ class BatchClient:
                 fix = "name the host of its certificate, or set SSL_CERT_FILE to its authority's"
                 raise ApiError(f"{self._url}: {error.verify_message or error}: {fix}", -1) from error
             except (OSError, http.client.HTTPException) as error:
-                raise ApiError(f"{self._url}: {error or type(error).__name__}") from error
+                start = "start the daemon (`laddertron serve`), or give its address by --url or OPENAI_BASE_URL"
+                fix = f": {start}" if isinstance(error, ConnectionRefusedError | socket.gaierror) else ""
+                raise ApiError(f"{self._url}: {error or type(error).__name__}{fix}") from error
+            if response.status == 404 and not self._parts.path.rstrip("/").endswith("/v1"):
+                raise ApiError(
+                    f"404: {self._url} has no API: give a URL that ends in /v1, such as {self._url.rstrip('/')}/v1", 404
+                )
             if response.status >= 300:
                 where = f"; it is read from {_VARIABLES}" if response.status == 401 else ""
                 raise ApiError(f"{response.status}: {_message(response)}{where}", response.status)

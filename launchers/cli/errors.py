@@ -52,6 +52,9 @@ def report(error: BaseException) -> int | None:
         case ModuleNotFoundError() if (module := (error.name or "").partition(".")[0]) in ENGINE:
             show_error(f"this needs {module}: pip install 'laddertron[engine]' (or [cuda])")
             return USAGE
+        case click.exceptions.NoArgsIsHelpError():
+            click.echo(error.format_message(), err=True)
+            return USAGE
         case click.UsageError():
             help_of = f" ({error.ctx.command_path} --help)" if error.ctx is not None else ""
             show_error(" ".join(error.format_message().split()) + _key_of(error) + help_of)

@@ -189,16 +189,21 @@ def recovery_part(found: Recovery, limits: AcceptanceConfig) -> Part:
     return Part(tuple(lines), checks)
 
 
+def verdict(parts: Iterable[Part]) -> str:
+    """One sentence: accepted, or the demands that are not met."""
+    missed = [check.what for part in parts for check in part.checks if not check.met]
+    return f"Not accepted: {', '.join(missed)}." if missed else "Accepted."
+
+
 def page(title: str, when: str, parts: Iterable[Part], busy: bool) -> tuple[str, bool]:
     """The Markdown, and whether every demand is met."""
     parts = tuple(parts)
     checks = [check for part in parts for check in part.checks]
-    missed = [check.what for check in checks if not check.met]
-    verdict = f"**Not accepted: {', '.join(missed)}.**" if missed else "**Accepted.**"
+    accepted = all(check.met for check in checks)
     busy_words = ["", f"The machine was busy: {NOT_KEPT}."] if busy else []
     rows = tuple((c.what, c.measured, c.demanded, "yes" if c.met else "**no**") for c in checks)
     table = sheet_lines(Sheet("Demands", ("", "measured", "demanded", "met"), rows))
-    lines = [f"# Acceptance of {title}", "", f"{when}.", "", verdict, *busy_words, "", *table]
+    lines = [f"# Acceptance of {title}", "", f"{when}.", "", f"**{verdict(parts)}**", *busy_words, "", *table]
     for part in parts:
         lines += ["", *part.lines] if part.lines else []
-    return "\n".join(lines) + "\n", not missed
+    return "\n".join(lines) + "\n", accepted

@@ -99,9 +99,12 @@ def _handle_errors(app: FastAPI) -> None:
         status, path, headers = error.status_code, request.url.path[:200], error.headers or {}
         message = str(error.detail)
         if status == 404:
-            kind = path.removeprefix("/v1/").partition("/")[0]
+            kind = path.removeprefix("/v1/").lstrip("/").partition("/")[0]
             none = f"{kind} are not supported; " if kind in _OTHER_KINDS else ""
-            message = f"no route {path!r}: {none}there are {', '.join(app.openapi()['paths'])}"
+            routes = app.openapi()["paths"]
+            at_v1 = any(route.startswith(f"/v1/{kind}") for route in routes) and kind and not path.startswith("/v1/")
+            there = f"the API is at /v1: set the base URL to end in /v1 (/v1{path})" if at_v1 else ""
+            message = f"no route {path!r}: {none}{there or 'there are ' + ', '.join(routes)}"
         elif status == 405:
             message = f"{request.method} {path!r}: this route allows {headers.get('Allow', 'other methods')}"
         response = response_of(ApiError(message, _CODES.get(status), status=status))

@@ -47,7 +47,7 @@ def readiness(services: Services) -> tuple[bool, dict[str, Any]]:
         for state in states
     ]
     if dispatcher.draining:
-        reasons = ["the daemon is stopping"]
+        reasons = ["the daemon drains: requests in flight are finished, new ones are refused, then it stops"]
     return fine, {
         "status": "ready" if fine else "draining" if dispatcher.draining else "not_ready",
         "reason": "" if fine else "; ".join(reasons) or "the engine is starting",

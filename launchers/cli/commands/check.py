@@ -222,7 +222,7 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     d = loaded.deployment
     folder, guess = Path(d.model.path), by_folder(Path(d.model.path).name)
     model, taken = (None, "") if guess is None else (guess.config, f" ({guess.name} by its folder's name)")
-    if "model.path" in bad:
+    if not bad.isdisjoint(("model", "model.path")):
         return
     if look and not folder.is_dir():
         yield loaded.fault("model.path", _no_folder(folder))
@@ -318,7 +318,7 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     faults = [*found.faults, *model_faults(loaded, not no_model, found.bad)]
     if not no_model:
         faults += [*missing_files(loaded), *tls_faults(loaded), *cpu_faults(loaded), *memory_faults(loaded)]
-        if "model.path" not in found.bad:
+        if found.bad.isdisjoint(("model", "model.path")):
             faults += tokenizer_faults(loaded)
     if not faults and not no_model:
         faults += weights_faults(loaded)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import click
 from .config import FOLDER
 
 _RUNBOOK = "docs/runbook.md"
+_DEFAULT_TARGET = '["127.0.0.1:8000"]'
+_TARGET = re.compile(r"([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
 
 
 @click.group()
@@ -22,14 +26,21 @@ def command() -> None:
 @click.option(
     "--runbook", metavar="URL", help="URL of runbook.md for the alerts' links.  [default: the file in FOLDER]"
 )
+@click.option(
+    "--target", "targets", metavar="HOST:PORT", multiple=True,
+    help="A daemon to scrape; may be repeated.  [default: 127.0.0.1:8000]",
+)  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace files that exist.")
-def export(folder: Path, runbook: str | None, overwrite: bool) -> None:
+def export(folder: Path, runbook: str | None, targets: tuple[str, ...], overwrite: bool) -> None:
     """Write rules, dashboards, configuration and the runbook of the alerts into FOLDER.
 
     \b
       laddertron monitoring export monitoring --runbook https://wiki.example/laddertron/runbook
       promtool check rules monitoring/alerts.yml
     """
+    for target in targets:
+        if not _TARGET.fullmatch(target):
+            raise click.UsageError(f"--target {target!r}: give HOST:PORT without a scheme, such as node1:8000")
     source, page = FOLDER / "monitoring", FOLDER.parent / _RUNBOOK
     files = [path.relative_to(source) for kind in ("*.yml", "grafana/**/*") for path in sorted(source.glob(kind))]
     files = [path for path in files if (source / path).is_file()]
@@ -44,3 +55,6 @@ def export(folder: Path, runbook: str | None, overwrite: bool) -> None:
     link = runbook or (folder / page.name).resolve().as_uri()
     for rules in (folder / "alerts.yml", folder / "alerts_test.yml"):
         rules.write_text(rules.read_text().replace(f"{_RUNBOOK}#", f"{link}#"))
+    if targets:
+        scrapes = folder / "prometheus.yml"
+        scrapes.write_text(scrapes.read_text().replace(_DEFAULT_TARGET, json.dumps(targets)))

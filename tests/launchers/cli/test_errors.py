@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import click
@@ -133,6 +134,38 @@ def test_answers_go_to_a_regular_file(output: str, capsys: pytest.CaptureFixture
     """Not to a file named -, and nobody is told to remove a device."""
     assert cli.main(["batch", "wait", "batch_1", "-o", output]) == USAGE
     assert capsys.readouterr().err == f"error: {output} is not a regular file: name one for the answers\n"
+
+
+@pytest.mark.parametrize("words", [(), ("batch",), ("files",), ("keys",), ("bench",), ("monitoring",)])
+def test_a_group_without_a_command_prints_its_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """As click does: wrapped lines, not one line of an error."""
+    assert cli.main([*words]) == USAGE
+    text = capsys.readouterr().err
+    assert text.startswith("Usage: laddertron")
+    assert "error:" not in text
+    assert text.count("\n") > 8
+
+
+def test_messages_of_an_unreachable_or_wrong_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
+    assert cli.main(["batch", "--url", url, "cancel", "batch_1"]) == FAILED
+    text = capsys.readouterr().err
+    assert all(word in text for word in ("laddertron serve", "--url", "OPENAI_BASE_URL"))
+
+
+def test_a_model_that_is_no_section_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.yaml").write_text("model: my-llama\n")
+    assert cli.main(["check", str(tmp_path / "m.yaml")]) == USAGE
+    [line] = capsys.readouterr().err.splitlines()
+    assert "'my-llama' is not a section" in line
+
+
+def test_monitoring_scrapes_the_targets_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "m")
+    assert cli.main(["monitoring", "export", folder, "--target", "http://node1:8000"]) == USAGE
+    assert cli.main(["monitoring", "export", folder, "--target", "node1:8000", "--target", "[::1]:9"]) == OK
+    assert 'targets: ["node1:8000", "[::1]:9"]' in (tmp_path / "m" / "prometheus.yml").read_text()
 
 
 def test_kinds_of_ends(capsys: pytest.CaptureFixture[str]) -> None:

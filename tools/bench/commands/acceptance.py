@@ -254,6 +254,7 @@ def command(
         click.echo(text, nl=False)
     else:
         write_file(output.absolute(), text)
+        click.echo(f"{pages.verdict(parts)} Measurements and demands: {output}")
     if busy:
         show_warning(f"other processes use {load:.0%} of this machine's processors: {pages.NOT_KEPT}")
     return OK if accepted else FAILED
