@@ -89,6 +89,8 @@ REMOVED = {
     "launch.slurm.account": "add --account=NAME to launch.slurm.extra_args",
     "launch.slurm.qos": "add --qos=NAME to launch.slurm.extra_args",
     "launch.slurm.time_limit": "add --time=D-HH:MM:SS to launch.slurm.extra_args",
+    "launch.slurm.gpus": "remove the key: GPUs are requested unless engine.device is cpu",
+    "launch.kubernetes.namespace": "remove the key: kubectl -n NAMESPACE chooses it",
     "launch.kubernetes.gpu_resource": "remove the key: it is nvidia.com/gpu; edit the manifest for another",
     "launch.kubernetes.rdma_count": "remove the key: it is 8; edit the manifest for another number",
     "launch.kubernetes.ssh_secret": "remove the key: name the Secret laddertron-ssh",
@@ -177,7 +179,6 @@ class SlurmConfig:
     """Options of `srun` and of the script of `launch --emit slurm`."""
 
     mpi: Annotated[str, Word(r"[a-z0-9_]{1,32}", "a plugin that `srun --mpi=list` names")] = "pmix"
-    gpus: bool = True
     container_image: Text | None = None
     container_mounts: tuple[Text, ...] = ()
     extra_args: tuple[Text, ...] = ()
@@ -188,7 +189,6 @@ class KubernetesConfig:
     """Fields of the manifests of `launch --emit mpijob|lws`."""
 
     name: Annotated[str, Word(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", "a lower-case DNS label of up to 40")] = "laddertron"
-    namespace: Annotated[str, Word(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "a lower-case DNS label")] = "default"
     image: Text = "laddertron:latest"
     rdma_resource: Text | None = None
     model_claim: Text | None = None

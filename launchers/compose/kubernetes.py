@@ -84,7 +84,7 @@ def _config_map(deployment: Deployment, launch: Mapping[str, Any]) -> dict[str, 
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": f"{kube.name}-config", "namespace": kube.namespace},
+        "metadata": {"name": f"{kube.name}-config"},
         "data": {
             "deploy.yaml": yaml.safe_dump(said, sort_keys=False, allow_unicode=True),
             "ssh_config": _SSH_CONFIG,
@@ -187,7 +187,7 @@ def _service(deployment: Deployment, arguments: Sequence[str], selector: Mapping
         return []
     spec = {"selector": dict(selector), "ports": [{"name": "api", "port": deployment.daemon.port}]}
     # a LeaderWorkerSet's controller makes a Service of the set's own name
-    metadata = {"name": f"{kube.name}-api", "namespace": kube.namespace}
+    metadata = {"name": f"{kube.name}-api"}
     return [{"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": spec}]
 
 
@@ -200,7 +200,7 @@ def mpijob(deployment: Deployment, fabric: Fabric | None, arguments: Sequence[st
     job = {
         "apiVersion": "kubeflow.org/v2beta1",
         "kind": "MPIJob",
-        "metadata": {"name": kube.name, "namespace": kube.namespace},
+        "metadata": {"name": kube.name},
         "spec": {
             "slotsPerWorker": per_node,
             "mpiImplementation": "OpenMPI",
@@ -230,7 +230,7 @@ def leader_worker_set(deployment: Deployment, fabric: Fabric | None, arguments: 
     group = {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
-        "metadata": {"name": kube.name, "namespace": kube.namespace},
+        "metadata": {"name": kube.name},
         "spec": {
             "replicas": 1,
             "leaderWorkerTemplate": {
@@ -242,7 +242,7 @@ def leader_worker_set(deployment: Deployment, fabric: Fabric | None, arguments: 
             },
         },
     }
-    hosts = [f"{pod}.{kube.name}.{kube.namespace}:{per_node}" for pod in pods]
+    hosts = [f"{pod}.{kube.name}:{per_node}" for pod in pods]
     labels = {
         "leaderworkerset.sigs.k8s.io/name": kube.name,
         "leaderworkerset.sigs.k8s.io/worker-index": "0",

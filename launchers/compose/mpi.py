@@ -270,7 +270,7 @@ def _slurm(
     ]
     if [h.name for h in share.hosts] != ["localhost"]:
         parts.append(Part((f"--nodelist={','.join(h.name for h in share.hosts)}",), "this replica's nodes"))
-    if slurm.gpus and deployment.engine.device != "cpu":
+    if deployment.engine.device != "cpu":
         if not all(h.devices is None for h in share.hosts):
             raise LaunchError(
                 f"{share.hosts[0].name} would run several replicas, but srun assigns GPUs to steps itself and cannot "

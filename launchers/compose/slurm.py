@@ -51,7 +51,7 @@ def sbatch(deployment: Deployment, fabric: Fabric | None, program: Sequence[str]
         f"--job-name=laddertron-{deployment.served_model_name}",
         f"--nodes={nodes}",
         f"--ntasks-per-node={per_node}",
-        *([f"--gpus-per-node={per_node}"] if slurm.gpus and deployment.engine.device != "cpu" else []),
+        *([f"--gpus-per-node={per_node}"] if deployment.engine.device != "cpu" else []),
         *([] if any(word.startswith("--time") for word in slurm.extra_args) else [WALL_TIME]),
         "--exclusive",
         "--requeue",

@@ -199,7 +199,7 @@ def test_manifests(kind: str, schema: dict[str, Any], tmp_path: Path) -> None:
     if kind == "mpijob":
         assert inside.launch.hostfile == "/etc/mpi/hostfile"
     else:
-        assert inside.launch.hosts == ("laddertron-0.laddertron.default:8", "laddertron-0-1.laddertron.default:8")
+        assert inside.launch.hosts == ("laddertron-0.laddertron:8", "laddertron-0-1.laddertron:8")
     # every pod that holds ranks asks for their devices and may lock memory
     limits = re.findall(r"nvidia.com/gpu: (\d+)", text)
     assert limits == ["8"] * (1 if kind == "mpijob" else 2)
