@@ -275,7 +275,11 @@ async def _read(services: Services, opened: CheckedFile, begin: int, end: int) -
     with opened as file:
         file.seek(begin)
         while begin < end:
-            chunk = await services.store.in_thread(partial(file.read, min(BLOCK_BYTES, end - begin)))
+            try:
+                chunk = await services.store.in_thread(partial(file.read, min(BLOCK_BYTES, end - begin)))
+            except Damaged as error:
+                services.store.report(error)
+                raise
             begin += len(chunk)
             yield chunk
 

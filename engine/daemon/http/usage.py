@@ -36,7 +36,7 @@ def usage_router(services: Services) -> APIRouter:
             rows = records.read_usage(db, owner, since)
             out: dict[str, Any] = {"object": "list", "data": [_shown(row) for row in rows]}
             if owner is not None:
-                out |= {"limits": limits, "stored_bytes": records.stored_bytes(db, owner)}
+                out |= {"limits": limits, "stored_bytes": sum(file.bytes for file in records.all_files(db, owner))}
             return json.dumps(out).encode()
 
         return Response(await services.read(listed, owner or ""), media_type="application/json")

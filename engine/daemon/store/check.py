@@ -60,7 +60,7 @@ def _check_files(db: sqlite3.Connection, files: Path, checked: Checked, copies: 
     """Checks the files of intact rows; a missing output is generated when it is read. `copies`: an export's, of
     uploads."""
     summed = has_table(db, "blocks")
-    for file in records.all_files(db):
+    for file in records.all_files(db, damaged=[]):
         if copies and file.batch_id is not None:
             continue
         path = files / file.id

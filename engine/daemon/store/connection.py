@@ -30,7 +30,8 @@ def connect_store(folder: Path, connect: Callable[..., sqlite3.Connection]) -> s
 
 def open_read_only(folder: Path) -> sqlite3.Connection:
     """A connection that changes neither the store nor its log, beside a running daemon or without one."""
-    db = sqlite3.connect(f"{(folder / 'store.db').resolve().as_uri()}?mode=ro", uri=True)
+    (path := (folder / "store.db").resolve()).stat()  # SQLite's error does not name it
+    db = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)
     db.row_factory, db.text_factory = sqlite3.Row, _text
     return db
 

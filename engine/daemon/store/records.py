@@ -79,9 +79,10 @@ def block_sums(db: sqlite3.Connection, file_id: str) -> str | None:
     return None if row is None else str(_values("blocks", row)["sums"])
 
 
-def all_files(db: sqlite3.Connection) -> list[FileRow]:
-    """The files whose row is intact."""
-    return _intact(db.execute("SELECT * FROM files ORDER BY no"), _file, [])
+def all_files(db: sqlite3.Connection, owner: str | None = None, damaged: list[Damaged] | None = None) -> list[FileRow]:
+    """All files, or an owner's. Damaged rows: see `_intact`."""
+    query = "SELECT * FROM files WHERE owner = ? OR ? IS NULL ORDER BY no"
+    return _intact(db.execute(query, (owner, owner)), _file, damaged)
 
 
 def list_files(

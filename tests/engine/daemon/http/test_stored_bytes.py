@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 from daemon_tools import Served, deployment, line, lines_of, served, submit, wait_batch
+from laddertron.engine.daemon.store.check import check_store
 from laddertron.engine.daemon.store.schema import KEYS
 from laddertron.engine.daemon.store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged, row_sum
 from laddertron.engine.metrics.observer import Observer
@@ -330,6 +331,46 @@ def test_check_store_names_what_is_damaged(world: World, run_seed: int, capsys: 
     assert " damaged" in out
     after = {path: path.read_bytes() for path in before}
     assert after == before
+
+
+def test_damage_is_not_hidden_by_an_export_and_a_rebuild(tmp_path: Path, run_seed: int) -> None:
+    """A row and a result are damaged, then the daemon begins a new export of its store, from which another is rebuilt:
+    the row is refused there too, the result is computed again. So is a copy of an upload that was damaged there."""
+    rng = random.Random(run_seed)
+    text, config = write_folder(tmp_path / "tiny"), deployment(tmp_path, export_dir=str(tmp_path / "export"))
+    with served(config, text) as daemon:
+        client = daemon.client()
+        batch = wait_batch(client, submit(client, ASKED).id)
+        want = content(client, batch.output_file_id)
+        other = client.files.create(file=("b.jsonl", line("b")), purpose="batch")
+        copied = client.files.create(file=("c.jsonl", line("c")), purpose="batch")
+    db = sqlite3.connect(tmp_path / "data" / "store.db")
+    [row] = db.execute("SELECT rowid FROM files WHERE id = ?", (other.id,)).fetchone()
+    assert flip_column(db, "files", "filename", row, rng)
+    [row] = db.execute("SELECT rowid FROM results WHERE number = 7").fetchone()
+    assert flip_column(db, "results", "line", row, rng)
+    db.close()
+    with served(config, text):
+        pass
+    flip(tmp_path / "export" / "files" / copied.id, rng)
+    yaml = tmp_path / "check.yaml"
+    yaml.write_text(f"model: {{path: {text}}}\ndaemon: {{data_dir: {tmp_path}/data, export_dir: {tmp_path}/export}}\n")
+    checked = check_store(tmp_path / "data", tmp_path / "export")
+    assert [wrong for wrong in checked.wrong if copied.id in wrong and "export" in wrong]
+    assert len(checked.wrong) == 3
+    assert main(["check-store", str(yaml)]) == 1
+    (tmp_path / "data").rename(tmp_path / "lost")
+    with served(config, text) as daemon:
+        client = daemon.client()
+        with pytest.raises(openai.InternalServerError, match="of table files does not match"):
+            client.files.retrieve(other.id)
+        with pytest.raises(openai.InternalServerError, match=r"c\.jsonl.* does not match its checksum"):
+            content(client, copied.id)
+        assert choices(content(client, batch.output_file_id)) == choices(want)
+    segments = sorted((tmp_path / "export").glob("seg-*.ltx"))
+    flip(segments[0], rng, segments[0].stat().st_size // 3, segments[0].stat().st_size // 2)
+    checked = check_store(tmp_path / "data", tmp_path / "export")
+    assert any(f"{segments[0]}: offset" in wrong for wrong in checked.wrong)
 
 
 def test_an_index_that_alone_is_damaged_is_made_again(world: World, caplog: pytest.LogCaptureFixture) -> None:
