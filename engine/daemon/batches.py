@@ -24,6 +24,7 @@ from .store.store import StoreUnavailable
 from .store.sums import CheckedFile, Damaged
 
 log = logging.getLogger(__name__)
+audit_log = logging.getLogger("laddertron.audit")
 
 _AT_ONCE = 16  # batches of a key that feed the engine at the same time; the others wait in order of creation
 _EXPIRY_SECONDS = 60.0
@@ -49,6 +50,7 @@ class Batches:
         self.gate = Gate()
         self.gate.set("")
         self._stops: dict[str, asyncio.Future[str]] = {}
+        self._owners: dict[str, str] = {}
         self._feeds: dict[str, BatchFeed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._checking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -111,6 +113,16 @@ class Batches:
         if batch.status == "cancelling":
             self._stop(batch_id, "cancelled")
         return batch
+
+    async def cancel_revoked(self, revoked: Callable[[str], bool]) -> None:
+        """Cancels the open batches of revoked keys. Raises StoreUnavailable."""
+        for batch_id, owner in list(self._owners.items()):
+            if revoked(owner) and not self._stops[batch_id].done():
+                with contextlib.suppress(KeyError):
+                    batch = await self.cancel(batch_id)
+                    said = {"event": "batch.cancelled", "id": batch_id, "key": owner}
+                    log.warning("batch %s is %s: its key was revoked", batch_id, batch.status, extra=said)
+                    audit_log.info("batch.cancelled %s: its key was revoked", batch_id, extra=said)
 
     async def add_file(self, file: FileRow, sums: str, check: Callable[[int], None]) -> None:
         """Adds a file whose bytes are already on disk; `sums`: of its blocks. `check` gets the number of bytes that its
@@ -198,6 +210,7 @@ class Batches:
     # a batch's life
 
     def _start_batch(self, batch: BatchRow) -> None:
+        self._owners[batch.id] = batch.owner
         self._stops[batch.id] = asyncio.get_running_loop().create_future()
         self._spawn(self._run_batch(batch))
 
@@ -260,6 +273,7 @@ class Batches:
                 await self._change(batch, "validating", status="failed", failed_at=self._clock.stamp(), errors=errors)
         finally:
             self._stops.pop(batch.id, None)
+            self._owners.pop(batch.id, None)
 
     async def _check_input(self, batch: BatchRow) -> None:
         """Raises InputFault if the input file has changed since its upload, or another model answered some lines."""

@@ -26,12 +26,13 @@ from .dispatch import Dispatcher
 from .http.app import make_app, make_probe_app
 from .http.bodies import HeldBodies
 from .http.connections import ServerOptions, connections_within
+from .http.guard import Guard
 from .http.keys import KeyRing
 from .http.probes import ProbeListener
 from .http.reservations import Reservations
 from .http.server import make_server
 from .http.state import Services
-from .key_limits import NO_LIMITS
+from .key_limits import NO_LIMITS, KeyLimits
 from .store import records
 from .store.disk_watch import WatchedFiles
 from .store.open import open_store
@@ -86,7 +87,7 @@ class Daemon:
             pool = TextPool(self._parts.text_folder, limits, body_worker.MODULE, self._parts.text.files)
             await stack.enter_async_context(pool)
             keys = self._parts.keys
-            usage = Usage(store, self._parts.observer, (lambda owner: NO_LIMITS) if keys is None else keys.limits_of)
+            usage = Usage(store, self._parts.observer, self._limits_of)
             await usage.load()
             self.services = self._services(store, pool, usage)
             batches = self.services.batches
@@ -107,6 +108,7 @@ class Daemon:
                 daemon.limits.header_timeout,
                 daemon.tls_cert,
                 daemon.tls_key,
+                keyed=keys is not None,
                 watch=store.watch,
             )
             version = self._parts.version
@@ -116,13 +118,13 @@ class Daemon:
             if metrics_listener is not None:
                 probes = make_probe_app(self.services, version, keys, self._local_names(metrics_listener))
                 stack.push_async_callback(ProbeListener(probes, metrics_listener, options).close)
-            watching = asyncio.create_task(self._watch(store, batches))
-            checking = asyncio.create_task(self._check_disks(store))
-            recording = asyncio.create_task(self._record(store))
+            watches = [self._watch(store, batches), self._check_disks(store), self._record(store)]
+            if keys is not None:
+                watches.append(self._watch_keys(app, keys, batches))
+            tasks = [serving, *map(asyncio.create_task, watches)]
             try:
                 self.started.set()
                 stopping = asyncio.create_task(self._stop.wait())
-                tasks = (serving, watching, checking, recording)
                 await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
                 stopping.cancel()
                 for task in tasks:
@@ -131,7 +133,7 @@ class Daemon:
                         self._ended = self._ended or f"internal error of the daemon: {error!r}"
                 await self._wind_down(batches)
             finally:
-                for task in (watching, checking, recording):
+                for task in tasks[1:]:
                     task.cancel()
                 server.should_exit = True
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -202,6 +204,15 @@ class Daemon:
                 before = stall
             await asyncio.sleep(watch.seconds / 5)
 
+    @staticmethod
+    async def _watch_keys(guard: Guard, keys: KeyRing, batches: Batches) -> None:
+        """Ends the requests and batches of revoked keys, within a few seconds."""
+        while True:
+            guard.end_revoked(keys)
+            with contextlib.suppress(StoreUnavailable):
+                await batches.cancel_revoked(keys.revoked)
+            await asyncio.sleep(_WATCH_SECONDS)
+
     def _look(self, store: Store, batches: Batches) -> None:
         store.clock.now()
         self._parts.observer.clock(store.clock.jump)
@@ -222,6 +233,13 @@ class Daemon:
             batches.gate.set(why)
 
     # the parts
+
+    def _limits_of(self, owner: str) -> KeyLimits:
+        """A key's limits. A key without its own may have half of the connections, so that no key takes all."""
+        if (keys := self._parts.keys) is None or not owner:
+            return NO_LIMITS
+        limits, most = keys.limits_of(owner), max(1, self._deployment.daemon.limits.max_connections // 2)
+        return limits if limits.concurrent_requests is not None else replace(limits, concurrent_requests=most)
 
     def _local_names(self, listener: socket.socket) -> tuple[str, ...] | None:
         """The names of this daemon if it has no keys and `listener` is on loopback, else None: any name will do."""

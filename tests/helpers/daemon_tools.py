@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fake_job import FakeJob
 from laddertron.engine.config.schema import DaemonConfig as DaemonConfig
 from laddertron.engine.config.schema import Deployment, LimitsConfig, ModelSection
@@ -134,6 +135,18 @@ class Served:
         assert not self._thread.is_alive(), "the daemon does not end"
         self._raise_fault()
         return self.code
+
+
+def read_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every look at a ring of keys read its file first, as the daemon does each second."""
+    for name in ("holder", "limits_of", "works", "revoked"):
+        method = getattr(KeyRing, name)
+
+        def fresh(self: KeyRing, *arguments: Any, method: Any = method) -> Any:
+            self.refresh()
+            return method(self, *arguments)
+
+        monkeypatch.setattr(KeyRing, name, fresh)
 
 
 @contextlib.contextmanager

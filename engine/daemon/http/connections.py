@@ -41,9 +41,16 @@ class ServerOptions:
     tls_cert: str | None = None
     tls_key: str | None = None
     write_timeout: float = 60.0
+    keyed: bool = False
+    """Whether an address may have clients with several keys."""
     gives_way: float = 1.0
     """Seconds for which an idle connection is kept at the limit: its request may not have been read yet."""
     watch: DiskWatch = field(default_factory=DiskWatch)
+
+
+def spare(most: int) -> int:
+    """The part of a limit on connections that is for clients whose request has not arrived yet."""
+    return most // 16
 
 
 class Slot:
@@ -67,7 +74,7 @@ class Room:
     def refuse(self, slot: Slot) -> str:
         """Admits a connection, or returns the reason why not."""
         most, address = self._options.max_per_address, slot.address
-        if self._of[address] >= most and not self.give_up(address):
+        if self._of[address] >= most and not self.give_up(address) and not self._all_busy(address):
             return f"{most} connections of {address} are open"
         if len(self._open) >= self._options.max_connections and not self.give_up():
             return "too many open connections"
@@ -75,6 +82,13 @@ class Room:
         self._idle[slot] = time.monotonic()
         self._of[address] += 1
         return ""
+
+    def _all_busy(self, address: str) -> bool:
+        """Whether a connection beyond the address's limit may be another key's or a probe's: the others have requests,
+        and few are beyond it."""
+        most = self._options.max_per_address
+        fits = self._options.keyed and self._of[address] < most + spare(most)
+        return fits and not any(slot.address == address for slot in self._idle)
 
     def moved(self, slot: Slot, idle: bool) -> None:
         """Records that the connection has sent a request, or was answered."""

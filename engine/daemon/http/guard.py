@@ -19,12 +19,14 @@ from ...config.schema import LimitsConfig
 from ...metrics.observer import Observer
 from ...openai.body import TOKENIZE
 from ...openai.errors import ApiError
+from ...openai.responses import DONE, event
 from ...openai.schema import CHAT, COMPLETIONS
 from ..usage import Usage
 from .authority import check_local
 from .bodies import SMALL_BYTES, Unread, UnreadAnswers
 from .connections import MAX_HEADER_BYTES
 from .errors import failed, response_of, stopping
+from .exchanges import Exchanges, Place
 from .keys import Key, KeyRing
 from .logs import Sparse
 
@@ -40,6 +42,7 @@ _FILES = "/v1/files"
 _MULTIPART = 64 << 10  # what a form adds to the file in it
 _LEAST_BYTES = 4096  # a body that brings less in `body_timeout` is too slow
 _GRACE_SECONDS, _GRACE_BYTES = 0.02, 64 << 10  # for the rest of a refused request's body
+_EVENTS, _LAST_EVENT_SECONDS = b"text/event-stream", 1.0
 _AUDITED = ("POST", "DELETE")
 _POLLED = ("/v1/batches/{batch_id}", "/v1/overview", "/load", "/version")
 """Polled paths, which are logged only if they fail."""
@@ -65,6 +68,7 @@ class Guard:
         self._observer = observer or Observer()
         self._sparse = Sparse(_UNKNOWN_LINES)
         self._unread = UnreadAnswers(limits.max_held_bytes)
+        self._exchanges = Exchanges(limits.max_connections, limits.max_connections_per_address)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,22 +85,33 @@ class Guard:
             if self._usage is not None and scope["method"] == "POST":
                 self._usage.enter(asker, scope["path"] in (CHAT, COMPLETIONS))
                 owner = asker
+            exchange.key = key
+            if scope["path"] not in OPEN:
+                address = (scope.get("client") or ("",))[0]
+                self._exchanges.enter(exchange, Place(asker or address, address))
             exchange.read(most, self._limits.body_timeout)
             await self._app(scope, exchange.receive, exchange.send)
         except ApiError as error:
             await exchange.refuse(error)
         except (ConnectionError, ClientDisconnect):
             pass  # the client is gone
-        except asyncio.CancelledError:  # the server stops, and has waited for this one
+        except asyncio.CancelledError:  # the server stops and has waited for this one, or it was ended
             await exchange.cut()
         except Exception:
             log.exception("request failed", extra={"event": "error", "request": exchange.name})
             await exchange.refuse(failed())
         finally:
+            self._exchanges.leave(exchange)
             self._unread.close(exchange.unread)
             if owner is not None and self._usage is not None:
                 self._usage.leave(owner)
             self._tell(scope, exchange, time.perf_counter() - began)
+
+    def end_revoked(self, keys: KeyRing) -> None:
+        """Ends the requests in flight whose key, or secret, no longer works."""
+        revoked = [one for one in self._exchanges if one.key is not None and not keys.works(one.key)]
+        message = "this API key was revoked or replaced while the request ran"
+        self._exchanges.end(revoked, ApiError(message, "invalid_api_key", status=401, close=True))
 
     def _admit(self, scope: Scope) -> int:
         """Checks a request before its body; returns the most bytes that the body may have. Raises ApiError."""
@@ -189,6 +204,21 @@ class _Exchange:
         bodiless = headers.get(b"content-length", b"0").strip(b"0") == b"" and b"transfer-encoding" not in headers
         self._whole, self._ended = bodiless, False
         self._refusal = b""
+        self.key: Key | None = None
+        self._task = asyncio.current_task()
+        self._ending: ApiError | None = None
+        self._events = self._divided = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether its body has not arrived completely."""
+        return not self._whole
+
+    def end(self, error: ApiError) -> None:
+        """Cancels the request; `cut` then answers with the error."""
+        if self._ending is None and self._task is not None:
+            self._ending = error
+            self._task.cancel()
 
     def reason(self) -> str:
         """The reason of a refusal, as in the response; "" if the request was not refused."""
@@ -233,6 +263,7 @@ class _Exchange:
             if self.status >= 400 and not self._whole and not any(name == b"connection" for name, _ in headers):
                 headers.append((b"connection", b"close"))
             message["headers"] = headers
+            self._events = any(name == b"content-type" and value.startswith(_EVENTS) for name, value in headers)
             self._start = message
             return
         self._ended = not message.get("more_body", False)
@@ -251,6 +282,7 @@ class _Exchange:
         if self._start is not None:
             start, self._start = self._start, None
             await self._send(start)
+        self._divided = len(body) > SMALL_BYTES
         while len(body) - at > SMALL_BYTES:
             await self._send({"type": "http.response.body", "body": body[at : at + SMALL_BYTES], "more_body": True})
             at += SMALL_BYTES
@@ -258,6 +290,7 @@ class _Exchange:
             if self.unread.ended:
                 raise ConnectionError("the client does not read")
         await self._send({**message, "body": body[at:]} if at else message)
+        self._divided = False
         self.unread.hold("unsent", 0)
 
     async def refuse(self, error: ApiError) -> None:
@@ -269,12 +302,20 @@ class _Exchange:
         await response_of(error)(self._scope, self._receive, self.send)
 
     async def cut(self) -> None:
-        """Ends the exchange now: by an error, or by closing the connection if the response has begun."""
+        """Ends the exchange now: by an error, as a stream's last event if one has begun, else by closing the
+        connection."""
+        error = self._ending or stopping()
         if self._start is not None:
             self._start, self.status, self._ended = None, 0, False
         if not self.status:
-            await self.refuse(stopping())
+            await self.refuse(error)
         elif not self._ended:
+            if self._ending is not None and self._events and not self._divided:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LAST_EVENT_SECONDS):
+                        body = event(error.to_json()) + DONE
+                        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+                        return
             self.unread.end()
             while (await self._receive())["type"] != "http.disconnect":
                 pass

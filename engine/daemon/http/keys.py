@@ -138,22 +138,36 @@ class KeyRing:
         self._stamp = self._look()
 
     def holder(self, key: str) -> Key | None:
+        """The key's entry; its `digest` is that of the secret that was given."""
         wanted, found = digest_of(key[:MAX_KEY]), None
         now = self._wall()
-        for known in self._keys:  # all of them, whichever matches
+        for known in self._keys if self._readable else ():  # all of them, whichever matches
             old = hmac.compare_digest(known.old_digest or "", wanted) and now < known.old_until
-            if hmac.compare_digest(known.digest, wanted) or old:
+            if hmac.compare_digest(known.digest, wanted):
                 found = known
+            elif old:
+                found = replace(known, digest=wanted)
         return found if len(key) <= MAX_KEY else None
 
     def works(self, key: Key) -> bool:
-        """Whether a key from `holder` is still valid."""
-        return any(known.id == key.id for known in self._keys)
+        """Whether the secret of a key from `holder` is still valid. While the file is unreadable: as it was before."""
+        now = self._wall()
+        return any(
+            known.id == key.id
+            and (known.digest == key.digest or (known.old_digest == key.digest and now < known.old_until))
+            for known in self._keys
+        )
+
+    def revoked(self, key_id: str) -> bool:
+        """Whether the file says so; a key that it does not contain is not."""
+        return key_id in self._revoked
 
     def _take(self, keys: list[Key]) -> None:
         self._keys = [key for key in keys if key.revoked_at is None]
+        self._revoked = {key.id for key in keys if key.revoked_at is not None}
         # what a key left running when it was revoked, or when the file became unreadable, keeps its limits
         self._limits = {key.id: key.limits for key in keys}
+        self._readable = True
 
     def limits_of(self, key_id: str) -> KeyLimits:
         return self._limits.get(key_id, NO_LIMITS)
@@ -172,5 +186,5 @@ class KeyRing:
             try:
                 self._take(read_keys(self.path))
             except KeyFileError as error:
-                self._keys = []
+                self._readable = False
                 log.error("every API key is refused: %s", error, extra={"event": "keys"})

@@ -22,7 +22,6 @@ from ...openai.errors import ApiError
 from ..overview import engine_view, take_sample
 from ..store import records
 from ..store.rows import BatchRow
-from .keys import Key, KeyRing
 from .probes import readiness
 from .state import Services, owner_of
 
@@ -160,10 +159,10 @@ def page_router(services: Services, version: str) -> APIRouter:
         except BaseException:
             leave()
             raise
-        return _Watched(events(owner, request.state.keys, request.state.key), leave)
+        return _Watched(events(owner), leave)
 
-    async def events(owner: str, keys: KeyRing | None, key: Key | None) -> AsyncIterator[bytes]:
-        while not services.dispatcher.ending and (keys is None or key is None or keys.works(key)):
+    async def events(owner: str) -> AsyncIterator[bytes]:
+        while not services.dispatcher.ending:  # the guard ends those of a revoked key
             yield b"data: " + json.dumps(await overview.view(owner)).encode() + b"\n\n"
             await asyncio.sleep(1.0)
 

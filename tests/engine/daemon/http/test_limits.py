@@ -14,9 +14,8 @@ from typing import Any
 
 import openai
 import pytest
-from daemon_tools import NAME, deployment, line, lines_of, served, submit, wait_batch
+from daemon_tools import NAME, deployment, line, lines_of, read_keys_at_once, served, submit, wait_batch
 from fake_job import FakeJob
-from laddertron.engine.daemon.http import keys as key_file
 from laddertron.engine.daemon.http.keys import KeyFileError, KeyRing, add_key, limit_key, read_keys, revoke_key
 from laddertron.engine.daemon.key_limits import KeyLimits
 from laddertron.engine.daemon.store.clock import TrustedClock
@@ -41,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(key_file, "_LOOK_SECONDS", 0.0)
+    read_keys_at_once(monkeypatch)
     return tmp_path / "keys.json"
 
 
