@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ...engine.identity import ModelIdentity
 from ...engine.job import EngineJob, JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import Request, TokensEvent
 
@@ -65,11 +64,11 @@ class RollingJob:
         self.listener: JobListener
 
     @property
-    def identity(self) -> ModelIdentity | None:
+    def identity(self) -> Any:
         return self.job.identity
 
     @identity.setter
-    def identity(self, identity: ModelIdentity | None) -> None:
+    def identity(self, identity: Any) -> None:
         self.job.identity = identity
 
     @property

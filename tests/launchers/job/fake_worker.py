@@ -7,6 +7,7 @@ object:
   refuse_after: a file whose presence makes that refusal hold, digests: {rank: text}, version: {rank: text},
   vocab (50000), starts: a file that is told the id of every request that enters a step, one a line,
   warns: {rank: text} that it logs as a warning while it loads,
+  reads: a file whose text is announced as the digest of config.json,
   raise_standing: rank, raise_taking_over: rank, stand_until: a file that must be there for a rank to stand by,
   no_room_to_stand: rank that refuses for want of memory,
   room: whether there is room (true),
@@ -27,6 +28,7 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from laddertron.engine.job import MetricRow
@@ -232,7 +234,8 @@ def work(client: ControlClient, beats: Beats, rank: int) -> None:
     if client.standby and not stand_by(client, config, rank):
         return
     digests = config.get("digests", {})
-    client.send_state(Announce({"config": "c0ffee", "weights": digests.get(str(rank), "feed")}))
+    read = {"config.json": Path(config["reads"]).read_text()} if "reads" in config else {}
+    client.send_state(Announce({"config": "c0ffee", "weights": digests.get(str(rank), "feed"), **read}))
     client.send_state(Loading(0.5, "weights"))
     if text := config.get("warns", {}).get(str(rank)):
         set_up_logs(rank, "n0")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_worker import fake_tokens
+from laddertron.engine.identity import ModelIdentity
 from laddertron.engine.job import JobState, RankHeartbeat
 from laddertron.engine.request import Request, SamplingParams, TokensEvent
 from laddertron.launchers.compose.mpi import LaunchCommand, Part
@@ -160,6 +161,7 @@ async def story(
     hooks: JobHooks | None = None,
     timeouts: JobTimeouts | None = None,
     listener: Listener | None = None,
+    identity: ModelIdentity | None = None,
     **options: Any,
 ) -> AsyncIterator[Story]:
     """A job of fake ranks, started; closed at the end whatever happens."""
@@ -167,6 +169,7 @@ async def story(
     factory = chosen if callable(chosen) else (lambda excluded: chosen)
     settings = JobOptions(world_size, timeouts=timeouts or PATIENT, **options)
     job, listener = MpiJob(factory, json.dumps(config or {}), settings, hooks), listener or Listener()
+    job.identity = identity
     await job.start(listener)
     try:
         yield Story(job, listener)

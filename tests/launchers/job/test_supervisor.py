@@ -23,6 +23,7 @@ import pytest
 from fake_worker import fake_tokens
 from folders import FOLDERS
 from job_tools import MPIRUN, Story, bounded, command, fake_mpirun, gone, left, process_id, real_mpirun, request, story
+from laddertron.engine.identity import ModelIdentity
 from laddertron.launchers.compose.mpi import LaunchCommand
 from laddertron.launchers.control import processes
 from laddertron.launchers.job.detect import JobFailure
@@ -559,6 +560,50 @@ def test_ranks_that_differ_are_refused_once_and_by_name() -> None:
             assert s.job.state.restarts == 0
             assert s.job.state.rank == 1
             assert "weights is beef there and feed elsewhere" in s.job.state.reason
+
+    bounded(run)
+
+
+OF_A = ModelIdentity("d" * 10, {"config.json": "a"}, {})
+
+
+@pytest.mark.parametrize("restart", [True, False])
+def test_a_model_that_changed_under_a_job_waits_for_its_files(tmp_path: Path, restart: bool) -> None:
+    """1. The model is the owner's: ready. 2. A file changes and a rank dies: each launch is refused, naming rank, host
+    and file, and none of them is counted; `run`, which does not launch again, fails. 3. The file is restored: ready."""
+    file = tmp_path / "config.json"
+    file.write_text("a")
+    failures: list[JobFailure] = []
+
+    async def run() -> None:
+        hooks, config = JobHooks(failed=failures.append), {"reads": str(file)}
+        async with story(config=config, hooks=hooks, restart=restart, longest_backoff_s=0.05, identity=OF_A) as s:
+            await s.phase("ready")
+            assert s.job.state.model == "d" * 10
+            file.write_text("b")
+            os.kill(await s.pid(1), signal.SIGKILL)
+            if not restart:
+                await s.phase("failed")
+                return
+            await s.listener.until(lambda: s.job.state.restarts > 5)
+            reasons = {state.reason for state in s.listener.states if "config.json differs" in state.reason}
+            assert all("restore the files, or run `laddertron reload`" in reason for reason in reasons)
+            assert all(f"(node {os.uname().nodename}" in reason for reason in reasons)
+            file.write_text("a")
+            await s.phase("ready")
+            assert [failure.kind for failure in failures] == ["rank_lost", "model_changed"]
+
+    bounded(run)
+
+
+def test_a_model_that_differs_at_the_first_start_fails_the_job(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("b")
+
+    async def run() -> None:
+        async with story(config={"reads": str(tmp_path / "config.json")}, identity=OF_A) as s:
+            await s.phase("failed")
+            assert s.job.state.restarts == 0
+            assert "config.json differs from the model that this job serves: the nodes must have" in s.job.state.reason
 
     bounded(run)
 
