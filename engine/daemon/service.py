@@ -91,6 +91,7 @@ class Daemon:
             await usage.load()
             self.services = self._services(store, pool, usage)
             batches = self.services.batches
+            await self._name_orphans(store)
             stack.push_async_callback(self._flush, usage)
             stack.push_async_callback(self.dispatcher.close)
             store.on_change = lambda: self._look(store, batches)
@@ -192,6 +193,19 @@ class Daemon:
                 await asyncio.sleep(_WATCH_SECONDS)
         finally:
             thread.shutdown(wait=False)
+
+    async def _name_orphans(self, store: Store) -> None:
+        if (keys := self._parts.keys) is not None:
+            valid = keys.valid_ids()
+            ids = await store.read(lambda db: records.orphans(db, valid))
+            if any(ids.values()):
+                log.warning(
+                    "%d files and %d batches belong to no valid key: a key of the kind admin sees them, "
+                    "`laddertron keys adopt` gives them to a key",
+                    len(ids["files"]),
+                    len(ids["batches"]),
+                    extra={"event": "keys"},
+                )
 
     async def _name_stalls(self) -> None:
         """Refuses writes while a disk does not answer; from before the store is opened until after it is closed."""

@@ -105,6 +105,10 @@ class BatchClient:
     def cancel(self, batch_id: str) -> dict[str, Any]:
         return self._json("POST", f"/batches/{_quoted(batch_id)}/cancel")
 
+    def adopt(self, key: str) -> dict[str, Any]:
+        """Gives the files and batches of no valid key to this key's id; returns their numbers."""
+        return self._json("POST", f"/adopt?key={_quoted(key)}")
+
     def delete(self, kind: str, name: str) -> None:
         """Deletes one of the `batches` or `files`."""
         self._json("DELETE", f"/{kind}/{_quoted(name)}")

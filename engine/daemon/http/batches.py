@@ -18,8 +18,8 @@ from ...openai.validators import StrictModel, checked, invalid, json_schema, par
 from ..store import records
 from ..store.rows import BatchRow, new_id
 from .errors import not_found
-from .files import ExpiresAfter, listed
-from .state import Services, audit, owner_of
+from .files import ExpiresAfter, listed, with_owner
+from .state import Services, audit, owner_of, reach_of
 
 _WINDOW = re.compile(r"([1-9]\d{0,3})([mhd])")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
@@ -104,9 +104,10 @@ def batches_router(services: Services) -> APIRouter:
         after: Annotated[str | None, Query(max_length=80)] = None,
     ) -> Response:
         """Your batches, newest first."""
-        owner = owner_of(request)
+        owner = reach_of(request)
         rows = partial(records.list_batches, owner=owner, limit=limit, after=after)
-        return await listed(services, owner, rows, limit, shown, "batch", after)
+        show = with_owner(shown) if owner is None else shown
+        return await listed(services, owner_of(request), rows, limit, show, "batch", after)
 
     @router.get("/v1/batches/{batch_id}")
     async def look(request: Request, batch_id: str) -> dict[str, Any]:

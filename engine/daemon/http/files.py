@@ -24,7 +24,7 @@ from ..store.store import StoreUnavailable
 from ..store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged
 from .errors import damaged, not_found, unstored
 from .reservations import Reservation
-from .state import Services, audit, owner_of
+from .state import Services, audit, owner_of, reach_of
 from .upload import FormParser, boundary_of
 
 _CHUNK = 1 << 18
@@ -128,9 +128,10 @@ def files_router(services: Services) -> APIRouter:
         purpose: Annotated[str | None, Query(max_length=64)] = None,
     ) -> Response:
         """Your files, newest first."""
-        owner, newest = owner_of(request), order == "desc"
+        owner, newest = reach_of(request), order == "desc"
         rows = partial(records.list_files, owner=owner, limit=limit, after=after, purpose=purpose, newest_first=newest)
-        return await listed(services, owner, rows, limit, FileRow.to_json, "file", after)
+        show = with_owner(FileRow.to_json) if owner is None else FileRow.to_json
+        return await listed(services, owner_of(request), rows, limit, show, "file", after)
 
     @router.get("/v1/files/{file_id}")
     async def look(request: Request, file_id: str) -> dict[str, Any]:
@@ -282,6 +283,11 @@ async def _read(services: Services, opened: CheckedFile, begin: int, end: int) -
                 raise
             begin += len(chunk)
             yield chunk
+
+
+def with_owner(show: Callable[[T], dict[str, Any]]) -> Callable[[T], dict[str, Any]]:
+    """Adds the owner's key to rows that an admin key lists."""
+    return lambda row: show(row) | {"owner": getattr(row, "owner", None) or None}
 
 
 async def listed(

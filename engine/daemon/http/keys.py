@@ -22,6 +22,7 @@ from ..store.disk import NewFile, make_folder
 
 log = logging.getLogger(__name__)
 
+KeyKind = Literal["client", "metrics", "admin"]
 _PREFIX = "sk-lt-"
 MAX_KEY = 256
 
@@ -33,14 +34,15 @@ class KeyFileError(ValueError):
 @dataclass(frozen=True, slots=True)
 class Key:
     """`id`: the holder's name in logs and the store. `digest`: BLAKE2b-256 of the key, hex. `kind`: whether it opens
-    the API or /metrics. `old_digest`: of the previous secret, valid until `old_until` (unix seconds)."""
+    the API, the API with the files and batches of all owners, or /metrics. `old_digest`: of the previous secret, valid
+    until `old_until` (unix seconds)."""
 
     id: str
     name: str
     digest: str
     created_at: int
     revoked_at: int | None = None
-    kind: Literal["client", "metrics"] = "client"
+    kind: KeyKind = "client"
     limits: KeyLimits = NO_LIMITS
     old_digest: str | None = None
     old_until: int = 0
@@ -78,7 +80,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def add_key(path: Path, name: str, kind: Literal["client", "metrics"] = "client") -> tuple[Key, str]:
+def add_key(path: Path, name: str, kind: KeyKind = "client") -> tuple[Key, str]:
     """Adds a key; returns its entry and the key itself, which is stored nowhere. Raises KeyFileError."""
     with _locked(path):
         keys = read_keys(path) if path.exists() else []
@@ -148,6 +150,9 @@ class KeyRing:
             elif old:
                 found = replace(known, digest=wanted)
         return found if len(key) <= MAX_KEY else None
+
+    def valid_ids(self) -> frozenset[str]:
+        return frozenset(key.id for key in self._keys)
 
     def works(self, key: Key) -> bool:
         """Whether the secret of a key from `holder` is still valid. While the file is unreadable: as it was before."""

@@ -23,7 +23,7 @@ from ..overview import engine_view, take_sample
 from ..store import records
 from ..store.rows import BatchRow
 from .probes import readiness
-from .state import Services, owner_of
+from .state import Services, owner_of, reach_of
 
 MAX_VIEWERS, MAX_OF_KEY = 16, 4
 _BATCHES, _FAILED_LINES = 20, 1000
@@ -53,8 +53,9 @@ class Overview:
 
         return leave
 
-    async def view(self, owner: str) -> dict[str, Any]:
-        """The view with the owner's newest batches. Raises ApiError (503) if the store cannot be read."""
+    async def view(self, owner: str | None) -> dict[str, Any]:
+        """The view with the owner's newest batches (None: of all owners). Raises ApiError (503) if the store cannot
+        be read."""
         now = time.monotonic()
         if now - self._made >= 1.0:
             self._view, self._made = self._shared(now), now
@@ -74,7 +75,7 @@ class Overview:
             **engine_view(figures, services.dispatcher.states, newest, *before, time.time()),
         }
 
-    async def _batches(self, owner: str, now: float) -> list[dict[str, Any]]:
+    async def _batches(self, owner: str | None, now: float) -> list[dict[str, Any]]:
         rows = await self._services.read(lambda db: records.list_batches(db, owner, _BATCHES, None))
         found = []
         for row in (rows or [])[:_BATCHES]:
@@ -150,10 +151,10 @@ def page_router(services: Services, version: str) -> APIRouter:
     @router.get("/v1/overview", response_class=Response)
     async def view(request: Request, stream: bool = False) -> Response:
         """Replicas, ranks, links, requests and your newest batches; with `stream` once a second, as events."""
-        owner = owner_of(request)
+        owner = reach_of(request)
         if not stream:
             return JSONResponse(await overview.view(owner))
-        leave = overview.enter(owner, MAX_VIEWERS if request.state.key is None else MAX_OF_KEY)
+        leave = overview.enter(owner_of(request), MAX_VIEWERS if request.state.key is None else MAX_OF_KEY)
         try:
             await overview.view(owner)
         except BaseException:
@@ -161,7 +162,7 @@ def page_router(services: Services, version: str) -> APIRouter:
             raise
         return _Watched(events(owner), leave)
 
-    async def events(owner: str) -> AsyncIterator[bytes]:
+    async def events(owner: str | None) -> AsyncIterator[bytes]:
         while not services.dispatcher.ending:  # the guard ends those of a revoked key
             yield b"data: " + json.dumps(await overview.view(owner)).encode() + b"\n\n"
             await asyncio.sleep(1.0)

@@ -43,10 +43,10 @@ class Services(Core):
             raise damaged(error) from error
 
     async def find(
-        self, get: Callable[[sqlite3.Connection, str, str], T | None], what: str, name: str, request: Request
+        self, get: Callable[[sqlite3.Connection, str, str | None], T | None], what: str, name: str, request: Request
     ) -> T:
-        """The caller's own file or batch. Raises ApiError (404)."""
-        owner = owner_of(request)
+        """A file or batch that the caller may see. Raises ApiError (404)."""
+        owner = reach_of(request)
         if (found := await self.read(lambda db: get(db, name, owner))) is None:
             raise not_found(what, name)
         return found
@@ -65,6 +65,16 @@ def owner_of(request: Request) -> str:
     """The key's id; "" where no keys are configured."""
     key: Key | None = getattr(request.state, "key", None)
     return key.id if key is not None else ""
+
+
+def is_admin(request: Request) -> bool:
+    key: Key | None = getattr(request.state, "key", None)
+    return key is not None and key.kind == "admin"
+
+
+def reach_of(request: Request) -> str | None:
+    """The owner whose files and batches the caller sees; None, for an admin key: all owners."""
+    return None if is_admin(request) else owner_of(request)
 
 
 def audit(request: Request, what: str, which: str) -> None:

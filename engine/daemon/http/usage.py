@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
+from ...openai.errors import ApiError
 from ..store import records
 from ..store.store import StoreUnavailable
 from ..usage import DAY
-from .keys import Key
-from .state import Services, owner_of
+from .keys import Key, KeyRing
+from .state import Services, audit, is_admin, owner_of
 
 
 def usage_router(services: Services) -> APIRouter:
@@ -23,9 +24,9 @@ def usage_router(services: Services) -> APIRouter:
 
     @router.get("/v1/usage", response_model=dict[str, Any])
     async def usage(request: Request, days: Annotated[int, Query(ge=1, le=400)] = 30) -> Response:
-        """Requests and tokens of your key by day (UTC), newest first, and its limits; a metrics key: of all."""
+        """Requests and tokens of your key by day (UTC), newest first, and its limits; a metrics or admin key: all."""
         key: Key | None = request.state.key
-        everyone = key is not None and key.kind == "metrics"
+        everyone = key is not None and key.kind != "client"
         owner = None if everyone else owner_of(request)
         with contextlib.suppress(StoreUnavailable):  # what is stored can be read all the same
             await services.usage.flush()
@@ -40,6 +41,19 @@ def usage_router(services: Services) -> APIRouter:
             return json.dumps(out).encode()
 
         return Response(await services.read(listed, owner or ""), media_type="application/json")
+
+    @router.post("/v1/adopt", response_model=dict[str, Any])
+    async def adopt(request: Request, key: Annotated[str, Query(max_length=80)]) -> dict[str, Any]:
+        """Give the files and batches of no valid key to the key with this id; needs an admin key."""
+        keys: KeyRing | None = request.state.keys
+        if keys is None or not is_admin(request):
+            message = "adopt requires a key of the kind admin: laddertron keys add --kind admin"
+            raise ApiError(message, "wrong_kind_of_key", status=403)
+        if key not in (valid := keys.valid_ids()):
+            raise ApiError(f"key={key!r}: no valid key has this id: laddertron keys list", "unknown_key", "key")
+        adopted = await services.write(services.store.write(lambda rows: records.adopt(rows, valid, key)))
+        audit(request, "adopted", key)
+        return {"object": "adoption", "key": key, **adopted}
 
     return router
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -86,13 +86,17 @@ def all_files(db: sqlite3.Connection, owner: str | None = None, damaged: list[Da
 
 
 def list_files(
-    db: sqlite3.Connection, owner: str, limit: int, after: str | None, purpose: str | None, newest_first: bool = True
+    db: sqlite3.Connection,
+    owner: str | None,
+    limit: int,
+    after: str | None,
+    purpose: str | None,
+    newest_first: bool = True,
 ) -> list[FileRow] | None:
-    """An owner's files: one more than `limit` if there are more; None if `after` is not one of the owner's."""
-    where, values = "", [owner]
-    if purpose is not None:
-        where, values = " AND purpose = ?", [owner, purpose]
-    rows = _page(db, "files", where, values, limit, after, newest_first)
+    """An owner's files (None: all owners'): one more than `limit` if there are more; None if `after` is not one of
+    them."""
+    where, values = ("", []) if purpose is None else (" AND purpose = ?", [purpose])
+    rows = _page(db, "files", owner, where, values, limit, after, newest_first)
     return None if rows is None else [_file(row) for row in rows]
 
 
@@ -160,8 +164,8 @@ def why_not_reuse(db: sqlite3.Connection, batch_id: str, owner: str, model: str)
     return None
 
 
-def list_batches(db: sqlite3.Connection, owner: str, limit: int, after: str | None) -> list[BatchRow] | None:
-    rows = _page(db, "batches", "", [owner], limit, after, True)
+def list_batches(db: sqlite3.Connection, owner: str | None, limit: int, after: str | None) -> list[BatchRow] | None:
+    rows = _page(db, "batches", owner, "", [], limit, after, True)
     return None if rows is None else [_batch(row) for row in rows]
 
 
@@ -390,14 +394,39 @@ def drop_batch(rows: Rows, batch: BatchRow) -> list[str]:
     return gone
 
 
+def orphans(db: sqlite3.Connection, valid: Collection[str]) -> dict[str, list[str]]:
+    """The ids of files and batches whose owner is none of `valid`, by table."""
+    return {
+        table: [row["id"] for row in db.execute(f"SELECT id, owner FROM {table}") if row["owner"] not in valid]
+        for table in ("files", "batches")
+    }
+
+
+def adopt(rows: Rows, valid: Collection[str], owner: str) -> dict[str, int]:
+    """Gives the files and batches of `orphans` to an owner; returns their number by table."""
+    ids = orphans(rows.db, valid)
+    for table, names in ids.items():
+        for name in names:
+            rows.update(table, {"id": name, "owner": owner})
+    return {table: len(names) for table, names in ids.items()}
+
+
 def _page(
-    db: sqlite3.Connection, table: str, where: str, values: list[Any], limit: int, after: str | None, newest: bool
+    db: sqlite3.Connection,
+    table: str,
+    owner: str | None,
+    where: str,
+    values: list[Any],
+    limit: int,
+    after: str | None,
+    newest: bool,
 ) -> list[sqlite3.Row] | None:
     if after is not None:
         last = db.execute(f"SELECT no, owner FROM {table} WHERE id = ?", (after,)).fetchone()
-        if last is None or last["owner"] != values[0]:
+        if last is None or owner not in (None, last["owner"]):
             return None
         where, values = f"{where} AND no {'<' if newest else '>'} ?", [*values, last["no"]]
     order = "DESC" if newest else "ASC"
-    query = f"SELECT * FROM {table} WHERE owner = ?{where} ORDER BY no {order} LIMIT ?"
-    return db.execute(query, (*values, limit + 1)).fetchall()
+    of, whose = ("TRUE", ()) if owner is None else ("owner = ?", (owner,))
+    query = f"SELECT * FROM {table} WHERE {of}{where} ORDER BY no {order} LIMIT ?"
+    return db.execute(query, (*whose, *values, limit + 1)).fetchall()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import click
 from pydantic import TypeAdapter, ValidationError
@@ -16,7 +17,17 @@ from rich.text import Text
 
 from ....engine.config.bind import allowed
 from ....engine.config.schema import DAY, Range, Unit
-from ....engine.daemon.http.keys import Key, KeyFileError, add_key, limit_key, read_keys, revoke_key, rotate_key
+from ....engine.daemon.http.keys import (
+    Key,
+    KeyFileError,
+    KeyKind,
+    add_key,
+    limit_key,
+    read_keys,
+    revoke_key,
+    rotate_key,
+)
+from ..batch_client import ApiError, BatchClient
 from ..errors import UsageError, ended_by, show_warning
 
 _OldFor = Annotated[float, Unit("seconds"), Range(0, 90 * DAY)]
@@ -33,6 +44,8 @@ def command() -> None:
       laddertron keys list keys.json
       laddertron keys rotate keys.json alice --old-for 24h
       laddertron keys revoke keys.json alice
+      laddertron keys add keys.json ops --kind admin
+      laddertron keys adopt keys.json alice
       laddertron keys add keys.json prometheus --kind metrics
       laddertron keys limit keys.json alice --requests-per-minute 60 --tokens-per-day 1000000
     """
@@ -41,11 +54,12 @@ def command() -> None:
 @command.command()
 @_FILE
 @click.argument("name")
-@click.option("--kind", type=click.Choice(["client", "metrics"]), default="client", show_default=True)
+@click.option("--kind", type=click.Choice(["client", "metrics", "admin"]), default="client", show_default=True)
 @ended_by(KeyFileError, OSError)
-def add(file: Path, name: str, kind: Literal["client", "metrics"]) -> None:
+def add(file: Path, name: str, kind: KeyKind) -> None:
     """Make a key for NAME and print it: it is shown only once. A client key gives access to the API, a
-    metrics key to /metrics only."""
+    metrics key to /metrics only. An admin key is a client's that sees, cancels and deletes the files and batches of all
+    keys."""
     if not 1 <= len(name) <= 128 or not name.isprintable():
         raise UsageError(f"NAME={name!r}: 1 to 128 printable characters")
     others = sum(key.name == name and key.revoked_at is None for key in read_keys(file)) if file.exists() else 0
@@ -84,6 +98,24 @@ def revoke(file: Path, which: str) -> None:
     """Revoke a key. Its files and batches are kept, and no other key can read them."""
     key = revoke_key(file, which)
     click.echo(f"{key.id} of {key.name} is revoked", err=True)
+
+
+@command.command()
+@_FILE
+@click.argument("which", metavar="ID|NAME")
+@click.option("--url", envvar="OPENAI_BASE_URL", default="http://127.0.0.1:8000/v1", show_default=True, metavar="URL")
+@ended_by(KeyFileError, OSError)
+@ended_by(ApiError, end=click.ClickException)
+def adopt(file: Path, which: str, url: str) -> None:
+    """Give a key the files and batches that no valid key owns: of revoked keys, and from before keys were set. The
+    running daemon at URL does it; LADDERTRON_API_KEY has an admin key."""
+    keys = [key for key in read_keys(file) if key.revoked_at is None and which in (key.id, key.name)]
+    if len(keys) != 1:
+        raise UsageError(f"{which!r}: {len(keys)} valid keys in {file}: name one by its id")
+    adopted = BatchClient(url, os.environ.get("LADDERTRON_API_KEY")).adopt(keys[0].id)
+    click.echo(
+        f"{keys[0].id} of {keys[0].name} has {adopted['files']} more files and {adopted['batches']} more batches"
+    )
 
 
 def _limit(name: str, text: str) -> Callable[[Any], Any]:
