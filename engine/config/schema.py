@@ -115,7 +115,11 @@ PathStr = Annotated[str, Word(r"[^~\x00][^\x00]*", "a path"), PathKind("path")]
 Program = Annotated[str, Word(r"[^~\x00][^\x00]*", "a path"), PathKind("program")]
 Address = Annotated[str, Word(r"[A-Za-z0-9._:%-]{1,255}", "a host name or address")]
 HostSlots = Annotated[
-    str, Word(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}(:[1-9][0-9]{0,3})?", "a host name, or host:slots such as node1:8")
+    str,
+    Word(
+        r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}(:[1-9][0-9]{0,3})?",
+        "a host name or IPv4 address, or host:slots such as node1:8; for IPv6 a name that resolves to it",
+    ),
 ]
 EnvName = Annotated[str, Word(r"[A-Za-z_][A-Za-z0-9_]{0,127}", "a variable's name: letters, digits, _")]
 Device = Annotated[str, Word(r"[A-Za-z0-9][A-Za-z0-9_.@:-]{0,63}", "a device's name")]

@@ -14,12 +14,14 @@ from ...topology.placement.machines import Machine, this_machine
 from ...topology.placement.mapping import same_host
 
 RESOLVERS = 16
+NEEDS_IPV4 = ", and MPICH's mpiexec connects by IPv4: give it an IPv4 address, or set launch.launcher: openmpi"
 
 
 def resolve(name: str) -> tuple[str, ...]:
-    """The addresses of a host name or address; () if it does not resolve: ssh may know it nevertheless."""
+    """The addresses of a host name or address, IPv4 first; () if it does not resolve: ssh may know it nevertheless."""
     try:
-        return tuple(dict.fromkeys(str(at[4][0]) for at in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)))
+        found = dict.fromkeys(str(at[4][0]) for at in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM))
+        return tuple(sorted(found, key=lambda address: ":" in address))
     except (OSError, UnicodeError):
         return ()
 
@@ -39,6 +41,13 @@ class HostNames:
     def addresses(self, name: str) -> tuple[str, ...]:
         """Those of the machine itself if a rank was there, else those to which its name resolves."""
         return self._machine(name).addresses
+
+    def only_ipv6(self, names: Iterable[str]) -> str:
+        """The first of several names that resolves to IPv6 addresses alone, with them; "" if there is none."""
+        for name in dict.fromkeys(names):
+            if (resolved := self._resolved.get(name)) and all(":" in address for address in resolved):
+                return f"{name} has only IPv6 addresses ({', '.join(resolved)})"
+        return ""
 
     def is_here(self, name: str) -> bool:
         """True if a name means this machine."""

@@ -40,6 +40,7 @@ class HostAllocation:
     allocation: bool = False
 
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _GROUP = re.compile(r"([^\[\],]*)\[([^\[\]]*)\]")
 
 
@@ -86,8 +87,12 @@ def parse_hostfile(text: str, where: str) -> tuple[Host, ...]:
                 count = value if key == "slots" else count
             else:
                 raise LaunchError(f"{where}:{number}: {word!r} is not slots=N; a line is `node1 slots=8` or `node1:8`")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or (count and not count.isdecimal()) or count == "0":
-            raise LaunchError(f"{where}:{number}: {line.strip()!r}: a line is `node1 slots=8` or `node1:8`")
+        literal = words[0].count(":") > 1
+        if literal or not _NAME.fullmatch(name) or (count and not count.isdecimal()) or count == "0":
+            raise LaunchError(
+                f"{where}:{number}: {line.strip()!r}: a line is `node1 slots=8` or `node1:8`; for IPv6 a name that "
+                "resolves to it"
+            )
         if any(host.name == name for host in found):
             raise LaunchError(f"{where}:{number}: duplicate host {name}: name each host once")
         found.append(Host(name, int(count or 0)))

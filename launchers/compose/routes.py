@@ -29,5 +29,7 @@ def find_route(names: HostNames, hosts: Sequence[Host]) -> Route | None:
 
 def _subnet(names: HostNames, remote: Sequence[str], interface: str, own: str) -> str:
     (within,) = [at.network for text in addresses()[interface] if str((at := ip_interface(text)).ip) == own]
+    if within.version != 4:  # Open MPI reads subnets of IPv4 alone
+        return ""
     shared = all(any(ip_address(at) in within for at in names.addresses(name)) for name in remote)
     return str(ip_network(within)) if shared else ""

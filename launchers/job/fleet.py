@@ -13,7 +13,7 @@ from ...engine.config.load import Deployment, to_json
 from ...topology.hardware.interfaces import address_of, address_towards
 from ..compose.detect_launcher import survey
 from ..compose.host_allocation import Share, divide
-from ..compose.host_names import HostNames
+from ..compose.host_names import NEEDS_IPV4, HostNames
 from ..compose.hosts import Host, LaunchError, read_hosts
 from ..compose.mpi import CONTROL, LaunchCommand, Site, compose, worker_program
 from ..compose.network import choose_network
@@ -76,6 +76,8 @@ class Fleet:
         self._spares = tuple(host.partition(":")[0] for host in deployment.launch.spare_hosts)
         listed = (*(host.name for share in self.shares for host in share.hosts), *self._spares)
         self.names = HostNames(listed, self._hostname)
+        if self.site.kind == "mpich" and (host := self.names.only_ipv6(listed)):
+            raise LaunchError(f"{host}{NEEDS_IPV4}")
         self.shares = tuple(self._routed(deployment, share) for share in self.shares)
         self._places: dict[str, str] = {}
         self._words = RankWords()

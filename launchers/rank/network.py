@@ -6,10 +6,12 @@ import logging
 import os
 import socket
 from collections.abc import MutableMapping, Sequence
+from ipaddress import ip_address
 
 from ...engine.config.schema import Deployment
 from ...topology.hardware.interfaces import address_of, address_towards, interface_of
 from ...topology.hardware.sysfs import Sysfs
+from ..compose.host_names import resolve
 from ..compose.rank_mapping import ENV_INTERFACES, ENV_ROUTE, of_host
 
 log = logging.getLogger(__name__)
@@ -58,10 +60,11 @@ def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
             ) from None
     if (peer := os.environ.get(ENV_ROUTE)) is not None:
         return address_towards(peer)
-    address = socket.gethostbyname(hostname)
-    if address.startswith("127."):
+    own = resolve(hostname)
+    usable = [address for address in own if not ip_address(address).is_loopback]
+    if not usable:
         raise ValueError(
-            f"{hostname} resolves to {address}: set launch.interface to the interface that reaches the "
-            f"other nodes ({', '.join(sorted(set(nodes)))})"
+            f"{hostname} resolves to {', '.join(own) or 'no address'}: set launch.interface to the interface that "
+            f"reaches the other nodes ({', '.join(sorted(set(nodes)))})"
         )
-    return address
+    return usable[0]

@@ -104,3 +104,22 @@ def test_a_bridge_on_every_host_is_not_taken_for_the_network(
         done = cluster.run(0, job.command(sys.executable, launch=launch), QUIET)
         assert done.returncode == 0, done.stdout + done.stderr
         assert job.answered() == job.names
+
+
+def test_hosts_that_have_ipv6_alone(possible: None, tmp_path: Path) -> None:
+    """Names of IPv6 addresses: launcher, control channel and ranks use them."""
+    with Cluster(2) as cluster:
+        places = [f"fd00:213::{node + 1} {name}" for node, name in enumerate(cluster.names)]
+        (cluster.scratch / "hosts").write_text("\n".join(["127.0.0.1 localhost", *places, ""]))
+        for node, place in enumerate(places):
+            words = (
+                "sysctl -qw net.ipv6.conf.eth0.disable_ipv6=0 net.ipv6.conf.lo.disable_ipv6=0 && "
+                f"ip addr flush dev eth0 && ip -6 addr add {place.split()[0]}/64 dev eth0 nodad"
+            )
+            done = cluster.run(node, ["sh", "-c", words])
+            if done.returncode:
+                pytest.skip(f"no IPv6 here: {done.stderr}")
+        job = Job(tmp_path, section(cluster), tp=2, lines=2, tokens=4)
+        done = cluster.run(0, job.command(sys.executable, launch=False), QUIET)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert job.answered() == job.names

@@ -20,7 +20,7 @@ from ....topology.hardware import fabric as fabrics
 from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
 from ....topology.hardware.cuda_stack import look, stack_faults
 from ...compose.host_allocation import divide
-from ...compose.host_names import HostNames
+from ...compose.host_names import NEEDS_IPV4, HostNames
 from ...compose.hosts import read_hosts
 from ..errors import show_warning
 from ..fabric_source import set_option
@@ -181,6 +181,15 @@ def nodes_of_group(deployment: Deployment) -> int:
     return max(1, p.tensor_parallel_size // (deployment.launch.ranks_per_node or p.tensor_parallel_size))
 
 
+def address_faults(loaded: LoadedDeployment) -> Iterator[str]:
+    """Hosts that the configured launcher cannot reach."""
+    launch = loaded.deployment.launch
+    if launch.launcher == "mpich":
+        listed = [host.partition(":")[0] for host in (*launch.hosts, *launch.spare_hosts)]
+        if host := HostNames(listed, socket.gethostname()).only_ipv6(listed):
+            yield loaded.fault("launch.launcher", f"{host}{NEEDS_IPV4}")
+
+
 def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """A KV cache that this host cannot hold, where all ranks are on it: found here, not by each rank."""
     d = loaded.deployment
@@ -318,6 +327,7 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     faults = [*found.faults, *model_faults(loaded, not no_model, found.bad)]
     if not no_model:
         faults += [*missing_files(loaded), *tls_faults(loaded), *cpu_faults(loaded), *memory_faults(loaded)]
+        faults += address_faults(loaded)
         if found.bad.isdisjoint(("model", "model.path")):
             faults += tokenizer_faults(loaded)
     if not faults and not no_model:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+from laddertron.engine.config.load import LoadedDeployment, load
+from laddertron.launchers.cli.commands.check import address_faults
 from laddertron.launchers.compose.host_names import HostNames, resolve
-from laddertron.launchers.compose.hosts import Host, LaunchError
-from laddertron.launchers.job.fleet import spare_places
+from laddertron.launchers.compose.hosts import Host, LaunchError, parse_hostfile
+from laddertron.launchers.compose.mpi import Site
+from laddertron.launchers.job.fleet import Fleet, spare_places
 from laddertron.topology.placement.machines import Machine, own_addresses
 
 BRIDGE = "172.17.0.1"
@@ -69,6 +76,36 @@ def test_this_machine_is_known_by_any_of_its_addresses() -> None:
     assert here.is_here("me.example.org")
     assert here.is_here("me-ib") == bool(own_addresses())
     assert not here.is_here("other")
+
+
+def test_ipv4_is_tried_first_and_launchers_without_ipv6_refuse_hosts_that_lack_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Open MPI reaches both; MPICH's mpiexec connects by IPv4 alone."""
+    places = {"both": ["fd00::1", "10.0.0.1"], "six": ["fd00::2"], "four": ["10.0.0.2"]}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *_, **__: [(0, 0, 0, "", (a, 9)) for a in places[name]])
+    monkeypatch.setattr("laddertron.launchers.job.fleet.find_route", lambda names, hosts: None)
+    assert resolve("both") == ("10.0.0.1", "fd00::1")
+    known = HostNames(places, "login")
+    assert known.only_ipv6(["both", "four"]) == ""
+    assert known.only_ipv6(places) == "six has only IPv6 addresses (fd00::2)"
+    site = Site("mpich", "mpiexec", (5,), "python")
+    demo = Path(__file__).parents[3] / "configs" / "demo.yaml"
+    for host, refused in (("six", True), ("both", False)):
+        deployment = load(demo, [f"launch.hosts=['four:1', '{host}:1']", "launch.launcher=mpich"])
+        if refused:
+            with pytest.raises(LaunchError, match=r"six has only IPv6 addresses \(fd00::2\), and MPICH's"):
+                Fleet(deployment, {}, "login", site)
+            assert [*address_faults(LoadedDeployment(deployment, "f.yaml", {}))]
+        else:
+            Fleet(deployment, {}, "login", site)
+    Fleet(load(demo, ["launch.hosts=['four:1', 'six:1']"]), {}, "login", replace(site, kind="openmpi"))
+
+
+@pytest.mark.parametrize("text", ["fd00::2", "[fd00::2]:8", "fd00::2 slots=8"])
+def test_a_literal_ipv6_address_is_refused_with_what_to_list(text: str) -> None:
+    with pytest.raises(LaunchError, match="for IPv6 a name that resolves to it"):
+        parse_hostfile(text, "hosts")
 
 
 def test_what_does_not_resolve_has_no_address() -> None:

@@ -115,7 +115,7 @@ def test_a_rank_uses_its_own_interface_on_the_route(tmp_path: Path) -> None:
 
 def test_a_rank_listens_on_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its hostname resolves to, such as 127.0.1.1."""
-    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(network, "resolve", lambda name: ("127.0.1.1",))
     monkeypatch.setenv(ENV_ROUTE, "10.9.0.2")
     assert local_address(load(DEMO), ["a", "b"]) == "10.9.0.1"
     monkeypatch.delenv(ENV_ROUTE)

@@ -62,7 +62,7 @@ def test_a_rank_binds_to_the_placements_interface(monkeypatch: pytest.MonkeyPatc
     """Over nodes, whatever the host's own name resolves to; launch.interface is the operator's and wins; an interface
     that is not here is named with the fix; on one node it is loopback."""
     here, nodes = socket.gethostname(), [socket.gethostname(), "elsewhere"]
-    monkeypatch.setattr("socket.gethostbyname", lambda name: "192.0.2.1")
+    monkeypatch.setattr("laddertron.launchers.rank.network.resolve", lambda name: ("127.0.1.1", "192.0.2.1"))
     addresses = {"lo": "127.0.0.1", "ib0": "10.1.0.1", "eth7": "10.7.0.1"}
 
     def address(interface: str) -> str:
