@@ -89,7 +89,8 @@ class ControlServer:
         self._unproven: dict[_Peer, None] = {}
         self._ranks: dict[int, _Peer] = {}
         self._pulses: dict[int, _Peer] = {}
-        self._greeted: set[int] = set()
+        self._greeted: dict[int, str] = {}
+        self._doors: dict[int, str] = {}
         self._ticker: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
         self._refused = 0
@@ -184,10 +185,15 @@ class ControlServer:
         self._unproven.pop(peer, None)
         peers[rank] = peer
 
-    def peer_greeted(self, rank: int) -> None:
-        self._greeted.add(rank)
+    def peer_greeted(self, rank: int, hostname: str) -> None:
+        self._greeted[rank] = hostname
         if len(self._greeted) == self.welcome.world_size:
-            self.send(messages.Assembled())
+            self.send(messages.Assembled(tuple(self._greeted[at] for at in sorted(self._greeted))))
+
+    def peer_listens(self, rank: int, place: str) -> None:
+        self._doors[rank] = place
+        if len(self._doors) == self.welcome.world_size:
+            self.send(messages.Doors(tuple(self._doors[at] for at in sorted(self._doors))))
 
     def pulse_heard(self, rank: int) -> None:
         if (peer := self._ranks.get(rank)) is not None:
@@ -304,7 +310,9 @@ class _Peer(asyncio.Protocol):
                 raise FrameError(f"Hello of rank {message.rank} on the connection of rank {self._rank}")
             self._greeted = True
             self._deadline.cancel()
-            self._server.peer_greeted(self._rank)
+            self._server.peer_greeted(self._rank, message.hostname)
+        if isinstance(message, messages.Door):
+            self._server.peer_listens(self._rank, message.place)
         self._server.handler.on_message(self._rank, message)
 
     def _prove(self, answer: messages.Answer) -> None:

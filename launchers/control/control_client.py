@@ -79,7 +79,9 @@ class ControlClient:
         self._commands: deque[messages.Command] = deque()
         self._outgoing: deque[bytes] = deque()
         self._outgoing_bytes = 0
-        self._closing = self._over = self.shutdown_announced = self._assembled = False
+        self._closing = self._over = self.shutdown_announced = False
+        self._assembled: messages.Assembled | None = None
+        self._doors: messages.Doors | None = None
         self._finished = threading.Event()
         self._beat_broken = False
         self._armed = -math.inf
@@ -113,10 +115,19 @@ class ControlClient:
             commands.append(self._commands.popleft())
         return commands
 
-    def wait_for_ranks(self) -> None:
-        """Waits until every rank of the job is connected to its owner, which names those that do not come."""
+    def wait_for_ranks(self) -> tuple[str, ...]:
+        """Waits until every rank of the job is connected to its owner, which names those that do not come. Returns the
+        hostname of each; () after the channel's end."""
         with self._lock:
             self._lock.wait_for(lambda: self._assembled or self._over)
+            return self._assembled.hosts if self._assembled else ()
+
+    def exchange_doors(self, place: str) -> tuple[str, ...]:
+        """Sends where this rank listens; returns where each does, () after the channel's end."""
+        self._put(messages.Door(place))
+        with self._lock:
+            self._lock.wait_for(lambda: self._doors or self._over)
+            return self._doors.places if self._doors else ()
 
     def send_state(self, message: messages.StateMessage) -> None:
         if isinstance(message, messages.Loading):
@@ -146,9 +157,9 @@ class ControlClient:
                 messages.Tokens((replace(event, finish="error", logprobs=None, prompt_logprobs=None, message=text),))
             )
 
-    def fail(self, text: str, *, consequence: bool = False, refused: bool = False) -> None:
-        """Reports the failure, waiting up to 2 s. `consequence`: another rank failed first. `refused`: see Failure."""
-        self._put(messages.Failure(text[-messages.MAX_TEXT :], consequence, refused))
+    def fail(self, text: str, *, consequence: bool = False, refused: bool = False, unreached: int = -1) -> None:
+        """Reports the failure, waiting up to 2 s. See Failure for its kinds."""
+        self._put(messages.Failure(text[-messages.MAX_TEXT :], consequence, refused, unreached))
         self.flush(2.0)
 
     def flush(self, timeout_s: float) -> bool:
@@ -236,7 +247,9 @@ class ControlClient:
             self.shutdown_announced = True
         with self._lock:
             if isinstance(message, messages.Assembled):
-                self._assembled = True
+                self._assembled = message
+            elif isinstance(message, messages.Doors):
+                self._doors = message
             else:
                 self._commands.append(message)
             self._lock.notify_all()

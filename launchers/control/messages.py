@@ -87,9 +87,19 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """Server -> every rank: each rank of the job is connected, so none waits in MPI for one that has not started."""
+    """Server -> every rank: each rank of the job is connected, so none waits in MPI for one that has not started.
+    `hosts`: the hostname of each."""
 
     type: Literal["assembled"] = field(default="assembled", kw_only=True)
+    hosts: Annotated[tuple[Name, ...], MaxLen(65536)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Server -> every rank: where each rank listens for the others' tests, once all do."""
+
+    type: Literal["doors"] = field(default="doors", kw_only=True)
+    places: Annotated[tuple[Name, ...], MaxLen(65536)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +197,14 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Door:
+    """Rank -> server: where it listens for the others' tests of the network, as `address port`."""
+
+    type: Literal["door"] = field(default="door", kw_only=True)
+    place: Name
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Rank -> server: what it has read of the model so far, before and after it loads. digests: by name (config, the
     model's small files, ...), which must be equal on all ranks; samples: of folders of weights, by part, see
@@ -273,12 +291,13 @@ class Pulse:
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Rank -> server, last. `consequence`: another rank failed first. `refused`: the model or configuration cannot
-    run."""
+    run. `unreached`: the rank that this one cannot connect to, -1 for another failure."""
 
     type: Literal["failure"] = field(default="failure", kw_only=True)
     text: Annotated[str, MaxLen(MAX_TEXT)]
     consequence: bool = False
     refused: bool = False
+    unreached: Annotated[int, Ge(-1), Lt(65536)] = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +309,12 @@ class DumpReply:
     data: dict[str, Any]
 
 
-StateMessage = Announce | Loading | Standing | Ready | Running
+StateMessage = Door | Announce | Loading | Standing | Ready | Running
 """A rank's state."""
 Command = Load | HeldWeights | Submit | Cancel | StopChoice | Drain | Shutdown
 """Messages that `ControlClient.poll` returns."""
-ServerMessage = Welcome | Assembled | Load | HeldWeights | Ping | Submit | Cancel | StopChoice | Drain | Shutdown | Dump
-RankMessage = Hello | Announce | Loading | Standing | Ready | Tokens | Running | Beat | Pulse | Failure | DumpReply
+ServerMessage = Welcome | Assembled | Doors | Ping | Dump | Command
+RankMessage = Hello | StateMessage | Tokens | Beat | Pulse | Failure | DumpReply
 Message = ServerMessage | RankMessage
 Direction = Literal["server", "rank"]
 

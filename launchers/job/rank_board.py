@@ -5,6 +5,7 @@ methods take the time (monotonic seconds) and return news in order, on which job
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -89,6 +90,8 @@ class RankBoard:
         self.hosts: dict[int, str | None] = dict(enumerate(seats))
         """By rank. Corrected by the ranks' Hello: a launcher may start ranks in another order."""
         self.evidence: list[Evidence] = []
+        self._unreached: list[Evidence] = []
+        """Reports of ranks that cannot connect to another, which is the evidence's rank."""
         self._timeouts = timeouts
         self._steps = StepWatch(timeouts.first_step_s, timeouts.least_step_s)
         self._began = self._moved = began
@@ -157,6 +160,10 @@ class RankBoard:
                 state.file = file
                 state.limits, state.fraction, self._moved = limits, 1.0, now
                 news += self._agreement()
+            case Failure(text, unreached=peer) if 0 <= peer < len(self.ranks):
+                state.ended = True
+                self._unreached.append(self.sign(Evidence("rank_error", peer, text)))
+                news.append(self._unreached[-1])
             case Failure(text, consequence, refused):
                 state.ended = True
                 kind: FailureKind = "consequence" if consequence else "refused" if refused else "rank_error"
@@ -287,7 +294,12 @@ class RankBoard:
         """Determines the cause from all evidence (at least one). stood_still: seconds for which this process was
         suspended before the first. `output`: the last lines, start_output: those until the ranks were ready."""
         sign, words = blame(self.evidence), " ".join(output)
-        if sign.kind == "rank_lost" and NODE_LOST in words:
+        if sign in self._unreached:
+            # a host that most cannot reach, and in a tie another than the first
+            counts = Counter(self.node(one.rank) for one in self._unreached)
+            first = self.node(0)
+            sign = max(self._unreached, key=lambda one: (counts[self.node(one.rank)], self.node(one.rank) != first))
+        elif sign.kind == "rank_lost" and NODE_LOST in words:
             sign = self._lost_node(words)
         elif sign.kind == "rank_lost" and stood_still >= SILENCE_S:
             text = f"this process was suspended for {stood_still:.0f} s: ranks exit without it"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...engine.config import load as deploy
@@ -38,6 +39,7 @@ from .agreement import agree
 from .load_tuning import backend_here, tuned_choice
 from .network import local_address, use_route
 from .rank_status import HealthWatch, Status, loading_words, make_look
+from .reach import listening, peers_of, reach
 from .shared_memory import require_shared_memory
 from .standing_by import Channel, require_memory, stand_by
 
@@ -95,13 +97,18 @@ def require_own_hostnames(bootstrap: Bootstrap) -> None:
         raise MappingError(shared[1])
 
 
+def start_bootstrap(deployment: Deployment, identity: Identity) -> Bootstrap:
+    """Starts MPI or the store, after what must precede them. Raises ValueError, RuntimeError or SharedMemoryTooSmall."""
+    require_shared_memory(identity, os.environ)
+    use_route(deployment, os.environ)
+    return bootstrap_of(identity, os.environ)
+
+
 def join_group(
     deployment: Deployment, identity: Identity, secret: bytes = b"", bootstrap: Bootstrap | None = None
 ) -> Communicator:
     """Connects this rank's group. Raises ValueError, MeshError or RuntimeError."""
-    require_shared_memory(identity, os.environ)
-    use_route(deployment, os.environ)
-    bootstrap = bootstrap or bootstrap_of(identity, os.environ)
+    bootstrap = bootstrap or start_bootstrap(deployment, identity)
     require_own_hostnames(bootstrap)
     said = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
     places = [place.decode().partition(" ") for place in said]
@@ -117,6 +124,25 @@ def join_group(
     require_transport(deployment, backend_here(deployment), len(layout.nodes) > 1)
     choose = tuned_choice(deployment, bootstrap, nodes, layout)
     return connect(bootstrap, layout, comm_options(deployment, address, secret), choose, stages)
+
+
+@contextlib.contextmanager
+def meet_ranks(deployment: Deployment, identity: Identity, channel: Channel | None, secret: bytes) -> Iterator[None]:
+    """Waits until every rank is there, and tests that this one reaches the other hosts; answers their tests inside the
+    block. Raises Unreached."""
+    if channel is None:
+        yield
+        return
+    channel.send_state(messages.Loading(0.1, "waiting for every rank to start"))
+    hosts = channel.wait_for_ranks()
+    if len(set(hosts)) < 2 or len(hosts) != identity.world_size:
+        yield
+        return
+    with listening(local_address(deployment, hosts), secret) as place:
+        if places := channel.exchange_doors(place):
+            for peer in peers_of(identity.rank, hosts):
+                reach(peer, hosts[peer], identity.node, places[peer], secret)
+        yield
 
 
 def seat_cores(identity: Identity) -> tuple[int, ...]:
@@ -264,14 +290,13 @@ def run_rank(
     status.computes_with = (mine,)
     status.health = HealthWatch(make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device)))
     status.health.start()
-    if channel is not None:
-        say(messages.Loading(0.1, "waiting for every rank to start"))
-        channel.wait_for_ranks()
-    say(messages.Loading(0.1, "connecting"))
-    bootstrap = bootstrap or bootstrap_of(identity, os.environ)
-    # NOTE: rank 0 draws the places of this launch's samples, and all ranks read the same ones
-    salt = bootstrap.all_gather(secrets.token_bytes(SALT_BYTES))[0]
-    with join_group(deployment, identity, secret, bootstrap) as communicator:
+    with meet_ranks(deployment, identity, channel, secret):
+        say(messages.Loading(0.1, "connecting"))
+        bootstrap = bootstrap or start_bootstrap(deployment, identity)
+        # NOTE: rank 0 draws the places of this launch's samples, and all ranks read the same ones
+        salt = bootstrap.all_gather(secrets.token_bytes(SALT_BYTES))[0]
+        joined = join_group(deployment, identity, secret, bootstrap)
+    with joined as communicator:
         status.communicator, weights_file = communicator, -1
         if standby and channel is not None:
             communicator.set_timeout(deployment.daemon.load_timeout)

@@ -19,6 +19,7 @@ from ..control.control_client import ControlClient, address_and_secret
 from ..control.processes import die_with_parent, ended_by_parent_alone
 from ..job.rank_logs import set_up_logs
 from .rank_status import Status
+from .reach import Unreached
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,9 @@ def main() -> int:
     except CommunicationError as error:
         # The exit of another rank breaks this one's collectives: that rank's error is the cause.
         client.fail(f"{type(error).__name__}: {error}", consequence=True)
+        os._exit(1)
+    except Unreached as error:
+        client.fail(str(error), unreached=error.rank)
         os._exit(1)
     except Refusal as refusal:
         client.fail(str(refusal), refused=True)  # an error of the model or configuration, clear without a traceback

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -70,3 +71,18 @@ def test_a_cut_network_is_named_though_ranks_may_be_silent_for_long(three: Clust
         kill(process)
         for other in (0, 2):
             three.control.fix(1, other)
+
+
+def test_hosts_that_cannot_reach_each_other_are_named_before_mpi_starts(three: Cluster, tmp_path: Path) -> None:
+    """The daemon's node reaches both others, which do not reach one another."""
+    job = job_of(three, tmp_path)
+    three.control.cut(1, 2)
+    try:
+        done = three.run(0, job.command(sys.executable, launch=False), QUIET, timeout=180.0)
+    finally:
+        three.control.fix(1, 2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = " ".join(done.stderr.split())
+    pairs = ("rank 2 .*node n2", "10.213.0.3", "n1 to n2"), ("rank 1 .*node n1", "10.213.0.2", "n2 to n1")
+    lines = (rf"error: {who}.* cannot be reached at {at} port \d+, from {way}: timed out" for who, at, way in pairs)
+    assert any(re.search(line, said) for line in lines), said

@@ -105,7 +105,7 @@ def test_it_is_in_the_reason_of_a_start_that_fails_in_any_way_and_of_no_later_fa
     for kind in ("rank_lost", "launch", "load_stalled", "consequence", "launcher_exit"):
         board = RankBoard(2, JobTimeouts(), 0.0)
         board.heard(0, hello(0), 1.0)
-        board.sign(Evidence(kind, 0 if kind == "rank_lost" else None, "it failed"))  # type: ignore[arg-type]
+        board.sign(Evidence(kind, 0 if kind == "rank_lost" else None, "it failed"))
         failure = board.judge(1, tuple(NOISE.splitlines()), {}, start_output=SHM.splitlines())
         assert "it failed; the output says: n1: not enough space for /dev/shm" in failure.reason
         assert failure.node == ("node-0" if kind == "rank_lost" else "n1")

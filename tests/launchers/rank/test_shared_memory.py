@@ -19,7 +19,7 @@ OMPI = {"OMPI_COMM_WORLD_SIZE": "4"}
 
 
 def rank(local_size: int = 2) -> Identity:
-    return Identity(0, 4, 0, local_size, "n1", "mpirun")
+    return Identity(0, 4, 0, local_size, "n1", "openmpi")
 
 
 @pytest.mark.parametrize(

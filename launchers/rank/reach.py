@@ -1,0 +1,112 @@
+"""Tests before MPI starts that ranks on different hosts can connect, both ways, with a small and a large message: a
+firewall or lost large packets are named with ranks, hosts, port and direction, and not found by a hanging MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+
+SMALL, LARGE = 64, 128 << 10
+"""Bytes of the two messages; the large one takes several packets of any size."""
+TIMEOUT_S = 20.0
+ANSWERS = 512
+"""Connections that are answered at once; further ones are closed."""
+PEERS = 64
+"""Other hosts that a rank tests at most: the next ones, so that all are tested by some rank."""
+
+
+class Unreached(ConnectionError):
+    """Rank `rank` cannot be reached from this one."""
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+def peers_of(rank: int, hosts: Sequence[str]) -> list[int]:
+    """The ranks that this one tests: on each other host the one at the same place among its ranks, or the last."""
+    ranks: dict[str, list[int]] = {}
+    for at, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(at)
+    names = list(ranks)
+    own, place = names.index(hosts[rank]), ranks[hosts[rank]].index(rank)
+    others = [names[(own + step) % len(names)] for step in range(1, len(names))]
+    return [ranks[name][min(place, len(ranks[name]) - 1)] for name in others[:PEERS]]
+
+
+@contextlib.contextmanager
+def listening(address: str, secret: bytes) -> Iterator[str]:
+    """Answers the tests of other ranks inside the block; its place as `address port`. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as door:
+        door.bind((address, 0))
+        door.listen(512)
+        thread = threading.Thread(target=_answer_all, args=(door, secret), name="reach", daemon=True)
+        thread.start()
+        try:
+            yield f"{address} {door.getsockname()[1]}"
+        finally:
+            door.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def _answer_all(door: socket.socket, secret: bytes) -> None:
+    free = threading.Semaphore(ANSWERS)
+    with contextlib.suppress(OSError):  # the door was closed
+        while True:
+            connection, _ = door.accept()
+            if free.acquire(blocking=False):
+                threading.Thread(target=_answer, args=(connection, secret, free), daemon=True).start()
+            else:
+                connection.close()
+
+
+def _answer(connection: socket.socket, secret: bytes, free: threading.Semaphore) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(free.release)
+        stack.enter_context(connection)
+        stack.enter_context(contextlib.suppress(OSError))
+        connection.settimeout(TIMEOUT_S)
+        if hmac.compare_digest(_take(connection, SMALL), _message(secret, SMALL)):
+            connection.sendall(_message(secret, SMALL))
+            _take(connection, LARGE)
+            connection.sendall(b"+")  # small: the direction of a large message that is lost can be told
+            connection.sendall(_message(secret, LARGE))
+
+
+def reach(rank: int, host: str, here: str, place: str, secret: bytes, timeout_s: float = TIMEOUT_S) -> None:
+    """Tests the way from `here` to rank `rank` on `host`, which listens at `place`, and back. Raises Unreached."""
+    address, _, port = place.rpartition(" ")
+    way = f"from {here} to {host}"
+    doing, fix = way, "open the ports between the hosts (firewall), or set launch.interface"
+    try:
+        with socket.create_connection((address, int(port)), timeout_s) as connection:
+            connection.settimeout(timeout_s)
+            connection.sendall(_message(secret, SMALL))
+            _take(connection, SMALL)
+            fix = "small messages pass: large packets are lost, set the interfaces' MTU to that of the path"
+            doing = f"a message of {LARGE >> 10} KiB {way}"
+            connection.sendall(_message(secret, LARGE))
+            _take(connection, 1)
+            doing = f"a message of {LARGE >> 10} KiB from {host} to {here}"
+            _take(connection, LARGE)
+    except OSError as error:
+        raise Unreached(rank, f"cannot be reached at {address} port {port}, {doing}: {error}: {fix}") from None
+
+
+def _message(secret: bytes, size: int) -> bytes:
+    return hmac.digest(secret, b"reach", "sha256") * (size // 32)
+
+
+def _take(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionError("the connection was closed")
+        data += part
+    return bytes(data)

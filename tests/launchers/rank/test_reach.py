@@ -1,0 +1,93 @@
+"""The test of the network between ranks before MPI starts: what is lost, in which direction, at which port."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from laddertron.launchers.control.messages import Failure
+from laddertron.launchers.job.options import JobTimeouts
+from laddertron.launchers.job.rank_board import RankBoard
+from laddertron.launchers.rank.reach import LARGE, SMALL, Unreached, listening, peers_of, reach
+from test_detect import hello
+
+SECRET = b"s" * 32
+
+
+def test_each_host_is_tested_by_every_other() -> None:
+    hosts = ("n0", "n0", "n1", "n1", "n2")
+    assert [peers_of(rank, hosts) for rank in range(5)] == [[2, 4], [3, 4], [4, 0], [4, 1], [0, 2]]
+
+
+@contextlib.contextmanager
+def relay(place: str, there: int, back: int) -> Iterator[str]:
+    """A way to `place` that loses what comes after so many bytes in each direction, as a path with a small MTU does."""
+    address, _, port = place.partition(" ")
+    ends: list[socket.socket] = []
+
+    def carry(source: socket.socket, target: socket.socket, limit: int) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(min(limit, 4096) or 4096):
+                if limit > 0:
+                    target.sendall(data)
+                    limit -= len(data)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            near, far = door.accept()[0], socket.create_connection((address, int(port)))
+            ends.extend((near, far))
+            for source, target, limit in ((near, far, there), (far, near, back)):
+                threading.Thread(target=carry, args=(source, target, limit), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        try:
+            yield f"127.0.0.1 {door.getsockname()[1]}"
+        finally:
+            door.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for end in ends:
+                end.close()
+
+
+@pytest.mark.parametrize(
+    ("there", "back", "says"),
+    [
+        (0, 0, "from n0 to n1: timed out: open the ports"),
+        (SMALL, LARGE, "a message of 128 KiB from n0 to n1: timed out: small messages pass"),
+        (SMALL + LARGE, SMALL + 1, "a message of 128 KiB from n1 to n0: timed out: small messages pass"),
+    ],
+)
+def test_what_is_lost_is_named_with_its_direction(there: int, back: int, says: str) -> None:
+    with listening("127.0.0.1", SECRET) as place, relay(place, there, back) as way:
+        reach(1, "n1", "n0", place, SECRET)
+        with pytest.raises(Unreached) as lost:
+            reach(1, "n1", "n0", way, SECRET, timeout_s=0.5)
+        assert lost.value.rank == 1
+        assert f"cannot be reached at 127.0.0.1 port {way.split()[1]}, {says}" in str(lost.value)
+
+
+def test_a_reset_and_a_stranger() -> None:
+    closed = pytest.raises(Unreached, match="from n0 to n1: the connection was closed")
+    with listening("127.0.0.1", SECRET) as place, closed:
+        reach(1, "n1", "n0", place, b"another" * 4)
+    with pytest.raises(Unreached, match="Connection refused"):
+        reach(1, "n1", "n0", place, SECRET)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_the_host_that_most_cannot_reach_is_named_whoever_is_first(order: tuple[int, ...]) -> None:
+    """Nothing passes from and to n1; rank 1 reports the others, which report it."""
+    board = RankBoard(3, JobTimeouts(), 0.0)
+    for rank in range(3):
+        board.heard(rank, hello(rank), 1.0)
+    for rank in order:
+        peer = 1 if rank != 1 else 0
+        board.heard(rank, Failure("cannot be reached", unreached=peer), 2.0)
+    failure = board.judge(1, (), {})
+    assert (failure.rank, failure.node) == (1, "node-1")
+    assert failure.reason.startswith("rank 1 (node node-1, pid 101): cannot be reached")
