@@ -23,7 +23,7 @@ from ...engine.identity import ModelIdentity, from_owner
 from ...engine.job import EngineJob, JobListener, JobState, RankHeartbeat
 from ...engine.request import Request
 from ...models.config.json_fields import Refusal
-from ...topology.comm.bootstrap import Bootstrap, bootstrap_of
+from ...topology.comm.bootstrap import Bootstrap
 from ...topology.placement.identity import Identity
 from ..control import messages
 from ..control.control import ControlServer, new_secret
@@ -31,7 +31,7 @@ from ..control.control_client import ControlClient
 from ..job.detect import SAME_FILES
 from ..job.in_flight import InFlight
 from .network import local_address, use_route
-from .rank import run_rank
+from .rank import run_rank, start_bootstrap
 from .rank_status import Status
 
 LEAVING_S = 10.0
@@ -209,7 +209,7 @@ def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
     host = LOOPBACK
     if several:
         use_route(deployment, os.environ)
-        bootstrap = bootstrap_of(identity, os.environ)
+        bootstrap = start_bootstrap(deployment, identity)
         nodes = [name.decode() for name in bootstrap.all_gather(identity.node.encode())]
         host = local_address(deployment, nodes) if identity.rank == 0 else ""
     driver = _Driver(deployment, host, status, drive) if identity.rank == 0 else None

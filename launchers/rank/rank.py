@@ -98,7 +98,7 @@ def require_own_hostnames(bootstrap: Bootstrap) -> None:
 
 
 def start_bootstrap(deployment: Deployment, identity: Identity) -> Bootstrap:
-    """Starts MPI or the store, after what must precede them. Raises ValueError, RuntimeError or SharedMemoryTooSmall."""
+    """Starts MPI or the store, after what must precede it. Raises ValueError or RuntimeError."""
     require_shared_memory(identity, os.environ)
     use_route(deployment, os.environ)
     return bootstrap_of(identity, os.environ)
