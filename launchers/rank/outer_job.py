@@ -30,7 +30,7 @@ from ..control.control import ControlServer, new_secret
 from ..control.control_client import ControlClient
 from ..job.detect import SAME_FILES
 from ..job.in_flight import InFlight
-from .network import local_address, use_route
+from .network import local_address
 from .rank import run_rank, start_bootstrap
 from .rank_status import Status
 
@@ -208,7 +208,6 @@ def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
     bootstrap: Bootstrap | None = None
     host = LOOPBACK
     if several:
-        use_route(deployment, os.environ)
         bootstrap = start_bootstrap(deployment, identity)
         nodes = [name.decode() for name in bootstrap.all_gather(identity.node.encode())]
         host = local_address(deployment, nodes) if identity.rank == 0 else ""
