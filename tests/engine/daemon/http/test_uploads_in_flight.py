@@ -180,6 +180,9 @@ class SlowStore:
         self.folder, self.bytes = Path("/"), 0
         self.reads: list[asyncio.Future[int]] = []
 
+    async def in_thread(self, work: Callable[[], int]) -> int:
+        return work()
+
     async def read(self, query: object) -> int:
         stored = self.bytes
         self.reads.append(asyncio.get_running_loop().create_future())
