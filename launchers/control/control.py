@@ -350,9 +350,12 @@ class ControlThread:
         """Arrival time of each rank's last message, in monotonic seconds; current even if the caller's loop is busy."""
 
     async def start(self) -> str:
-        """Returns the address as host:port. Raises OSError if it cannot listen there."""
+        """Returns the address as host:port. Raises OSError if it cannot listen there, or start its thread."""
         self._owner = asyncio.get_running_loop()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from error
         return await self._run(self._server.start())
 
     @property
@@ -366,7 +369,7 @@ class ControlThread:
         self._loop.call_soon_threadsafe(self._server.finish_sending)
 
     async def all_gone(self) -> frozenset[int]:
-        return await self._run(self._server.all_gone())
+        return await self._run(self._server.all_gone()) if self._thread.is_alive() else frozenset()
 
     async def close(self) -> None:
         if self._thread.is_alive():

@@ -156,7 +156,11 @@ class FailureBundles:
         if failure.kind == "refused":
             return None
         thread = threading.Thread(target=self.write, args=({}, failure, replica), name="bundle")
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # a failed diagnosis must not affect serving
+            log.warning("no bundle was written: %s", error)
+            return None
         return thread
 
     def write(self, job: Mapping[str, Any], failure: JobFailure | None = None, replica: int = 0) -> Path | None:

@@ -4,6 +4,7 @@ failure, differing ranks, relaunches. No clocks and no processes: times are argu
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from .causes import unreachable as unreachable
 
 FailureKind = Literal[
     "mismatch", "protocol", "model_changed", "refused", "rank_error", "launcher_killed", "rank_lost", "silent",
-    "stalled", "load_stalled", "consequence", "launch", "launcher_exit",
+    "stalled", "load_stalled", "consequence", "launch", "shortage", "launcher_exit",
 ]  # fmt: skip
 """A closed set, because it labels `engine_restarts_total`. The strongest evidence first: see `blame`."""
 
@@ -41,6 +42,16 @@ class JobFailure:
     @property
     def culprit(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CULPRIT}
+
+
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+
+
+def no_launch(error: Exception) -> JobFailure:
+    """The failure of a launch that could not begin: a `shortage` if this host had no free descriptor, process, thread
+    or memory, which passes."""
+    short = isinstance(error, RuntimeError) or (isinstance(error, OSError) and error.errno in _SHORTAGES)
+    return JobFailure("shortage" if short else "launch", f"cannot launch: {error}")
 
 
 def by_a_request(failure: JobFailure, here: str) -> bool:

@@ -25,7 +25,7 @@ from ..compose.mpi import LaunchCommand
 from ..control import messages, processes
 from ..control.control import ENV_ADDRESS, ENV_SECRET, ControlThread, new_secret
 from .causes import StartOutput
-from .detect import SAME_FILES, Evidence, JobFailure
+from .detect import SAME_FILES, Evidence, JobFailure, no_launch
 from .keeper import under_keeper
 from .options import JobOptions
 from .rank_board import NODE_LOST, News, RankBoard
@@ -108,9 +108,9 @@ class Launch:
                 stderr=asyncio.subprocess.STDOUT,
                 **child.options(environment, stdin=asyncio.subprocess.PIPE),
             )
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: no thread
             await self.end(orderly=False)
-            return JobFailure("launch", f"cannot launch: {error}")
+            return no_launch(error)
         log.info("launched %s", self._command.argv[0], extra={"pid": self._keeper.pid})
         reading = asyncio.create_task(self._read_output(self._keeper))
         exiting = asyncio.create_task(self._wait_for_exit(self._keeper, reading))

@@ -126,7 +126,10 @@ class Reloader:
             self._asked.clear()
             log.info("reload: reading the configuration", extra={"event": "reload"})
             began = time.time()
-            outcome, reasons = await self._reload()
+            try:
+                outcome, reasons = await self._reload()
+            except RuntimeError as error:  # no thread: the next request may find one
+                outcome, reasons = "failed", [str(error)]
             for reason in reasons:
                 log.error("reload: %s: %s", outcome, reason, extra={"event": "reload", "outcome": outcome})
             if outcome == "done":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ...engine.job import StandbyPhase
 from ..control.messages import Standing
-from .detect import JobFailure
+from .detect import JobFailure, no_launch
 from .job_launch import Launch, LaunchOwner, Said
 from .rank_board import Recovered, Suspect
 
@@ -92,7 +92,9 @@ class Standby:
         """Runs one launch until it fails; None if it was taken, or is no longer needed."""
         try:
             launch = self._make(self, self._excluded)
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            return no_launch(error)
+        except ValueError as error:
             return JobFailure("launch", str(error))
         if (failure := await launch.begin()) is not None:
             return failure

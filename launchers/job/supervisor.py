@@ -21,7 +21,7 @@ from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat
 from ...engine.request import ModelLimits, Request, TokensEvent
 from ..compose.mpi import LaunchCommand
 from ..control.messages import Cancel, Drain, Loading, Ready, Running, Standing, StopChoice, Submit, Tokens
-from .detect import SAME_FILES, Evidence, JobFailure, RestartPolicy, bad_node, by_a_request
+from .detect import SAME_FILES, Evidence, JobFailure, RestartPolicy, bad_node, by_a_request, no_launch
 from .in_flight import InFlight
 from .job_launch import Launch, LaunchOwner, Said
 from .options import JobOptions, JobTimeouts
@@ -31,6 +31,8 @@ from .standby import Standby
 __all__ = ["JobFailure", "JobHooks", "JobOptions", "JobTimeouts", "MpiJob"]
 
 log = logging.getLogger(__name__)
+
+_SHORTAGE_S = 2.0
 
 CHANGED = "restore the files, or run `laddertron reload` to serve the changed model"
 CHANGED_IN_RUN = "restore the files and resume the run, or start over with the changed model"
@@ -171,7 +173,9 @@ class MpiJob:
             self._taken_over = launch is not None
             if launch is None:
                 launch = self._make_launch(self, self._excluded, standby=self._held)
-        except (ValueError, RuntimeError, OSError) as error:
+        except OSError as error:
+            return no_launch(error)
+        except (ValueError, RuntimeError) as error:
             return JobFailure("launch", str(error))
         self._launch, self._seats = launch, launch.seats
         if not self._taken_over and (failure := await launch.begin()) is not None:
@@ -200,8 +204,9 @@ class MpiJob:
 
     async def _await_relaunch(self, failure: JobFailure) -> bool:
         """Counts the failure and waits for the policy's delay. False if the job is not launched again."""
-        if failure.kind == "model_changed" and self.state.limits is not None and self._options.restart:
-            return await self._await_files(failure)
+        passes = failure.kind == "shortage" or (failure.kind == "model_changed" and self.state.limits is not None)
+        if passes and self._options.restart and not self._held:
+            return await self._await_outside(failure)
         if self._taken_over and self._ready_since is None:
             log.warning("standby: failed as it took over: %s: a cold start", failure.reason, extra={"event": "standby"})
             self._set_state("starting")
@@ -224,9 +229,10 @@ class MpiJob:
         await self._pause(delay)
         return True
 
-    async def _await_files(self, failure: JobFailure) -> bool:
-        """Waits before the next launch of a job whose model was changed in place. Such failures are not counted: the
-        files may be restored, or the daemon reloads. False if the job is not launched again."""
+    async def _await_outside(self, failure: JobFailure) -> bool:
+        """Waits before the next launch of a job whose model was changed in place, or for which this host had no free
+        descriptor, process, thread or memory. Such failures are not counted: the files may be restored, or the daemon
+        reloads; a shortage passes. False if the job is not launched again."""
         repeated = bool(self.failures) and self.failures[-1].kind == failure.kind
         if not repeated:
             self.failures.append(failure)
@@ -235,7 +241,8 @@ class MpiJob:
             self._set_state("failed", failure=failure)
             return False
         self._set_state("restarting", failure=failure)
-        await self._pause(self._options.longest_backoff_s if repeated else 0.0)
+        longest = _SHORTAGE_S if failure.kind == "shortage" else self._options.longest_backoff_s
+        await self._pause(longest if repeated else 0.0)
         return True
 
     async def _pause(self, seconds: float) -> None:
