@@ -28,6 +28,7 @@ from ..engine.daemon.service import Daemon, Parts, calm_collector
 from ..engine.daemon.store.disk import DiskError, make_folder
 from ..engine.daemon.store.disk_watch import DiskWatch
 from ..engine.daemon.store.store import StoreOptions
+from ..engine.daemon.threads import started_threads
 from ..engine.metrics.observer import AnswerTimes, Observer
 from ..engine.metrics.otel import TelemetryError, export_histograms, export_spans
 from ..engine.text.tokenizer import TextError, TextModel
@@ -40,6 +41,8 @@ from .job.rolling_job import RollingJob
 from .job.supervisor import JobFailure, MpiJob
 
 log = logging.getLogger(__name__)
+
+_THREADS = 8  # for calls that block, such as those on disks
 
 
 class ServeError(RuntimeError):
@@ -117,6 +120,7 @@ async def _run(
     scraped: socket.socket | None,
     serving: Serving | None,
 ) -> int:
+    asyncio.get_running_loop().set_default_executor(started_threads(_THREADS, "daemon"))
     daemon = Daemon(deployment, parts)
     asked: list[float] = []
 

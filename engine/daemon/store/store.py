@@ -14,11 +14,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..threads import started_threads
 from .clock import TrustedClock
 from .connection import connect_store, newest_time, note_position, snapshot
 from .counter import COUNT, Counter, Watched, clear_mark, copy_log
@@ -82,7 +82,7 @@ class Store:
         self.files_folder, self.disk_files, self.watch = folder / "files", options.files, options.watch
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._readers = ThreadPoolExecutor(_READERS, "store-read")
+        self._readers = started_threads(_READERS, "store-read")
         self._long = asyncio.Semaphore(_READERS // 2)
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._local = threading.local()

@@ -53,7 +53,7 @@ def test_lines_wait_and_requests_are_refused_until_a_worker_runs_again(tmp_path:
         assert (refused.value.status_code, refused.value.code) == (503, "not_ready")
         assert refused.value.response.headers["retry-after"]
         body = b'{"prompt": "x"}'
-        head = f"POST /tokenize HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST /tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
         assert b" 503 " in daemon.raw(head.encode() + body).split(b"\r\n")[0]
         (folder / "away").rename(folder / "tokenizer.json")
         until(lambda: ready(daemon)[0] == 200)
