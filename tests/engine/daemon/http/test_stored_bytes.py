@@ -7,7 +7,8 @@ import json
 import random
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import openai
 import pytest
 from daemon_tools import Served, deployment, line, lines_of, served, submit, wait_batch
 from laddertron.engine.daemon.store.check import check_store
+from laddertron.engine.daemon.store.disk import DiskError
 from laddertron.engine.daemon.store.schema import KEYS
 from laddertron.engine.daemon.store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged, row_sum
 from laddertron.engine.metrics.observer import Observer
@@ -45,6 +47,7 @@ class World:
             self.big_names = (self.big.input_file_id, self.big.error_file_id)
             self.bytes = {name: content(client, name) for name in (*self.names, *self.big_names)}
             self.files = {file.id: file for file in client.files.list()}
+            self.batches = [batch.model_dump() for batch in client.batches.list()]
             self.usage = client.get("/usage", cast_to=object)
         shutil.copytree(self.data, folder / "kept")
 
@@ -247,6 +250,32 @@ def test_a_bit_of_an_answer_in_store_db_flips_while_the_daemon_is_off(world: Wor
             got = choices(content(daemon.client(), world.first.output_file_id))
             assert got == choices(world.bytes[world.first.output_file_id]), (run_seed, at)
             assert damage_of(observer)["result"] >= 1
+
+
+def test_a_bit_anywhere_in_store_db_flips_while_the_daemon_is_off(world: World, run_seed: int) -> None:
+    """The start is refused, or every route gives what it gave, or an error that names the row or file."""
+    rng = random.Random(run_seed)
+    for _ in range(6):
+        world.reset()
+        at = flip(world.data / "store.db", rng)
+        with contextlib.suppress(DiskError), world.daemon() as (daemon, _observer):
+            for what, read, expected in all_reads(daemon.client(), world):
+                with contextlib.suppress(openai.InternalServerError, openai.NotFoundError):
+                    assert read() == expected, (run_seed, at, what)
+
+
+def all_reads(client: openai.OpenAI, world: World) -> Iterator[tuple[str, Callable[[], Any], Any]]:
+    yield "usage", lambda: client.get("/usage", cast_to=object), world.usage
+    yield "files", lambda: {file.id: file for file in client.files.list()}, world.files
+    yield "batches", lambda: [batch.model_dump() for batch in client.batches.list()], world.batches
+    for name, data in world.bytes.items():
+        like = choices(data) if b'"text"' in data else data
+        yield name, partial(read_as, client, name, like), like
+
+
+def read_as(client: openai.OpenAI, name: str, like: Any) -> Any:
+    data = content(client, name)
+    return choices(data) if isinstance(like, dict) else data
 
 
 def test_rows_and_files_of_an_earlier_version_are_read(world: World) -> None:
