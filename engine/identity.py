@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ from ..models.weights.identity import Sample, Weights, headers_in, odd_one, read
 from ..models.weights.manifest import NAME as MANIFEST
 from ..models.weights.rank_files import origins_in
 from .config.schema import Deployment
-from .text.tokenizer import text_files
+from .text.text_files import text_files
+
+log = logging.getLogger(__name__)
 
 MODEL, DRAFT = "model", "draft model"
 """Folders of weights, by their part in the deployment."""
@@ -80,7 +83,9 @@ def identity_of(deployment: Deployment) -> ModelIdentity:
 
 def _weights(folder: Path) -> Weights:
     weights = read_weights(folder)
-    return weights if weights.tables else Weights(origins=origins_in(folder))
+    if not weights.tables and not (weights := Weights(origins=origins_in(folder))).origins:
+        log.warning("%s: no weights on this host: answers are stored without their identity", folder)
+    return weights
 
 
 class Difference(NamedTuple):

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .process import STARTING_LOOKS, WorkerDied, WorkerProcess
-from .tokenizer import RESTORE, ChatOptions, TextError, changed_files
+from .text_files import RESTORE, changed_files
+from .tokenizer import ChatOptions, TextError
 from .worker import MAX_FRAME
 
 log = logging.getLogger(__name__)

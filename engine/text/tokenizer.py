@@ -4,7 +4,6 @@ torch and transformers. Encode untrusted or long text through engine/text/pool.p
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 from .chat_template import DEFAULTS, ChatTemplate, TemplateError, template_source
 from .chat_template import ChatOptions as ChatOptions
 from .detokenizer import Pieces
+from .text_files import changed_files, text_files
 
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_CONFIG_BYTES = 1 << 24
@@ -26,32 +26,8 @@ ToolFormat = Literal["hermes", "llama", "array"]
 _LLAMA_CLASSES = {"LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"}
 
 
-_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-    "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
-
-
-RESTORE = "restore the file, or restart with the changed ones"
-
-
 class TextError(ValueError):
     """The checkpoint's tokenizer files cannot be used; the message names the file and the fix."""
-
-
-def text_files(folder: Path) -> dict[str, str]:
-    """A digest of each file that determines the conversion between text and ids; "" for a missing one."""
-    data = {name: (folder / name).read_bytes() if (folder / name).is_file() else None for name in _FILES}
-    return {name: "" if raw is None else hashlib.blake2b(raw, digest_size=16).hexdigest() for name, raw in data.items()}
-
-
-def text_digest(folder: Path) -> str:
-    """Hex digest of `text_files`."""
-    return hashlib.blake2b(json.dumps(text_files(folder)).encode(), digest_size=16).hexdigest()
-
-
-def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    return sorted(name for name in {*before, *now} if before.get(name, "") != now.get(name, ""))
 
 
 class TextModel:

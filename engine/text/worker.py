@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .chat_template import TemplateError
-from .tokenizer import RESTORE, ChatOptions, TextError, TextModel, changed_files, text_files
+from .text_files import RESTORE, changed_files, text_files
+from .tokenizer import ChatOptions, TextError, TextModel
 
 if TYPE_CHECKING:
     from ..sampling.grammar import GrammarSlots

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read, to_json
 from ...engine.identity import identity_of
-from ...engine.text.tokenizer import text_digest
+from ...engine.text.text_files import text_digest
 from ...models.weights.checkpoint import CheckpointError
 from ...topology.json_codec import build, write_file
 from .rolling_job import HeldJob, RollingJob
@@ -134,10 +134,10 @@ class Reloader:
                 log.error("reload: %s: %s", outcome, reason, extra={"event": "reload", "outcome": outcome})
             if outcome == "done":
                 log.info("reload: done", extra={"event": "reload", "outcome": outcome})
-            self._on_outcome(outcome)
             await asyncio.to_thread(
                 self._write, {"pid": os.getpid(), "began": began, "outcome": outcome, "reasons": reasons}
             )
+            self._on_outcome(outcome)
 
     async def _reload(self) -> tuple[Outcome, list[str]]:
         try:

@@ -20,7 +20,7 @@ from job_tools import bounded
 from laddertron.engine.config.load import Deployment, LoadedDeployment, read
 from laddertron.engine.daemon.store.disk import FolderLock, holder_pid
 from laddertron.engine.metrics.observer import Observer
-from laddertron.engine.text.tokenizer import text_digest
+from laddertron.engine.text.text_files import text_digest
 from laddertron.launchers import serve
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.job.bundle import newest
