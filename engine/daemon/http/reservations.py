@@ -57,18 +57,15 @@ class Reservation:
         StoreUnavailable or OSError."""
         if (more := size - self._size) <= 0:
             return
-        self._add(more)
+        self._size = size
+        self._all.in_flight[self._owner] += more
+        self._all.unwritten[self._owner] += more
         try:
             await self._all.check_disk(self._owner, self._all.unwritten[self._owner] > size - self._written)
             await self._check_key()
         except BaseException:
-            self._add(-more)  # at once: another upload's check must not fail because of it
+            self.close()  # at once: another upload's check must not fail because of it
             raise
-
-    def _add(self, more: int) -> None:
-        self._size += more
-        self._all.in_flight[self._owner] += more
-        self._all.unwritten[self._owner] += more
 
     async def _check_key(self) -> None:
         added, owner = self._all.added, self._owner

@@ -122,11 +122,11 @@ class Store:
     @contextlib.asynccontextmanager
     async def new_file(self, file_id: str) -> AsyncIterator[NewFile]:
         """A file's bytes, to be written and committed in threads. Raises OSError."""
-        file = await self.in_thread(lambda: NewFile(self.path_of(file_id), self.disk_files))
+        making = asyncio.ensure_future(self.in_thread(lambda: NewFile(self.path_of(file_id), self.disk_files)))
         try:
-            yield file
-        finally:
-            await self.in_thread(file.discard)
+            yield await asyncio.shield(making)
+        finally:  # also if the caller was cancelled while the thread made it
+            await self.in_thread((await making).discard)
 
     async def write(self, work: Callable[[Rows], T]) -> T:
         """Runs `work` within a group's transaction; returns once the group is committed. If `work` raises, only its own
