@@ -10,9 +10,7 @@ import hmac
 import json
 import os
 import secrets
-import selectors
 import socket
-import struct
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -21,12 +19,10 @@ from typing import Any
 from ..comm.bootstrap import Bootstrap
 from ..placement.layout import GroupLayout
 from ..placement.machines import boot_id
+from .callers import HELLO, MAGIC, PROOF, Callers, proof
 
 DATA, PLAN, STAGE, BACK = range(4)
 """Channels: a group's tensors, rank 0's plans; between neighbouring pipeline stages, and from the last to the first."""
-_HELLO = struct.Struct("<4sIIII16s")  # magic, group's first rank, from, to, channel, nonce
-_MAGIC = b"LTM1"
-_PROOF = 32
 
 
 class MeshError(RuntimeError):
@@ -186,10 +182,6 @@ def _verify_hosts(nodes: tuple[tuple[int, ...], ...], cards: dict[int, dict[str,
                 )
 
 
-def _proof(key: bytes, role: bytes, hello: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(key, role + hello + nonce, "sha256")
-
-
 def _connect_all(
     ranks: tuple[int, ...],
     lines: list[Line],
@@ -207,24 +199,19 @@ def _connect_all(
     try:
         for peer, channel in [line for line in lines if line[0] < me]:
             done[peer, channel] = _call(group[peer], peer in near, ranks[0], me, peer, channel, key, deadline)
-        with selectors.DefaultSelector() as doors:
-            for door in (tcp, unix):
-                door.setblocking(False)
-                doors.register(door, selectors.EVENT_READ)
+        with contextlib.closing(Callers((tcp, unix), ranks[0], me, key)) as callers:
             while wanted:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    late = sorted({ranks[r] for r, _ in wanted})
+                    late = ", ".join(f"{ranks[r]} on {group[r]['hostname']}" for r in sorted({r for r, _ in wanted}))
+                    place = f"{group[me]['address']} port {group[me]['port']}"
                     raise MeshError(
-                        f"ranks {late} did not connect in time: are they running, is the address reachable?"
+                        f"rank {late} did not connect in time to {group[me]['hostname']} at {place}: are they running, "
+                        "is the address reachable from there?"
                     )
-                for ready, _ in doors.select(left):
-                    assert isinstance(ready.fileobj, socket.socket)
-                    door = ready.fileobj
-                    taken = _answer(door, ranks[0], me, wanted, key, deadline)
-                    if taken is not None:
-                        done[taken[0]] = taken[1]
-                        wanted.discard(taken[0])
+                for line, s in callers.accept(wanted, left):
+                    done[line] = s
+                    wanted.discard(line)
     except BaseException:
         for s in done.values():
             s.close()
@@ -240,12 +227,12 @@ def _call(
     try:
         s.settimeout(max(0.01, deadline - time.monotonic()))
         s.connect(f"\0{card['unix']}" if near else (card["address"], int(card["port"])))
-        hello = _HELLO.pack(_MAGIC, first, me, peer, channel, secrets.token_bytes(16))
+        hello = HELLO.pack(MAGIC, first, me, peer, channel, secrets.token_bytes(16))
         s.sendall(hello)
-        answer = _take(s, 16 + _PROOF)
-        if not hmac.compare_digest(answer[16:], _proof(key, b"answer", hello, answer[:16])):
+        answer = _take(s, 16 + PROOF)
+        if not hmac.compare_digest(answer[16:], proof(key, b"answer", hello, answer[:16])):
             raise MeshError(f"{card['hostname']} answered for rank {peer} without the launch's secret: refused")
-        s.sendall(_proof(key, b"caller", hello, answer[:16]))
+        s.sendall(proof(key, b"caller", hello, answer[:16]))
         return s
     except OSError as error:
         s.close()
@@ -253,29 +240,6 @@ def _call(
     except BaseException:
         s.close()
         raise
-
-
-def _answer(
-    door: socket.socket, first: int, me: int, wanted: set[tuple[int, int]], key: bytes, deadline: float
-) -> tuple[tuple[int, int], socket.socket] | None:
-    """One caller at the door; a stranger is shown out and the next one heard."""
-    try:
-        s, _ = door.accept()
-    except BlockingIOError:
-        return None
-    try:
-        s.settimeout(min(2.0, max(0.01, deadline - time.monotonic())))
-        hello = _take(s, _HELLO.size)
-        magic, group, caller, to, channel, _ = _HELLO.unpack(hello)
-        nonce = secrets.token_bytes(16)
-        if magic == _MAGIC and group == first and to == me and (caller, channel) in wanted:
-            s.sendall(nonce + _proof(key, b"answer", hello, nonce))
-            if hmac.compare_digest(_take(s, _PROOF), _proof(key, b"caller", hello, nonce)):
-                return (caller, channel), s
-    except OSError:
-        pass
-    s.close()
-    return None
 
 
 def _take(s: socket.socket, count: int) -> bytes:
