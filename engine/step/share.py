@@ -76,12 +76,13 @@ def model_config(
 
 def model_length(config: ModelConfig, wanted: int | None) -> int:
     """The length of the longest sequence that is served. Raises CapacityError."""
-    most = config.max_position_embeddings
-    if config.rope.kind == "dynamic" and config.rope.original_max_position_embeddings:
-        most = min(most, config.rope.original_max_position_embeddings)
+    most = config.longest_context
     if wanted is not None and wanted > most:
-        raise CapacityError(f"model.max_model_len={wanted}: the checkpoint knows {most} positions; use at most {most}")
-    return wanted or most
+        raise CapacityError(
+            f"model.max_model_len={wanted}: the checkpoint knows {most} positions; use at most {most}, or declare a "
+            "scaling in its config.json (rope_scaling)"
+        )
+    return wanted or min(most, config.max_position_embeddings)
 
 
 def make_share(

@@ -88,6 +88,16 @@ class ModelConfig:
         return not self.has_experts(layer) or (self.experts is not None and self.experts.beside)
 
     @property
+    def longest_context(self) -> int:
+        """The longest sequence that may be asked for: what the declared scaling of rotary embeddings stretches the
+        trained length to, if that is more than max_position_embeddings. `dynamic` serves the original length."""
+        rope, most = self.rope, self.max_position_embeddings
+        if rope.kind == "dynamic" and rope.original_max_position_embeddings:
+            return min(most, rope.original_max_position_embeddings)
+        stretched = int(rope.factor * rope.original_max_position_embeddings) if rope.kind in ("yarn", "linear") else 0
+        return max(most, stretched)
+
+    @property
     def ffn_size_used(self) -> float:
         """The inner dimension that a token goes through, on average over the layers."""
         if (e := self.experts) is None:

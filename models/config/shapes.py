@@ -162,9 +162,9 @@ def check_draft(draft: ModelConfig, model: ModelConfig, length: int | None) -> N
             f"a draft model with {draft.vocab_size} ids for a model with {model.vocab_size}: drafts are the model's "
             "ids: use one with the same tokenizer"
         )
-    if draft.max_position_embeddings < length:
+    if draft.longest_context < length:
         raise ShapeError(
-            f"a draft model that knows {draft.max_position_embeddings} positions for sequences of {length}: set "
-            f"model.max_model_len to at most {draft.max_position_embeddings}, or use another one"
+            f"a draft model that knows {draft.longest_context} positions for sequences of {length}: set "
+            f"model.max_model_len to at most {draft.longest_context}, or use another one"
         )
     check_shapes(draft, 1)

@@ -18,8 +18,22 @@ from typing import Any
 from ...topology.json_codec import FILE_CONTAINERS, parse
 from ..config.json_fields import Refusal
 
-ITEMSIZES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I8": 1}
-"""Bytes per element of each supported type."""
+ITEMSIZES = {
+    "F32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "F8_E4M3": 1,
+    "I8": 1,
+    "BOOL": 1,
+    "U8": 1,
+    "I16": 2,
+    "U16": 2,
+    "I32": 4,
+    "U32": 4,
+    "I64": 8,
+    "U64": 8,
+}
+"""Bytes per element of each type: those of weights, and those of buffers, which are not read."""
 _ALL_ONES = {
     "F32": ("I", 0x7FFFFFFF, 0x7F800000),
     "BF16": ("H", 0x7FFF, 0x7F80),

@@ -4,12 +4,14 @@ which models/weights/load.py reads a rank's parameters.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
 
+from ...topology.hardware.fabric import counted
 from ..config.model_config import ModelConfig
 from ..config.quantisation import Quantisation, read_quantisation
 from ..stages import RankShard
@@ -41,6 +43,11 @@ from .slices import (
     sources_of,
 )
 
+log = logging.getLogger(__name__)
+
+BUFFERS = frozenset(("BOOL", "U8", "I16", "U16", "I32", "U32", "I64", "U64"))
+"""Types of no weight that is read here."""
+MAX_LISTED = 8
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -204,16 +211,33 @@ def _check(
         _check_tied(tensors, head_of(config), embedding_of(config))
     idle = _idle(config)
     known = scales | ({head_of(config)} if config.tied_embeddings else set())
+    modules, surplus = {name.rpartition(".")[0] for name in expected}, []
     for name, stored in tensors.items():
         if 0 in stored.shape:  # transformers stores shared experts so where there are none
             continue
         if name in expected or name in known or HARMLESS.fullmatch(name) or name.startswith(config.ignored + idle):
             continue
-        if quantisation is None or not CALIBRATION.fullmatch(name):
+        if _is_buffer(stored, modules):
+            surplus.append(name)
+        elif quantisation is None or not CALIBRATION.fullmatch(name):
             raise CheckpointError(
                 f"{stored.file}: tensor {shown(name)} {stored.shape} belongs to nothing in config.json "
                 f"({config.family}, {config.num_layers} layers): wrong config.json, or an architecture not supported"
             )
+
+    if surplus:
+        text = "%s: %s that config.json does not need, not read: %s%s"
+        more = " …" if len(surplus) > MAX_LISTED else ""
+        log.warning(text, folder, counted(len(surplus), "tensor"), ", ".join(map(shown, surplus[:MAX_LISTED])), more)
+
+
+def _is_buffer(stored: StoredTensor, modules: Set[str]) -> bool:
+    """Whether a tensor that the model does not need cannot be a parameter: it is no floating-point vector or matrix,
+    and belongs to no product or norm of the model, whose scale or bias it could be."""
+    module, _, leaf = stored.name.rpartition(".")
+    if "weight" in leaf or (leaf == "bias" and module in modules):
+        return False
+    return prod(stored.shape) == 1 or stored.dtype in BUFFERS
 
 
 def _check_tied(tensors: dict[str, StoredTensor], head: str, embedding: str) -> None:

@@ -262,11 +262,12 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     if look and (small := d.engine.draft_model) is not None and "engine.draft_model" not in bad:
         longest = d.model.max_model_len
         yield from refused(loaded, "engine.draft_model", lambda: check_draft(from_folder(Path(small)), model, longest))
-    if d.model.max_model_len is not None and d.model.max_model_len > model.max_position_embeddings:
+    if d.model.max_model_len is not None and d.model.max_model_len > model.longest_context:
+        most, longest = model.max_position_embeddings, model.longest_context
+        stretched = f", stretched to {longest} by its rope_scaling" if longest > most else ""
         yield loaded.fault(
             "model.max_model_len",
-            f"{d.model.max_model_len} is more than the model's "
-            f"max_position_embeddings={model.max_position_embeddings}{taken}",
+            f"{d.model.max_model_len} is more than the model's max_position_embeddings={most}{stretched}{taken}",
         )
     with suppress(WiringError):  # of the wiring itself: a start says it
         wiring = choose_wiring(model, d.model.wiring, d.model.ladder_layers, True)[0].wiring

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from laddertron.engine.step.kv_capacity import CapacityError
+from laddertron.engine.step.share import model_length
 from laddertron.models.config.experts import MISSING, Experts, Router
 from laddertron.models.config.json_fields import MAX_JSON_BYTES, read_json
 from laddertron.models.config.latent import Latent
@@ -124,6 +126,29 @@ def test_old_llama_configurations_default_what_they_do_not_say(tmp_path: Path) -
 def test_both_spellings_of_rope_scaling_mean_the_same(words: dict[str, Any], tmp_path: Path) -> None:
     rope = read(tmp_path, LLAMA, **words).rope
     assert rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 32)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 128),
+        ({"type": "linear", "factor": 2}, 256),
+        ({"type": "yarn", "factor": 4}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),  # stretched already
+        ({"rope_type": "dynamic", "factor": 4.0}, 128),
+        ({"rope_type": "llama3", **LLAMA3}, 128),
+    ],
+)
+def test_a_declared_scaling_lengthens_what_may_be_asked_for(
+    tmp_path: Path, scaling: dict[str, Any] | None, longest: int
+) -> None:
+    config = read(tmp_path, LLAMA, **({} if scaling is None else {"rope_scaling": scaling}))
+    assert config.longest_context == longest
+    assert (config.max_position_embeddings, model_length(config, longest)) == (128, longest)
+    assert model_length(config, None) == 128
+    with pytest.raises(CapacityError, match=f"knows {longest} positions; use at most {longest}, or declare a scaling"):
+        model_length(config, longest + 1)
 
 
 def test_the_other_rope_kinds(tmp_path: Path) -> None:

@@ -105,6 +105,36 @@ def test_missing_misshapen_extra_and_mistyped_tensors_are_named(folder: Path) ->
     refused(folder, file, "missing")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int64])
+def test_tensors_that_are_no_parameters_are_listed_and_not_read(
+    folder: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Scales of a KV cache, masks, counters: by what they are, not by a list of names. A bias or scale of the model's
+    own products is refused."""
+    file = first_shard(folder, Q)
+    index = folder / "model.safetensors.index.json"
+    before = (index.read_bytes(), (folder / file).read_bytes())
+
+    def with_extra(**extra: torch.Tensor) -> None:
+        index.write_bytes(before[0])
+        (folder / file).write_bytes(before[1])
+        words = json.loads(before[0])
+        words["weight_map"] |= dict.fromkeys(extra, file)
+        index.write_text(json.dumps(words))
+        edit(folder, file, lambda t: t.update(extra))
+
+    attention = "model.layers.1.self_attn."
+    names = [attention + leaf for leaf in ("kv_scale", "prob_scale", "k_cache_zero", "attn.masked_bias")]
+    with_extra(**{name: torch.ones((), dtype=dtype) for name in names}, **{f"{attention}causal": torch.ones(4, 4) > 0})
+    open_checkpoint(folder, from_folder(folder))
+    assert "4 tensors that config.json does not need, not read" in caplog.text
+    assert f"{attention}kv_scale" in caplog.text
+    with_extra(**{f"{attention}q_proj.weight_scale": torch.ones((), dtype=dtype)})
+    refused(folder, "q_proj.weight_scale", "belongs to nothing")
+    with_extra(**{"model.norm.bias": torch.ones(64).to(dtype)})
+    refused(folder, "model.norm.bias", "belongs to nothing")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
