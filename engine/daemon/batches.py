@@ -34,6 +34,8 @@ _OUTCOMES: dict[str, tuple[str, str]] = {
     "expired": ("batch_expired", "the batch's completion window was over before this request was answered"),
     "failed": ("batch_failed", "the engine failed before this request was answered"),
 }
+UNANSWERED_CODES = tuple(code for code, _ in _OUTCOMES.values())
+"""Codes of lines that the end of their batch left unanswered."""
 
 
 def _error(code: str, message: str | None) -> dict[str, Any]:

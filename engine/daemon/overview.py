@@ -6,12 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from ..job import JobState
 from ..metrics.observer import Figures
 
 SAMPLE_SECONDS, RECENT_SECONDS, HOUR_SECONDS = 5.0, 10.0, 3600.0
+HISTORY_POINTS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class Sample:
     at: float
     tokens: Mapping[str, float]
     links: Mapping[str, tuple[float, float, float]]
+    restarts: float = 0.0
 
 
 def take_sample(figures: Figures, at: float) -> Sample:
@@ -30,8 +33,9 @@ def take_sample(figures: Figures, at: float) -> Sample:
         links.setdefault(link, [0.0, 0.0, 0.0])[exposure == "exposed"] += seconds
     for (*_, link), size in figures.get("collective_bytes_total", {}).items():
         links.setdefault(link, [0.0, 0.0, 0.0])[2] += size
+    restarts = sum(figures.get("engine_restarts_total", {}).values())
     tokens = {replica: count for (replica,), count in figures.get("generation_tokens_total", {}).items()}
-    return Sample(at, tokens, {link: (a, b, c) for link, (a, b, c) in links.items()})
+    return Sample(at, tokens, {link: (a, b, c) for link, (a, b, c) in links.items()}, restarts)
 
 
 def engine_view(
@@ -54,6 +58,7 @@ def engine_view(
                 "phase": state.phase,
                 "reason": state.reason,
                 "restarts": state.restarts,
+                "standby": state.standby or "none",
                 "tokens_per_second": per_second(newest.tokens.get(of, 0.0) - recent.tokens.get(of, 0.0)),
                 "running": int(one("num_requests_running", of)),
                 "waiting": int(one("num_requests_waiting", of)),
@@ -108,6 +113,19 @@ def _hidden(link: str, newest: Sample, before: Sample) -> float | None:
     return hidden / (hidden + exposed) if hidden + exposed > 0 else None
 
 
+def history(samples: Sequence[Sample], now: float) -> list[dict[str, Any]]:
+    """At most HISTORY_POINTS intervals of an hour's samples: their end in seconds ago, tokens per second, and whether a
+    launch failed within them."""
+    step = max(1, -(-len(samples) // HISTORY_POINTS))
+    points = []
+    for before, after in pairwise(samples[::step]):
+        grown = max(0.0, sum(after.tokens.values()) - sum(before.tokens.values()))
+        rate = grown / (after.at - before.at) if after.at > before.at else 0.0
+        restarted = after.restarts > before.restarts
+        points.append({"ago": now - after.at, "tokens_per_second": rate, "restarted": restarted})
+    return points
+
+
 class Samples:
     """An hour of samples, one every SAMPLE_SECONDS."""
 
@@ -121,6 +139,9 @@ class Samples:
         self.looked = at
         if not self._kept or at - self._kept[-1].at >= SAMPLE_SECONDS:
             self._kept.append(take_sample(figures(), at))
+
+    def history(self, at: float) -> list[dict[str, Any]]:
+        return history(list(self._kept), at)
 
     def before(self, at: float) -> tuple[Sample, Sample]:
         """Returns the newest sample that is at least RECENT_SECONDS old (else the oldest), and the oldest."""

@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...openai.errors import ApiError
+from ..batches import UNANSWERED_CODES
 from ..overview import engine_view, take_sample
 from ..store import records
 from ..store.rows import BatchRow
@@ -37,7 +38,7 @@ class Overview:
         self._services, self._version = services, version
         self._view: dict[str, Any] = {}
         self._made = float("-inf")
-        self._causes: dict[str, tuple[int, float, dict[str, int]]] = {}
+        self._causes: dict[str, tuple[int, float, dict[str, int], int]] = {}
         self.viewers: Counter[str] = Counter()
 
     def enter(self, owner: str, most: int) -> Callable[[], None]:
@@ -72,6 +73,8 @@ class Overview:
             "now": time.time(),
             "status": ready["status"],
             "reason": ready["reason"],
+            "batches_paused": services.batches.gate.why,
+            "history": services.samples.history(now),
             **engine_view(figures, services.dispatcher.states, newest, *before, time.time()),
         }
 
@@ -79,20 +82,28 @@ class Overview:
         rows = await self._services.read(lambda db: records.list_batches(db, owner, _BATCHES, None))
         found = []
         for row in (rows or [])[:_BATCHES]:
-            counts = {name: getattr(row, name) for name in ("id", "status", "total", "completed", "failed")}
-            found.append(counts | {"errors": await self._errors(row, now), "failure": _failure(row)})
+            names = ("id", "status", "total", "completed", "failed", "created_at")
+            counts = {name: getattr(row, name) for name in names}
+            errors, unanswered = await self._errors(row, now)
+            name = (row.metadata or {}).get("name", "")
+            counts |= {"name": name, "owner": row.owner or None, "unanswered": unanswered}
+            found.append(counts | {"errors": errors, "failure": _failure(row)})
         return found
 
-    async def _errors(self, batch: BatchRow, now: float) -> dict[str, int]:
+    async def _errors(self, batch: BatchRow, now: float) -> tuple[dict[str, int], int]:
+        """The first error lines by code, and the number of lines that the batch's end left unanswered."""
         if not batch.failed:
-            return {}
-        failed, at, causes = self._causes.get(batch.id, (0, float("-inf"), {}))
+            return {}, 0
+        failed, at, causes, unanswered = self._causes.get(batch.id, (0, float("-inf"), {}, 0))
         if batch.failed != failed and now - at >= _CAUSES_SECONDS:
             causes = await self._services.read(partial(records.error_codes, batch_id=batch.id, limit=_FAILED_LINES))
+            unanswered = await self._services.read(
+                partial(records.count_codes, batch_id=batch.id, codes=UNANSWERED_CODES)
+            )
             while len(self._causes) >= 64 * _BATCHES:
                 self._causes.pop(next(iter(self._causes)))
-            self._causes[batch.id] = batch.failed, now, causes
-        return causes
+            self._causes[batch.id] = batch.failed, now, causes, unanswered
+        return causes, unanswered
 
 
 class _Watched(StreamingResponse):

@@ -364,6 +364,15 @@ def error_codes(db: sqlite3.Connection, batch_id: str, limit: int) -> dict[str, 
     return dict(sorted(codes.items(), key=lambda pair: (-pair[1], str(pair[0]))))
 
 
+def count_codes(db: sqlite3.Connection, batch_id: str, codes: Sequence[str]) -> int:
+    """The number of a batch's error lines with one of these codes."""
+    query = (
+        f"SELECT count(*) FROM results WHERE batch_id = ? AND ok = 0 AND CASE WHEN json_valid(line) THEN "
+        f"json_extract(line, '$.error.code') END IN ({', '.join('?' * len(codes))})"
+    )
+    return int(db.execute(query, (batch_id, *codes)).fetchone()[0])
+
+
 def _code_of(line: dict[str, Any]) -> Any:
     error = line.get("error") or ((line.get("response") or {}).get("body") or {}).get("error") or {}
     return error.get("code")

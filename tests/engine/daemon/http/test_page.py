@@ -21,7 +21,16 @@ import pytest
 from daemon_tools import NAME, deployment, line, served, submit, wait_batch
 from laddertron.engine.daemon.http.keys import add_key, revoke_key
 from laddertron.engine.daemon.http.page import MAX_OF_KEY, MAX_VIEWERS, Overview, page_of_daemon
-from laddertron.engine.daemon.overview import RECENT_SECONDS, SAMPLE_SECONDS, Sample, Samples, engine_view, take_sample
+from laddertron.engine.daemon.overview import (
+    HISTORY_POINTS,
+    RECENT_SECONDS,
+    SAMPLE_SECONDS,
+    Sample,
+    Samples,
+    engine_view,
+    history,
+    take_sample,
+)
 from laddertron.engine.daemon.store.records import error_codes
 from laddertron.engine.daemon.store.schema import Rows, migrate
 from laddertron.engine.job import JobState
@@ -112,8 +121,37 @@ def test_what_it_shows_and_to_whom(folder: Path, tmp_path: Path) -> None:
         view = json.loads(body)
         assert (status, view["model"], view["status"]) == (200, NAME, "ready")
         counts = {"total": 2, "completed": 1, "failed": 1, "errors": {"model_not_found": 1}}
-        assert view["batches"] == [{"id": done.id, "status": "completed", **counts, "failure": None}]
+        [batch] = view["batches"]
+        shown = {"id": done.id, "status": "completed", **counts, "failure": None, "unanswered": 0}
+        assert batch | shown == batch
         assert json.loads(get(daemon, "/v1/overview", bob)[1])["batches"] == []
+
+
+def test_lines_that_a_cancelled_batch_left_unanswered_are_not_shown_as_done(folder: Path, tmp_path: Path) -> None:
+    """And its name, its age, and why batches pause."""
+    with served(deployment(tmp_path), folder) as daemon:
+        client = daemon.client()
+        daemon.on_loop(daemon.jobs[0].hold)
+        lines = line("bad", model="other") + b"".join(line(f"r{n}") for n in range(30))
+        batch = submit(client, lines, metadata={"name": "night"})
+        until(lambda: daemon.jobs[0].submitted)
+        client.batches.cancel(batch.id)
+        daemon.on_loop(daemon.jobs[0].release)
+        wait_batch(client, batch.id)
+        view = json.loads(get(daemon, "/v1/overview")[1])
+        [shown] = view["batches"]
+        assert (shown["name"], shown["status"], view["batches_paused"]) == ("night", "cancelled", "")
+        assert shown["completed"] + shown["failed"] == shown["total"] == 31
+        assert shown["unanswered"] == 31 - shown["completed"] - shown["errors"].get("model_not_found", 0) > 0
+        assert shown["created_at"] <= view["now"]
+
+
+def test_the_hours_curve_has_its_restarts() -> None:
+    samples = [Sample(5.0 * n, {"0": 10.0 * n}, {}, float(n > 700)) for n in range(720)]
+    points = history(samples, samples[-1].at)
+    assert len(points) <= HISTORY_POINTS
+    assert {point["tokens_per_second"] for point in points} == {2.0}
+    assert [point["ago"] for point in points if point["restarted"]] == [samples[-1].at - 5.0 * 702]
 
 
 def test_why_a_batch_failed_is_shown(folder: Path, tmp_path: Path) -> None:
