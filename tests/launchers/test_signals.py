@@ -76,7 +76,7 @@ def test_a_rank_ends_only_by_its_parents_signal() -> None:
 @pytest.mark.parametrize("ignored", [True, False])
 def test_a_daemon_under_nohup_reloads_by_command_alone(tmp_path: Path, ignored: bool) -> None:
     """SIGHUP of a terminal that closes asks for nothing, though another daemon reloads by it."""
-    night = Night(tmp_path, real=False)
+    night = Night(tmp_path, real=True, sets=("parallel.emulated_delay=0s",))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         with served(night):
