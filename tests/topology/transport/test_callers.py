@@ -44,7 +44,8 @@ def test_four_hundred_strangers_keep_no_rank_out(monkeypatch: pytest.MonkeyPatch
         threads = [threading.Thread(target=lambda key=key: made.append(call(place, key))) for key in (b"x" * 32, KEY)]
         for thread in threads:
             thread.start()
-        lines, deadline = [], time.monotonic() + HANG_S
+        lines: list[tuple[tuple[int, int], socket.socket]] = []
+        deadline = time.monotonic() + HANG_S
         while not lines and time.monotonic() < deadline:
             lines += list(callers.accept({LINE}, 1.0))
         for thread in threads:
