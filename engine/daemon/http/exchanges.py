@@ -17,6 +17,7 @@ class Endable(Protocol):
     """A request in flight. `waiting`: for the rest of its body."""
 
     key: Key | None
+    secret: str
 
     @property
     def waiting(self) -> bool: ...

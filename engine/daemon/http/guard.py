@@ -27,7 +27,7 @@ from .bodies import SMALL_BYTES, Unread, UnreadAnswers
 from .connections import MAX_HEADER_BYTES
 from .errors import failed, response_of, stopping
 from .exchanges import Exchanges, Place
-from .keys import Key, KeyRing
+from .keys import MAX_KEY, Key, KeyRing, digest_of
 from .logs import Sparse
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Guard:
             if self._usage is not None and scope["method"] == "POST":
                 self._usage.enter(asker, scope["path"] in (CHAT, COMPLETIONS))
                 owner = asker
-            exchange.key = key
+            exchange.key, exchange.secret = key, scope["state"].get("secret", "")
             if scope["path"] not in OPEN:
                 address = (scope.get("client") or ("",))[0]
                 self._exchanges.enter(exchange, Place(asker or address, address))
@@ -109,7 +109,7 @@ class Guard:
 
     def end_revoked(self, keys: KeyRing) -> None:
         """Ends the requests in flight whose key, or secret, no longer works."""
-        revoked = [one for one in self._exchanges if one.key is not None and not keys.works(one.key)]
+        revoked = [one for one in self._exchanges if one.key is not None and not keys.works(one.key, one.secret)]
         message = "this API key was revoked or replaced while the request ran"
         self._exchanges.end(revoked, ApiError(message, "invalid_api_key", status=401, close=True))
 
@@ -147,7 +147,7 @@ class Guard:
         holder = keys.holder(key.strip()) if scheme.lower() == "bearer" else None
         if holder is None and path not in OPEN:
             raise ApiError("a valid API key is required: Authorization: Bearer KEY", "invalid_api_key", status=401)
-        state["key"], state["known"] = holder, holder is not None
+        state["key"], state["known"], state["secret"] = holder, holder is not None, digest_of(key.strip()[:MAX_KEY])
         if holder is not None and path not in (*OPEN, _USAGE) and (holder.kind == "metrics") != (path in _METRICS):
             takes = "a key of the kind metrics" if path in _METRICS else "a client's key"
             message = f"{path[:80]} requires {takes}, this key is of the kind {holder.kind}: laddertron keys add --kind"
@@ -205,6 +205,7 @@ class _Exchange:
         self._whole, self._ended = bodiless, False
         self._refusal = b""
         self.key: Key | None = None
+        self.secret = ""
         self._task = asyncio.current_task()
         self._ending: ApiError | None = None
         self._events = self._divided = False

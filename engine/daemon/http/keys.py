@@ -140,26 +140,23 @@ class KeyRing:
         self._stamp = self._look()
 
     def holder(self, key: str) -> Key | None:
-        """The key's entry; its `digest` is that of the secret that was given."""
         wanted, found = digest_of(key[:MAX_KEY]), None
         now = self._wall()
         for known in self._keys if self._readable else ():  # all of them, whichever matches
             old = hmac.compare_digest(known.old_digest or "", wanted) and now < known.old_until
-            if hmac.compare_digest(known.digest, wanted):
+            if hmac.compare_digest(known.digest, wanted) or old:
                 found = known
-            elif old:
-                found = replace(known, digest=wanted)
         return found if len(key) <= MAX_KEY else None
 
     def valid_ids(self) -> frozenset[str]:
         return frozenset(key.id for key in self._keys)
 
-    def works(self, key: Key) -> bool:
-        """Whether the secret of a key from `holder` is still valid. While the file is unreadable: as it was before."""
+    def works(self, key: Key, secret: str) -> bool:
+        """Whether a key from `holder` is still valid, and its secret with this digest. While the file is unreadable: as
+        it was before."""
         now = self._wall()
         return any(
-            known.id == key.id
-            and (known.digest == key.digest or (known.old_digest == key.digest and now < known.old_until))
+            known.id == key.id and (known.digest == secret or (known.old_digest == secret and now < known.old_until))
             for known in self._keys
         )
 

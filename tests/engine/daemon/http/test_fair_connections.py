@@ -244,7 +244,7 @@ def test_the_batches_of_a_revoked_key_are_cancelled(folder: Path, tmp_path: Path
 
 class One:
     def __init__(self, waiting: bool = False) -> None:
-        self.waiting, self.error, self.key = waiting, "", None
+        self.waiting, self.error, self.key, self.secret = waiting, "", None, ""
 
     key: Key | None
 

@@ -189,7 +189,7 @@ def test_an_end_for_the_disks_sake_answers_every_open_request(
     is removed: the stream ends with `engine_lost`, the others are 503 with the API's error; the exit code is 1 and the
     log has no traceback."""
     monkeypatch.setattr(server, "_GRACEFUL_SECONDS", 0.2)
-    head = b"POST /v1/files HTTP/1.1\r\nhost: a\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=b\r\n"
     with served(deployment(tmp_path), folder, lambda: [MortalJob(LIMITS)]) as daemon, ThreadPoolExecutor(2) as pool:
         job = daemon.jobs[0]
         job.pause_at = 5

@@ -18,7 +18,7 @@ from laddertron.engine.daemon.http import reservations
 from laddertron.engine.daemon.http.keys import add_key, limit_key
 from laddertron.engine.daemon.http.reservations import Reservations
 from laddertron.engine.daemon.key_limits import KeyLimits
-from laddertron.engine.daemon.store import store as store_module
+from laddertron.engine.daemon.store.disk import NewFile
 from laddertron.engine.daemon.store.open import open_store
 from laddertron.engine.daemon.store.store import StoreOptions
 from laddertron.engine.daemon.usage import Usage
@@ -265,7 +265,7 @@ def test_many_that_begin_at_once_are_counted_before_the_first_read() -> None:
 def test_an_upload_that_is_cancelled_while_its_file_is_made_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun_, go, made = threading.Event(), threading.Event(), store_module.NewFile
+    begun_, go, made = threading.Event(), threading.Event(), NewFile
 
     def slow(*arguments: Any) -> Any:
         begun_.set()
@@ -274,7 +274,7 @@ def test_an_upload_that_is_cancelled_while_its_file_is_made_leaves_none(
 
     async def play() -> None:
         store = await open_store(tmp_path / "data", StoreOptions())
-        monkeypatch.setattr(store_module, "NewFile", slow)
+        monkeypatch.setattr("laddertron.engine.daemon.store.store.NewFile", slow)
 
         async def one() -> None:
             async with store.new_file("file-a"):
