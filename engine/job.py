@@ -1,9 +1,10 @@
-"""The protocol between the owner of requests (daemon, `run`) and an engine job: launchers/job/supervisor.py with
+"""The protocol between the owner of requests (daemon, `run`) and an engine job: launchers/job/replica.py with
 mpirun, launchers/rank/outer_job.py inside an outer mpirun. Every method and callback runs on one event loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
@@ -69,14 +70,18 @@ class JobListener(Protocol):
     """Callbacks of a job's owner."""
 
     def on_tokens(self, events: list[TokensEvent]) -> None:
-        """Called with tokens on which all ranks agreed, in order within a choice. After a relaunch none are repeated:
-        unfinished requests are reported through `on_lost`."""
+        """Called with tokens on which all ranks agreed, in order within a choice, each once."""
 
-    def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:
-        """Requests, by id with their epochs, that were in flight in a job that died. The owner submits them again (with
-        the next epoch and their emitted tokens) or gives them up. The first `suspects` of them were in the step and may
-        have caused the death; 0 if its cause is known to be another. Called when the job's processes have exited: no
-        further tokens follow."""
+    def on_running(self, started: Sequence[str], parked: Sequence[str]) -> None:
+        """Called before a step with the ids of requests that enter it for the first time, and of those preempted."""
+
+    def on_lost(self, launch: int, reason: str, by_request: bool) -> None:
+        """Called once when all processes of a launch have exited: no further tokens follow, and requests in flight in
+        it are lost. The owner submits them again (under another id, with their emitted tokens) or gives them up.
+        `by_request`: a request that was in the step may be the cause."""
+
+    async def idle(self, launch: int) -> None:
+        """Waits until no request is in flight in a launch."""
 
     def on_state(self, state: JobState) -> None: ...
 
@@ -92,12 +97,15 @@ class EngineJob(Protocol):
     @property
     def state(self) -> JobState: ...
 
+    @property
+    def launch(self) -> int:
+        """Number of the launch to which `submit` sends requests."""
+
     async def start(self, listener: JobListener) -> None:
         """Launches and returns at once; progress comes through `on_state`."""
 
     def submit(self, request: Request) -> None:
-        """Queues a request; one of an id that was cancelled needs a later epoch. Raises RuntimeError unless the phase
-        is `ready`."""
+        """Queues a request, whose id no earlier one had. Raises RuntimeError unless the phase is `ready`."""
 
     def cancel(self, request_id: str) -> None:
         """Ends all choices of a request with finish "cancelled"; ignores unknown ids (it may just have ended)."""

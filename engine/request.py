@@ -129,8 +129,7 @@ class Request:
     """One prompt and where to resume. `request_id` is unique in the engine's life. Owners take turns, and so do an
     owner's `queue`s (a batch id; "" for interactive requests); `order`: the client's priority within its queue,
     smaller first. `salt` starts with the owner and separates tenants in the prefix cache; `deadline`: unix seconds
-    or None; `epoch`: the attempt that a result must carry. `emitted`: what earlier attempts put out of each choice,
-    None for one that has ended."""
+    or None. `emitted`: what earlier attempts put out of each choice, None for one that has ended."""
 
     request_id: Name
     prompt: TokenIds
@@ -139,7 +138,6 @@ class Request:
     queue: Name = ""
     salt: Name = ""
     deadline: float | None = None
-    epoch: Count = 0
     order: Annotated[int, Lt(2**63)] = 0
     emitted: Annotated[tuple[TokenIds | None, ...], MaxLen(MAX_CHOICES)] = ()
 
@@ -165,8 +163,8 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """Released tokens of one choice. `start` counts the choice's output tokens before these, so that a repeated event
-    can be recognised. The event with `finish` set is the choice's last; it may carry no token. `finish="error"`,
+    """Released tokens of one choice. `start` counts the choice's output tokens before these, so that a lost or repeated
+    event is detected. The event with `finish` set is the choice's last; it may carry no token. `finish="error"`,
     `"numerical_error"` and `"constraint_error"` carry `message`."""
 
     request_id: Name
@@ -182,7 +180,6 @@ class TokensEvent:
     """The id from `stop_token_ids` that ended it (not part of `tokens`)."""
     message: str | None = None
     cached_tokens: Count = 0
-    epoch: Count = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,10 @@ from ..engine.text.tokenizer import TextError, TextModel
 from ..models.weights.checkpoint import CheckpointError
 from .control.first_process import twice_within_s
 from .job.bundle import FailureBundles
-from .job.fleet import replicas_of
+from .job.detect import JobFailure
+from .job.fleet import replica_specs
 from .job.reload import SERVING, Reloader, Serving
-from .job.rolling_job import RollingJob
-from .job.supervisor import JobFailure, MpiJob
+from .job.replica import Replica, ReplicaSpec
 
 log = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ def serve(
         watcher = observer or _observer(deployment)
         in_use = dict[str, int]()
 
-        def make(changed: Deployment, hold: bool) -> list[MpiJob]:
-            return replicas_of(changed, _teller(watcher, changed), hold=hold, in_use=in_use)
+        def specs(changed: Deployment) -> list[ReplicaSpec]:
+            return replica_specs(changed, _teller(watcher, changed), in_use=in_use)
 
-        jobs = [RollingJob(job) for job in make(deployment, False)]
+        jobs = [Replica(spec) for spec in specs(deployment)]
     except (OSError, ValueError, KeyFileError) as error:
         raise ServeError(str(error)) from error
     with contextlib.ExitStack() as sockets:
@@ -94,7 +94,7 @@ def serve(
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
         store = StoreOptions(adopt=adopt, skip_damaged=skip_damaged, watch=watch)
         try:
-            reloader = Reloader(loaded, read_again or (lambda: loaded), make, jobs, watcher.reloaded)
+            reloader = Reloader(loaded, read_again or (lambda: loaded), specs, jobs, watcher.reloaded)
             parts = Parts(jobs, text, text_folder, __version__, watcher, store, keys, reloader.model)
             return asyncio.run(_run(deployment, parts, reloader, listener, scraped, serving))
         except (DiskError, TextError, OSError, CheckpointError) as error:

@@ -79,7 +79,7 @@ class BatchFeed(LineFlights):
     @property
     def lost_some(self) -> bool:
         """True if lines of this batch were in flight when ranks were lost, and are still unanswered."""
-        return any(flight.epoch > 0 for flight in self._flights)
+        return any(flight.attempt > 0 for flight in self._flights)
 
     @property
     def _model(self) -> str:

@@ -1,5 +1,5 @@
 """Distributes requests over the replicas: interactive ones first, each to the least loaded replica. Requests of a
-failed replica are submitted again with the next epoch and resume after the last reported token.
+failed launch are submitted again and resume after the last reported token. Nothing else knows which are in flight.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import itertools
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from ..job import EngineJob, JobState, RankHeartbeat
 from ..openai.errors import ApiError, unmade
@@ -20,24 +21,42 @@ log = logging.getLogger(__name__)
 _WINDOW = 4  # batch choices in a replica, in times of its max_num_seqs
 
 
+@dataclass(eq=False, slots=True)
+class _Submission:
+    """A request in an engine, until all its choices have ended there. `flight`: None once the flight has left;
+    `prompt`: which of the flight's requests it is; `entered`: sequence number of its entry into a step, 0 while it is
+    queued there."""
+
+    flight: Flight | None
+    prompt: int
+    launch: int
+    open_choices: set[int]
+    entered: int = 0
+
+
 class _Replica:
     """Listens to one job; has its flights."""
 
     def __init__(self, dispatcher: Dispatcher, index: int, job: EngineJob) -> None:
         self._dispatcher, self.index, self.job = dispatcher, index, job
-        self.flights: dict[str, Flight] = {}  # by request id: a body of several prompts has several entries
+        self.flights: dict[Flight, None] = {}
         self.load = 0
         self.alone: Flight | None = None
+        self._submissions: dict[str, _Submission] = {}  # by request id
+        self._entries = 0
+        self._left = asyncio.Event()
 
     def on_tokens(self, events: list[TokensEvent]) -> None:
+        # NOTE: the one filter of late tokens; each submission has an id of its own
+        taken = [(event, sent) for event in events if (sent := self._submissions.get(event.request_id)) is not None]
         counted = 0
-        for event in events:
-            flight = self.flights.get(event.request_id)
-            if flight is None or event.epoch != flight.epoch:
+        for event, submission in taken:
+            self._end_choice(event, submission)
+            if (flight := submission.flight) is None:
                 continue
             before, delta = flight.answer.completion_tokens, None
             try:
-                if (delta := flight.answer.take(event)) is not None:
+                if (delta := flight.answer.take(event, submission.prompt)) is not None:
                     flight.owner.progressed(flight, delta)
             except Exception as error:  # else the request would wait for ever
                 log.exception("a response could not be built")
@@ -50,11 +69,41 @@ class _Replica:
                 flight.owner.finished(flight)
             elif self.alone is flight and not flight.isolated:
                 self._dispatcher.passed(self, flight)
-        self._dispatcher.observer.tokens(self.index, events, counted)
+        self._dispatcher.observer.tokens(self.index, [event for event, _ in taken], counted)
         self._dispatcher.pump()
 
-    def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:
-        self._dispatcher.lost(self, lost, reason, suspects)
+    def _end_choice(self, event: TokensEvent, submission: _Submission) -> None:
+        if event.finish is not None:
+            submission.open_choices.discard(event.choice)
+            if not submission.open_choices:
+                self._submissions.pop(event.request_id, None)
+                self._left.set()
+
+    def on_running(self, started: Sequence[str], parked: Sequence[str]) -> None:
+        for request_id in parked:
+            if (submission := self._submissions.get(request_id)) is not None:
+                submission.entered = 0
+        for request_id in started:
+            if (submission := self._submissions.get(request_id)) is not None:
+                self._entries += 1
+                submission.entered = self._entries
+
+    def on_lost(self, launch: int, reason: str, by_request: bool) -> None:
+        lost = {name: sent for name, sent in self._submissions.items() if sent.launch == launch}
+        for name in lost:
+            del self._submissions[name]
+        self._left.set()
+        latest_first = sorted(lost.values(), key=lambda submission: -submission.entered)
+        # None: a flight that has left, whose requests had not ended
+        in_step = [submission.flight for submission in latest_first if submission.entered and by_request]
+        aboard = [submission.flight for submission in latest_first if submission.flight is not None]
+        if aboard:
+            self._dispatcher.lost(self, list(dict.fromkeys(aboard)), reason, list(dict.fromkeys(in_step)))
+
+    async def idle(self, launch: int) -> None:
+        while any(submission.launch == launch for submission in self._submissions.values()):
+            self._left.clear()
+            await self._left.wait()
 
     def on_state(self, state: JobState) -> None:
         self._dispatcher.moved(self, state)
@@ -66,14 +115,17 @@ class _Replica:
         model = self.job.state.model
         if flight.answer.place and model != flight.model:  # a reload replaced the model of an interrupted request
             if not flight.batch:
+                self.alone = None if self.alone is flight else self.alone
                 self._dispatcher.give_up(flight, "its model was replaced by a reload after a failure")
                 return
             flight.restart()
         flight.replica, flight.model = self.index, model
         self.load += flight.choices
-        for request in flight.requests:
+        self.flights[flight] = None
+        for prompt, request in enumerate(flight.requests):
             if request.open_choices:
-                self.flights[request.request_id] = flight
+                sent = _Submission(flight, prompt, self.job.launch, set(request.open_choices))
+                self._submissions[request.request_id] = sent
                 self.job.submit(request)
 
     def leave(self, flight: Flight, cancel: bool) -> None:
@@ -82,9 +134,12 @@ class _Replica:
             return
         flight.replica = None
         self.load -= flight.choices
+        del self.flights[flight]
         for request in flight.requests:
-            if self.flights.pop(request.request_id, None) is not None and cancel:
-                self.job.cancel(request.request_id)
+            if (submission := self._submissions.get(request.request_id)) is not None:
+                submission.flight = None
+                if cancel:
+                    self.job.cancel(request.request_id)
         if self.alone is flight:
             self.alone = None
 
@@ -174,8 +229,7 @@ class Dispatcher:
     @property
     def in_flight(self) -> int:
         """Number of bodies in the engines and queued for them."""
-        aboard = {id(flight) for replica in self._replicas for flight in replica.flights.values()}
-        return len(aboard) + self.waiting
+        return sum(len(replica.flights) for replica in self._replicas) + self.waiting
 
     @property
     def load(self) -> int:
@@ -195,7 +249,7 @@ class Dispatcher:
         """Ends every interactive request, queued or in an engine; batch lines are unaffected."""
         self.over = reason
         for replica in self._replicas:
-            for flight in dict.fromkeys(flight for flight in replica.flights.values() if not flight.batch):
+            for flight in [flight for flight in replica.flights if not flight.batch]:
                 replica.leave(flight, cancel=True)
                 self._fail(flight, "engine_lost", reason, 503)
         self._end_interactive(reason)
@@ -311,15 +365,15 @@ class Dispatcher:
             flight.again()
             self._queue_of(flight).appendleft(flight)
 
-    def lost(self, replica: _Replica, lost: dict[str, int], reason: str, suspects: int) -> None:
-        """Queues the lost flights again, and quarantines those that killed their rank."""
+    def lost(
+        self, replica: _Replica, flights: Sequence[Flight], reason: str, suspects: Sequence[Flight | None]
+    ) -> None:
+        """Queues the lost flights again, and quarantines those that killed their rank. `suspects`: those in the step,
+        None for a flight that had left."""
         if not self._relaunches:
             return
-        # by id and epoch: flights also has requests that were cancelled and resumed in a newer launch
-        known = {(name, flight.epoch): flight for name, flight in replica.flights.items()}
-        flights = [known.get(one) for one in lost.items()]  # None: discarded meanwhile
-        aboard, there = dict.fromkeys(filter(None, flights)), set(flights[:suspects])
-        in_step = [flight for flight in aboard if flight in there]
+        aboard = dict.fromkeys(flights)
+        in_step = [flight for flight in suspects if flight is not None]
         log.warning(
             "%d requests were lost, %d of them possibly the cause: %s",
             len(aboard),
@@ -331,7 +385,7 @@ class Dispatcher:
             replica.leave(flight, cancel=False)
             flight.again()
         for flight in in_step:
-            flight.died(alone=len(there) == 1)
+            flight.died(alone=len(suspects) == 1)
             if not flight.suspicion.guilty:
                 flight.owner.died(flight)
                 continue
@@ -362,7 +416,7 @@ class Dispatcher:
         for waiting in self._waiting:
             for flight in [f for f in waiting if not f.batch]:
                 waiting.remove(flight)
-                self._fail(flight, "engine_lost" if flight.epoch else "engine_failed", reason, 503)
+                self._fail(flight, "engine_lost" if flight.attempt else "engine_failed", reason, 503)
 
     def give_up(self, flight: Flight, reason: str) -> None:
         self._fail(flight, "engine_lost", reason, 503)

@@ -83,6 +83,7 @@ class Flight:
     model: str = ""
     """The digest of the model that computed the answer's tokens."""
     submitted: float = field(default_factory=time.monotonic)
+    attempt: int = 0
 
     @property
     def choices(self) -> int:
@@ -98,10 +99,6 @@ class Flight:
         return self.requests[0].priority == BATCH
 
     @property
-    def epoch(self) -> int:
-        return self.requests[0].epoch
-
-    @property
     def isolated(self) -> bool:
         return self.suspicion.isolated(self.answer.place, NEAR * self.choices)
 
@@ -110,10 +107,14 @@ class Flight:
         self.suspicion.died(self.answer.place, NEAR * self.choices, alone)
 
     def again(self) -> None:
-        """Prepares the next epoch: resumes after the answer's last token; events of the last epoch are ignored."""
-        self.replica = None
+        """Prepares the next attempt: it resumes after the answer's last token, under ids of its own."""
+        before, self.attempt, self.replica = f"#{self.attempt}" if self.attempt else "", self.attempt + 1, None
         self.requests = tuple(
-            dataclasses.replace(request, epoch=request.epoch + 1, emitted=self.answer.emitted(prompt))
+            dataclasses.replace(
+                request,
+                request_id=f"{request.request_id.removesuffix(before)}#{self.attempt}",
+                emitted=self.answer.emitted(prompt),
+            )
             for prompt, request in enumerate(self.requests)
         )
 

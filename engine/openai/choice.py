@@ -59,11 +59,11 @@ class Choice:
 
     def take(self, event: TokensEvent, index: int) -> ApiError | Delta:
         """Applies one event to this open choice, the answer's `index`-th; returns what it adds, or the error that ends
-        it. Tokens reported before are ignored."""
-        if event.start > self.seen:
-            return ApiError(f"tokens {self.seen} to {event.start} were never reported", "engine_error", status=500)
-        new = event.tokens[self.seen - event.start :]
-        logprobs = () if event.logprobs is None else event.logprobs[self.seen - event.start :]
+        it."""
+        if event.start != self.seen:
+            message = f"the engine reported {self.seen} tokens, the next ones begin at {event.start}"
+            return ApiError(message, "engine_error", status=500)
+        new, logprobs = event.tokens, event.logprobs or ()
         self.seen += len(new)
         text = self.out.push(new)
         taken = self.out.n_tokens - self.tokens

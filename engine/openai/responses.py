@@ -45,7 +45,6 @@ class Answer:
         """Whether a chat's text is split into reasoning, content and calls."""
         self._role = "assistant" if body.add_generation_prompt else last["role"]
         self._continued = last["content"] if body.echo and last["role"] == self._role else ""
-        self._prompt_of = {request.request_id: i for i, request in enumerate(requests)}
         self._begin()
 
     def _begin(self) -> None:
@@ -104,10 +103,9 @@ class Answer:
     def prompt_tokens(self) -> int:
         return sum(len(request.prompt) for request in self.requests)
 
-    def take(self, event: TokensEvent) -> Delta | None:
-        """Applies one event; returns what it adds to its choice. Ignores events of finished choices (None) and tokens
-        that were reported before."""
-        prompt = self._prompt_of[event.request_id]
+    def take(self, event: TokensEvent, prompt: int = 0) -> Delta | None:
+        """Applies one event of the answer's `prompt`-th request; returns what it adds to its choice. Ignores events of
+        finished choices (None): the engine may compute on until it is told of a stop string."""
         index = prompt * self.body.params.n + event.choice
         choice = self._choices[index]
         if event.prompt_logprobs is not None:

@@ -317,7 +317,6 @@ class OpenRequests:
                 stop_token,
                 message,
                 sequence.group.cached_tokens,
-                request.epoch,
             )
         )
 

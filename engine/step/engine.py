@@ -181,7 +181,7 @@ class Engine:
             self.scheduler.add(request, time.time())
         except ValueError as fault:
             self._refused.extend(
-                TokensEvent(request.request_id, choice, 0, (), "error", message=str(fault), epoch=request.epoch)
+                TokensEvent(request.request_id, choice, 0, (), "error", message=str(fault))
                 for choice in range(request.params.n)
             )
 

@@ -358,8 +358,6 @@ def _event(event: TokensEvent) -> dict[str, Any]:
         "start": event.start,
         "tokens": event.tokens,
     }
-    if event.epoch:
-        data["epoch"] = event.epoch
     if event.finish is not None:
         data["finish"] = event.finish
     if event.stop_token is not None:

@@ -18,9 +18,11 @@ from ..compose.hosts import Host, LaunchError, read_hosts
 from ..compose.mpi import CONTROL, LaunchCommand, Site, compose, worker_program
 from ..compose.network import choose_network
 from ..compose.routes import find_route
+from .detect import JobFailure
 from .device_memory import device_memory
+from .options import JobOptions, JobTimeouts
 from .rank_logs import RankWords
-from .supervisor import JobFailure, JobHooks, JobOptions, JobTimeouts, MpiJob
+from .replica import JobHooks, ReplicaSpec
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ class Fleet:
         return all(map(self.names.is_here, (*names, *self._spares)))
 
     def command(self, replica: int, excluded: frozenset[str] = frozenset()) -> LaunchCommand:
-        """The launch command of one replica without the excluded hosts, for MpiJob. Raises LaunchError if too few are
+        """The launch command of one replica without the excluded hosts. Raises LaunchError if too few are
         left."""
         share = self.shares[replica]
         self._places = spare_places(share.hosts, sorted(excluded), self._spares, self._places, self.names)
@@ -132,7 +134,7 @@ class Fleet:
         return _address_towards((*hosts, *self._spares)[0])
 
     def options(self, replica: int, *, restart: bool) -> JobOptions:
-        """MpiJob's options: times, sizes and addresses."""
+        """A replica's options: times, sizes and addresses."""
         daemon, parallel = self.deployment.daemon, self.deployment.parallel
         usual = JobTimeouts()
         timeouts = replace(
@@ -156,27 +158,25 @@ class Fleet:
         )
 
 
-def replicas_of(
+def replica_specs(
     deployment: Deployment,
     failed: Callable[[int, JobFailure], object],
     restart: bool = True,
-    hold: bool = False,
     in_use: dict[str, int] | None = None,
-) -> list[MpiJob]:
-    """One job per replica, not started. `restart`, `hold`: see JobOptions; in_use: DeviceMemory's. Raises ValueError,
-    OSError."""
+) -> list[ReplicaSpec]:
+    """One spec per replica. `restart`: see JobOptions; in_use: DeviceMemory's. Raises ValueError, OSError."""
     fleet = Fleet(deployment, os.environ)
     config = json.dumps(to_json(fleet.deployment))
     for reason in dict.fromkeys(share.route.reason for share in fleet.shares if share.route is not None):
         log.info("network: %s", reason, extra={"event": "network"})
 
-    def replica(index: int) -> MpiJob:
+    def spec(index: int) -> ReplicaSpec:
         memory = device_memory(deployment, fleet.local_devices(index), in_use) if restart else None
         hooks = JobHooks(lambda failure: failed(index, failure), None if memory is None else memory.free)
-        options = replace(fleet.options(index, restart=restart), hold=hold)
-        return MpiJob(lambda excluded: fleet.command(index, excluded), config, options, hooks)
+        options = fleet.options(index, restart=restart)
+        return ReplicaSpec(lambda excluded: fleet.command(index, excluded), config, options, hooks)
 
-    return [replica(index) for index in range(deployment.parallel.replicas)]
+    return [spec(index) for index in range(deployment.parallel.replicas)]
 
 
 def _address_towards(host: str) -> str:

@@ -1,5 +1,5 @@
 """One launch of a job, from mpirun's start to its last process's exit: control server, keeper, deadlines. rank_board.py
-interprets messages, supervisor.py decides whether to launch again.
+interprets messages, replica.py decides whether to launch again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Launch:
         fix: str = SAME_FILES,
     ) -> None:
         """standby: its ranks wait without weights until `load`, and are sent where the ranks of `serving` retain
-        theirs. `owner` may change later. identity, fix: see RankBoard."""
+        theirs. identity, fix: see RankBoard."""
         self.owner, self._command, self._options = owner, command, options
         self.seats = command.seats
         secret = new_secret()
@@ -122,8 +122,8 @@ class Launch:
 
     @property
     def healthy(self) -> bool:
-        """True if no rank is suspected and there is no evidence of its end."""
-        return self._board.healthy and not self._ending
+        """True if it has begun, no rank is suspected, and there is no evidence of its end."""
+        return self._keeper is not None and self._board.healthy and not self._ending
 
     def load(self) -> None:
         """Sends Load to standby ranks; ranks that have not connected yet get it when they do."""

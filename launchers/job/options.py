@@ -53,8 +53,6 @@ class JobOptions:
     """Being ready for this long counts as progress."""
     standby: bool = False
     """Whether to maintain a hot standby."""
-    hold: bool = False
-    """Whether the first launch waits without weights until `load`."""
     longest_backoff_s: float = 30.0
     hosts: HostNames | None = None
     """Binds the listed names of hosts to the machines that ranks report: one for all replicas of a deployment."""

@@ -11,8 +11,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from ...engine.identity import identity_of
 from ...engine.text.text_files import text_digest
 from ...models.weights.checkpoint import CheckpointError
 from ...topology.json_codec import build, write_file
-from .rolling_job import HeldJob, RollingJob
+from .replica import Replica, ReplicaSpec
 
 log = logging.getLogger(__name__)
 
@@ -90,26 +89,26 @@ def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
 
 
 class Reloader:
-    """`read` reads and checks the file again (ConfigError). `make` makes a deployment's jobs, held or not, one for each
-    replica (ValueError, OSError). `on_outcome` is called with every outcome."""
+    """`read` reads and checks the file again (ConfigError). `specs` makes those of a deployment's replicas (ValueError,
+    OSError). `on_outcome` is called with every outcome."""
 
     def __init__(
         self,
         loaded: LoadedDeployment,
         read: Callable[[], LoadedDeployment],
-        make: Callable[[Deployment, bool], Sequence[HeldJob]],
-        jobs: Sequence[RollingJob],
+        specs: Callable[[Deployment], Sequence[ReplicaSpec]],
+        replicas: Sequence[Replica],
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
-        self._began, self._jobs = loaded.deployment, jobs
-        self.deployments = [loaded.deployment] * len(jobs)
+        self._began, self._replicas = loaded.deployment, replicas
+        self.deployments = [loaded.deployment] * len(replicas)
         """The deployment of each replica."""
-        self._read, self._make, self._on_outcome = read, make, on_outcome
-        self._identities = [identity_of(loaded.deployment)] * len(jobs)
-        self._models = [identity.digest for identity in self._identities]
+        self._read, self._specs, self._on_outcome = read, specs, on_outcome
+        identity = identity_of(loaded.deployment)
+        self._models = [identity.digest] * len(replicas)
         self._text = text_digest(Path(loaded.deployment.text_folder))
-        for job, identity in zip(jobs, self._identities, strict=True):
-            job.identity = identity
+        for replica in replicas:
+            replica.identity = identity
         self._asked = asyncio.Event()
 
     def model(self) -> str:
@@ -153,30 +152,20 @@ class Reloader:
             if found:
                 return "refused", found
             identity = await asyncio.to_thread(identity_of, new)
-            jobs = await asyncio.to_thread(self._make, new, True)
+            specs = await asyncio.to_thread(self._specs, new)
         except ConfigError as error:
             return "refused", str(error).splitlines()
         except (ValueError, OSError, CheckpointError) as error:
             return "refused", [str(error)]
-        for index, (job, coming) in enumerate(zip(self._jobs, jobs, strict=True)):
-            coming.identity = identity
+        for index, (replica, spec) in enumerate(zip(self._replicas, specs, strict=True)):
             before, self._models[index] = self._models[index], ""
-            try:
-                reason = await job.replace(coming, partial(self._again, index))
-            except (ValueError, OSError) as error:
-                reason = str(error)
+            reason = await replica.replace(replace(spec, identity=identity))
             self._models[index] = identity.digest if reason is None else before
             if reason is not None:
                 kept = f"replica {index} keeps the old configuration"
                 return "failed", [f"{kept}{', those before it have the new one' if index else ''}: {reason}"]
-            self.deployments[index], self._identities[index] = new, identity
+            self.deployments[index] = new
         return "done", []
-
-    def _again(self, index: int) -> HeldJob:
-        """A job of the old configuration, which serves the model that it served: a changed folder is refused."""
-        job = self._make(self.deployments[index], False)[index]
-        job.identity = self._identities[index]
-        return job
 
     def _write(self, outcome: dict[str, Any]) -> None:
         path = Path(self._began.daemon.data_dir) / OUTCOME

@@ -29,7 +29,6 @@ from ..control import messages
 from ..control.control import ControlServer, new_secret
 from ..control.control_client import ControlClient
 from ..job.detect import SAME_FILES
-from ..job.in_flight import InFlight
 from .network import local_address
 from .rank import run_rank, start_bootstrap
 from .rank_status import Status
@@ -44,13 +43,14 @@ class ReplicaJob:
     """EngineJob of one replica over its first rank's connection; see engine/job.py. `send` sends messages to that rank,
     `dump` returns its part of `bundle`."""
 
+    launch = 1
+
     def __init__(
         self, send: Callable[[messages.ServerMessage], None], dump: Callable[[], dict[str, Any]] = dict
     ) -> None:
         self._send, self._dump = send, dump
         self.state = JobState("stopped")
         self._listener: JobListener | None = None
-        self._in_flight = InFlight()
         self._node, self._pid, self._closed = "", 0, False
         self.identity: ModelIdentity | None = None
 
@@ -61,7 +61,6 @@ class ReplicaJob:
     def submit(self, request: Request) -> None:
         if self.state.phase != "ready":
             raise RuntimeError(f"the job is {self.state.phase}, it takes requests only when ready")
-        self._in_flight.add(request)
         self._send(messages.Submit(request))
 
     def cancel(self, request_id: str) -> None:
@@ -71,7 +70,14 @@ class ReplicaJob:
         self._send(messages.StopChoice(request_id, choice, n_tokens))
 
     async def drain(self, timeout_s: float) -> bool:
-        return await self._in_flight.drained(timeout_s)
+        if self._listener is None:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._listener.idle(self.launch)
+        except TimeoutError:
+            return False
+        return self.state.phase != "failed"
 
     async def close(self) -> None:
         self._closed = True
@@ -85,9 +91,11 @@ class ReplicaJob:
             case messages.Hello():
                 self._node, self._pid = message.hostname, message.pid
             case messages.Tokens(events):
-                known = self._in_flight.take(events)
-                if known and self._listener is not None:
-                    self._listener.on_tokens(known)
+                if self._listener is not None:
+                    self._listener.on_tokens(list(events))
+            case messages.Running(started, parked):
+                if self._listener is not None:
+                    self._listener.on_running(started, parked)
             case messages.Beat():
                 if self._listener is not None:
                     report = RankHeartbeat(0, self._node, self._pid, message.step, time.time(), message.rows)
@@ -113,9 +121,8 @@ class ReplicaJob:
 
     def fail(self, reason: str) -> None:
         self._set(JobState("failed", reason=reason, rank=0, node=self._node, exit_code=1))
-        lost, _ = self._in_flight.lose()
         if self._listener is not None:
-            self._listener.on_lost(lost, reason, len(lost))
+            self._listener.on_lost(self.launch, reason, by_request=True)
 
     def _set(self, state: JobState) -> None:
         self.state = state

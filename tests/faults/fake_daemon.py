@@ -17,7 +17,9 @@ from job_tools import fake_mpirun
 from laddertron.engine.config.load import Deployment, read
 from laddertron.launchers import serve
 from laddertron.launchers.cli.commands.run import read_text
-from laddertron.launchers.job.supervisor import JobFailure, JobHooks, JobOptions, MpiJob
+from laddertron.launchers.job.detect import JobFailure
+from laddertron.launchers.job.options import JobOptions
+from laddertron.launchers.job.replica import JobHooks, ReplicaSpec
 
 
 def main() -> int:
@@ -30,12 +32,9 @@ def main() -> int:
     loaded = read(path, overrides)
     daemon = loaded.deployment.daemon
 
-    def replicas(
-        deployment: Deployment,
-        failed: Callable[[int, JobFailure], None],
-        hold: bool = False,
-        in_use: dict[str, int] | None = None,
-    ) -> list[MpiJob]:
+    def specs(
+        deployment: Deployment, failed: Callable[[int, JobFailure], None], in_use: dict[str, int] | None = None
+    ) -> list[ReplicaSpec]:
         command = fake_mpirun()
         # a kill point every second would otherwise mostly hit the wait before a relaunch
         options = JobOptions(
@@ -43,12 +42,11 @@ def main() -> int:
             max_failures=daemon.max_restarts,
             longest_backoff_s=0.5 if daemon.max_restarts > 3 else 30,
             standby=daemon.standby > 0,
-            hold=hold,
         )
         hooks = JobHooks(failed=lambda failure: failed(0, failure))
-        return [MpiJob(lambda excluded: command, json.dumps(config), options, hooks)]
+        return [ReplicaSpec(lambda excluded: command, json.dumps(config), options, hooks)]
 
-    vars(serve)["replicas_of"] = replicas
+    vars(serve)["replica_specs"] = specs
     text, folder = read_text(loaded)
     try:
         return serve.serve(loaded, text, folder)

@@ -18,7 +18,8 @@ from laddertron.engine.request import Request
 from laddertron.launchers.compose.mpi import LaunchCommand
 from laddertron.launchers.control import processes
 from laddertron.launchers.job.detect import JobFailure
-from laddertron.launchers.job.supervisor import JobHooks, JobTimeouts
+from laddertron.launchers.job.options import JobTimeouts
+from laddertron.launchers.job.replica import JobHooks
 
 pytestmark = pytest.mark.slow
 SEED = int(os.environ.get("FAULT_SEED", random.SystemRandom().randrange(2**32)))

@@ -211,19 +211,14 @@ class MortalJob(FakeJob):
         self.pause_at: int | None = None
 
     def die(self, rank: int | None = 1, reason: str = "rank 1 on node-b was killed") -> None:
-        ids = list(dict.fromkeys(s.request.request_id for s in self._sequences))
-        running = min(len(ids), self.limits.max_num_seqs)
-        self.company.append(running)
-        epochs = {s.request.request_id: s.request.epoch for s in self._sequences}
-        order = {name: epochs[name] for name in ids[:running][::-1] + ids[running:]}
-        self._sequences.clear()
+        self.company.append(self._report_step())
         self.deaths += 1
         self.in_a_row += 1
         assert self._listener is not None
         restarts = self._state.restarts + 1
         self._state = JobState("restarting", reason, restarts, self.limits, rank, None if rank is None else "node-b")
         self._listener.on_state(self._state)
-        self._listener.on_lost(order, reason, 0 if rank is None else running)
+        self._listener.on_lost(self.launch, reason, by_request=rank is not None)
         if self.in_a_row >= self.most:
             reason = f"{self.in_a_row} failures in a row without progress, the last: {reason}"
             self._state = JobState("failed", reason, restarts, self.limits, rank, "node-b")

@@ -35,6 +35,7 @@ class FakeJob:
     `fail`: request ids' prompts (by first id) that end in numerical_error. `hold`: no steps until `release()`."""
 
     identity: Any = None
+    launch = 1
 
     def __init__(
         self,
@@ -115,12 +116,19 @@ class FakeJob:
 
     def lose(self, reason: str) -> None:
         """The job dies now."""
-        lost = {s.request.request_id: s.request.epoch for s in self._sequences}
-        running = min(len(lost), self.limits.max_num_seqs)
+        self._report_step()
+        self._to("failed", reason)
+        assert self._listener is not None
+        self._listener.on_lost(self.launch, reason, by_request=True)
+
+    def _report_step(self) -> int:
+        """Reports which requests are in the step, and forgets all; how many are."""
+        ids = list(dict.fromkeys(s.request.request_id for s in self._sequences))
+        running = min(len(ids), self.limits.max_num_seqs)
         self._sequences.clear()
         assert self._listener is not None
-        self._to("failed", reason)
-        self._listener.on_lost(lost, reason, running)
+        self._listener.on_running(ids[:running], ids[running:])
+        return running
 
     def _to(self, phase: Any, reason: str = "") -> None:
         self._state = JobState(phase, reason, limits=self.limits)
@@ -203,7 +211,6 @@ class FakeJob:
             if first and params.prompt_logprobs is not None
             else None,
             stop_token=stop_token,
-            epoch=request.epoch,
         )
 
     def _token(self, sequence: _Sequence) -> int:

@@ -136,9 +136,10 @@ def bundles_of(deployment: Deployment) -> FailureBundles:
 def launched_jobs(deployment: Deployment) -> Sequence[EngineJob]:
     """The ranks that the deployment's `launch:` asks for, by replica; not started. A launch that fails leaves a bundle.
     Raises ValueError where they cannot be."""
-    from ...job.fleet import replicas_of
+    from ...job.fleet import replica_specs
+    from ...job.replica import Replica
 
-    return replicas_of(deployment, bundles_of(deployment).failed, restart=False)
+    return [Replica(spec) for spec in replica_specs(deployment, bundles_of(deployment).failed, restart=False)]
 
 
 async def drive(

@@ -15,16 +15,18 @@ from laddertron.engine.job import JobState
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.openai.to_engine import to_requests
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, TokensEvent
-from laddertron.launchers.job.rolling_job import RollingJob
 
 
 class Job:
-    """Takes requests and never steps."""
+    """Takes requests and never steps. `aboard`: names of the requests in its serving launch; `former`: in launch 1,
+    after a reload."""
 
     def __init__(self) -> None:
         self.state = JobState("ready", limits=LIMITS)
+        self.launch = 1
         self.aboard: list[str] = []
-        self.epochs: dict[str, int] = {}
+        self.former: list[str] = []
+        self.ids: dict[str, str] = {}
         self.listener: Any = None
 
     async def start(self, listener: Any) -> None:
@@ -32,11 +34,13 @@ class Job:
         listener.on_state(self.state)
 
     def submit(self, request: Request) -> None:
-        self.aboard.append(request.request_id)
-        self.epochs[request.request_id] = request.epoch
+        name = request.request_id.partition("#")[0]
+        self.aboard.append(name)
+        self.ids[name] = request.request_id
 
     def cancel(self, request_id: str) -> None:
-        self.aboard.remove(request_id)
+        self.aboard.remove(request_id.partition("#")[0])
+        self.listener.on_tokens([TokensEvent(request_id, 0, 0, (), "cancelled")])
 
     async def drain(self, timeout_s: float) -> bool:
         self.to("draining")
@@ -47,8 +51,10 @@ class Job:
         self.listener.on_state(self.state)
 
     def lose(self, suspects: int = 0) -> None:
-        lost, self.aboard = {name: self.epochs.get(name, 0) for name in self.aboard}, []
-        self.listener.on_lost(lost, "as the test says", suspects)
+        """The serving launch dies with the first `suspects` in the step, the last to enter first."""
+        lost, self.aboard = [self.ids[name] for name in self.aboard], []
+        self.listener.on_running(lost[:suspects][::-1], lost[suspects:])
+        self.listener.on_lost(self.launch, "as the test says", suspects > 0)
 
 
 class Owner(FlightOwner):
@@ -71,7 +77,7 @@ def flight(name: str, deaths: int = 0, priority: int = INTERACTIVE) -> Flight:
         error=None,
         done=False,
         emitted=lambda prompt: (),
-        take=lambda event: None,
+        take=lambda event, prompt: None,
     )
     owner: Any = Owner()
     origin = dataclasses.replace(ORIGIN, request_id=name, priority=priority)
@@ -191,7 +197,7 @@ def advance(job: Job, one: Flight, tokens: int) -> None:
     answer: Any = one.answer
     answer.place += tokens
     request = one.requests[0]
-    job.listener.on_tokens([TokensEvent(request.request_id, 0, 0, (5,), epoch=request.epoch)])
+    job.listener.on_tokens([TokensEvent(request.request_id, 0, 0, (5,))])
 
 
 def test_suspects_run_one_after_the_other_past_their_place() -> None:
@@ -215,51 +221,80 @@ def test_suspects_run_one_after_the_other_past_their_place() -> None:
     asyncio.run(scene())
 
 
-class Leaving(Job):
-    """One of two launches amid a reload: it loads at once, and what is cancelled has not ended yet."""
-
-    room = True
-
-    def load(self) -> None:
-        self.to("ready")
+class Late(Job):
+    """What is cancelled has not ended yet."""
 
     def cancel(self, request_id: str) -> None:
         pass
 
-    async def drain(self, timeout_s: float) -> bool:
-        await asyncio.Event().wait()
-        return True
+    def reload(self) -> None:
+        self.launch, self.former, self.aboard = 2, self.aboard, []
 
 
-def test_what_went_on_in_a_new_launch_is_not_queued_again_when_the_old_one_dies() -> None:
+def test_what_resumed_in_a_new_launch_is_not_queued_again_when_the_old_one_dies() -> None:
     """b makes room for a on the old launch, and both run on the new one by the time the old one dies."""
 
     async def scene() -> None:
-        old, new = Leaving(), Leaving()
-        new.state = JobState("standby")
-        launches: list[Any] = [old, new]
-        rolling = RollingJob(launches[0])
+        job = Late()
         flights = {name: flight(name, priority=BATCH) for name in "ab"}
-        dispatcher = Dispatcher([rolling], Observer())
+        jobs: Any = [job]
+        dispatcher = Dispatcher(jobs, Observer())
         await dispatcher.start()
         for one in flights.values():
             dispatcher.submit(one)
         for _ in range(2):
-            old.lose(suspects=2)
-        assert old.aboard == ["b"]
-        reload = asyncio.create_task(rolling.replace(launches[1], lambda: launches[0]))
-        while rolling.job is not launches[1]:
-            await asyncio.sleep(0)
-        advance(old, flights["b"], NEAR + 1)
-        assert new.aboard == ["a"]
-        advance(new, flights["a"], NEAR + 1)
-        assert (old.aboard, new.aboard) == (["b"], ["a", "b"])
-        old.lose(suspects=1)
-        assert new.aboard == ["a", "b"]
+            job.lose(suspects=2)
+        assert job.aboard == ["b"]
+        first = job.ids["b"]
+        job.reload()
+        advance(job, flights["b"], NEAR + 1)
+        assert job.aboard == ["a"]
+        advance(job, flights["a"], NEAR + 1)
+        assert (job.former, job.aboard) == (["b"], ["a", "b"])
+        job.listener.on_running([first], [])
+        job.listener.on_lost(1, "as the test says", True)
+        assert job.aboard == ["a", "b"]
         assert flights["b"].suspicion.alone == 0
-        new.lose(suspects=1)
-        assert new.aboard == ["a", "b"], "its own are"
-        reload.cancel()
+        job.lose(suspects=1)
+        assert job.aboard == ["a", "b"], "its own are"
+
+    asyncio.run(scene())
+
+
+def test_late_tokens_of_a_former_attempt_are_ignored() -> None:
+    async def scene() -> None:
+        job, flights = await one_replica("a")
+        taken: list[TokensEvent] = []
+        answer: Any = flights["a"].answer
+        answer.take = lambda event, prompt: taken.append(event)
+        former = job.ids["a"]
+        job.lose()
+        for name in (former, job.ids["a"]):
+            job.listener.on_tokens([TokensEvent(name, 0, 0, (5,))])
+        assert [event.request_id for event in taken] == ["a#1"]
+
+    asyncio.run(scene())
+
+
+def test_a_launch_is_idle_once_its_last_request_has_ended_there() -> None:
+    """A cancelled one counts until the engine has ended it, as do those of a body with several choices."""
+
+    async def scene() -> None:
+        job = Late()
+        jobs: Any = [job]
+        dispatcher = Dispatcher(jobs, Observer())
+        await dispatcher.start()
+        other, gone = flight("other"), flight("gone")
+        dispatcher.submit(other)
+        dispatcher.submit(gone)
+        dispatcher.drop(gone)
+        idle = asyncio.create_task(job.listener.idle(1))
+        await job.listener.idle(2)
+        for name in ("other", "gone"):
+            await asyncio.sleep(0)
+            assert not idle.done()
+            job.listener.on_tokens([TokensEvent(name, 0, 0, (), "cancelled")])
+        await idle
 
     asyncio.run(scene())
 
@@ -301,16 +336,21 @@ def test_a_conviction_clears_those_who_wait_to_run_alone() -> None:
     asyncio.run(scene())
 
 
-def test_who_stood_beside_one_that_nobody_wants_any_more_was_not_alone() -> None:
-    """Its client has gone, its end has not come to the engine yet."""
+def test_a_request_in_a_step_with_a_cancelled_one_was_not_alone() -> None:
+    """The cancelled one has left, its end has not come to the engine yet."""
 
     async def scene() -> None:
-        job, flights = await one_replica("a")
-        for _ in range(9):
-            job.aboard.append("dropped")
-            job.lose(suspects=2)
+        job, suspect, other = Late(), flight("a", ISOLATION_DEATHS), flight("other")
+        jobs: Any = [job]
+        dispatcher = Dispatcher(jobs, Observer())
+        await dispatcher.start()
+        dispatcher.submit(other)
+        dispatcher.submit(suspect)
+        dispatcher.drop(other)
+        assert job.aboard == ["other", "a"]
+        job.lose(suspects=2)
         assert job.aboard == ["a"]
-        assert (flights["a"].suspicion.deaths, flights["a"].suspicion.alone) == (9, 0)
+        assert (suspect.suspicion.deaths, suspect.suspicion.alone) == (ISOLATION_DEATHS + 1, 0)
 
     asyncio.run(scene())
 
@@ -330,7 +370,7 @@ class Shown:
 
     completion_tokens, place, error = 0, 0, None
 
-    def take(self, event: TokensEvent) -> Any:
+    def take(self, event: TokensEvent, prompt: int) -> Any:
         return SimpleNamespace(stop_after=None)
 
     @property

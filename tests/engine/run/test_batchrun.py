@@ -636,7 +636,7 @@ class Deaf(FakeJob):
             with contextlib.suppress(Exception):
                 listener.on_tokens(events)
 
-        rest = {name: getattr(listener, name) for name in ("on_state", "on_report", "on_lost")}
+        rest = {name: getattr(listener, name) for name in ("on_state", "on_report", "on_lost", "on_running", "idle")}
         mine = SimpleNamespace(on_tokens=heard, **rest)
         await super().start(cast(JobListener, mine))
 

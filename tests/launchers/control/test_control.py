@@ -55,7 +55,7 @@ from waiting import FOR_EVER_S, HANG_S
 
 LIMITS = ModelLimits(4096, 50000, 8, 65536, (2, 7))
 PARAMS = SamplingParams(16, 2**64 - 1, top_p=0.9, logit_bias=((5, -1.5),), stop_token_ids=(2,), n=2, logprobs=0)
-REQUEST = Request("line-1", (1, 2, 4294967295), PARAMS, queue="batch_1", deadline=1.5, epoch=3)
+REQUEST = Request("line-1", (1, 2, 4294967295), PARAMS, queue="batch_1", deadline=1.5)
 EVENT = TokensEvent(
     "line-1",
     1,
@@ -67,7 +67,6 @@ EVENT = TokensEvent(
     2,
     "why",
     5,
-    3,
 )
 SERVER_MESSAGES: list[Message] = [
     Welcome('{"a": 1}', 1, 4, "1"),

@@ -118,10 +118,7 @@ class FakeEngine:
             self.waiting.remove(queued)
             sequence = queued
         if sequence is not None:
-            epoch = sequence.request.epoch
-            self.client.send_tokens(
-                [TokensEvent(request_id, c, at, (), finish, epoch=epoch) for c, at in sequence.produced.items()]
-            )
+            self.client.send_tokens([TokensEvent(request_id, c, at, (), finish) for c, at in sequence.produced.items()])
 
     def step(self) -> None:
         started = []
@@ -133,7 +130,7 @@ class FakeEngine:
             self.client.send_state(Running(started=tuple(started)))
         if started and self.starts:
             with open(self.starts, "ab", buffering=0) as file:
-                file.write("".join(f"{request_id}\n" for request_id in started).encode())
+                file.write("".join(f"{request_id.partition('#')[0]}\n" for request_id in started).encode())
         if self.poison and any(self.poison & set(s.request.prompt) for s in self.running.values()):
             self.client.flush(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -152,7 +149,7 @@ class FakeEngine:
                     finish = "length" if position + 1 >= request.params.max_tokens else None
                 top = request.params.logprobs
                 scores = None if top is None else tuple(scored(token, top) for token in tokens)
-                event = TokensEvent(request_id, choice, position, tokens, finish, scores, epoch=request.epoch)
+                event = TokensEvent(request_id, choice, position, tokens, finish, scores)
                 events.append(event)
                 if finish:
                     del sequence.produced[choice]

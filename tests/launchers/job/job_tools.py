@@ -7,7 +7,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from laddertron.engine.request import Request, SamplingParams, TokensEvent
 from laddertron.launchers.compose.mpi import LaunchCommand, Part
 from laddertron.launchers.compose.network import Variable
 from laddertron.launchers.control.processes import ProcessId, start_time
-from laddertron.launchers.job.supervisor import JobHooks, JobOptions, JobTimeouts, MpiJob
+from laddertron.launchers.job.options import JobOptions, JobTimeouts
+from laddertron.launchers.job.replica import JobHooks, Replica, ReplicaSpec
 from waiting import FOR_EVER_S, HANG_S
 
 HERE = Path(__file__).parent
@@ -57,8 +59,17 @@ def bounded(run: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(within())
 
 
+@dataclass
+class Asked:
+    """A request in flight: its launch, its open choices, when it entered a step (0: not yet)."""
+
+    launch: int
+    open_choices: set[int]
+    entered: int = 0
+
+
 class Listener:
-    """Keeps what the job tells, with waiting."""
+    """Keeps what the job tells, with waiting; and what is in flight, as the dispatcher does."""
 
     def __init__(self) -> None:
         self.states: list[JobState] = []
@@ -67,6 +78,8 @@ class Listener:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], str] = {}
         self.events: list[TokensEvent] = []
+        self.in_flight: dict[str, Asked] = {}
+        self._entries = 0
         self._news = asyncio.Event()
 
     def on_tokens(self, events: list[TokensEvent]) -> None:
@@ -77,14 +90,35 @@ class Listener:
             out += event.tokens
             if event.finish is not None:
                 self.finished[event.request_id, event.choice] = event.finish
+                if (asked := self.in_flight.get(event.request_id)) is not None:
+                    asked.open_choices.remove(event.choice)
+                    if not asked.open_choices:
+                        del self.in_flight[event.request_id]
         self._news.set()
 
-    def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None:
-        self.lost.append((list(lost), reason, suspects))
+    def on_running(self, started: Sequence[str], parked: Sequence[str]) -> None:
+        for name in {*parked} & {*self.in_flight}:
+            self.in_flight[name].entered = 0
+        for name in started:
+            if name in self.in_flight:
+                self._entries += 1
+                self.in_flight[name].entered = self._entries
+
+    def on_lost(self, launch: int, reason: str, by_request: bool) -> None:
+        lost = [name for name, asked in self.in_flight.items() if asked.launch == launch]
+        lost.sort(key=lambda name: -self.in_flight[name].entered)
+        running = sum(self.in_flight[name].entered > 0 for name in lost)
+        if lost:
+            self.lost.append((lost, reason, running if by_request else 0))
         for request_id in lost:
+            del self.in_flight[request_id]
             for key in [key for key in self.tokens if key[0] == request_id]:
                 del self.tokens[key]
         self._news.set()
+
+    async def idle(self, launch: int) -> None:
+        while any(asked.launch == launch for asked in self.in_flight.values()):
+            await self.something()
 
     def on_state(self, state: JobState) -> None:
         self.states.append(state)
@@ -126,10 +160,22 @@ class Listener:
         return True
 
 
+class Job(Replica):
+    """A replica whose listener counts what is submitted."""
+
+    def __init__(self, spec: ReplicaSpec, listener: Listener) -> None:
+        super().__init__(spec)
+        self._heard_by = listener
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        self._heard_by.in_flight[request.request_id] = Asked(self.launch, set(request.open_choices))
+
+
 class Story:
     """A started job with its listener."""
 
-    def __init__(self, job: MpiJob, listener: Listener) -> None:
+    def __init__(self, job: Job, listener: Listener) -> None:
         self.job, self.listener = job, listener
 
     async def phase(self, phase: str) -> None:
@@ -168,8 +214,9 @@ async def story(
     chosen = fake_mpirun(world_size) if command is None else command
     factory = chosen if callable(chosen) else (lambda excluded: chosen)
     settings = JobOptions(world_size, timeouts=timeouts or PATIENT, **options)
-    job, listener = MpiJob(factory, json.dumps(config or {}), settings, hooks), listener or Listener()
-    job.identity = identity
+    listener = listener or Listener()
+    spec = ReplicaSpec(factory, json.dumps(config or {}), settings, hooks or JobHooks(), identity)
+    job = Job(spec, listener)
     await job.start(listener)
     try:
         yield Story(job, listener)

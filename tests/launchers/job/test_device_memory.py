@@ -16,8 +16,8 @@ from job_tools import story
 from laddertron.engine.config.load import read
 from laddertron.launchers.job import device_memory
 from laddertron.launchers.job.device_memory import DeviceMemory, nvml_look
-from laddertron.launchers.job.fleet import replicas_of
-from laddertron.launchers.job.supervisor import JobHooks
+from laddertron.launchers.job.fleet import replica_specs
+from laddertron.launchers.job.replica import JobHooks, ReplicaSpec
 from laddertron.topology.hardware.fabric import Device
 from laddertron.topology.hardware.nvml import gpus
 from waiting import FOR_EVER_S, HANG_S
@@ -136,24 +136,25 @@ def test_the_loop_goes_on_while_the_driver_is_asked() -> None:
     asyncio.run(run())
 
 
-def jobs(driver: Driver | None, monkeypatch: pytest.MonkeyPatch, *sets: str) -> list[Any]:
+def specs(driver: Driver | None, monkeypatch: pytest.MonkeyPatch, *sets: str) -> list[ReplicaSpec]:
     monkeypatch.setattr(device_memory, "load_nvml", lambda: driver)
     loaded = read(str(Path(__file__).parents[3] / "configs" / "demo.yaml"), sets)
-    return list(replicas_of(loaded.deployment, lambda replica, failure: None))
+    return replica_specs(loaded.deployment, lambda replica, failure: None)
 
 
 def test_serve_watches_the_gpus_that_its_ranks_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas on one host: each looks at its own devices. None on a CPU."""
     driver = Driver([0, 0, 0, 0])
     sets = ("parallel.replicas=2", "launch.hosts=[localhost:4]")
-    first, second = (job._hooks.devices_free for job in jobs(driver, monkeypatch, "engine.device=auto", *sets))
+    free: list[Any] = [spec.hooks.devices_free for spec in specs(driver, monkeypatch, "engine.device=auto", *sets)]
+    first, second = free
     driver.used = [0, 0, 70 * GIB, 0]
     asyncio.run(first())
     second.__self__._most_s = 0.0
     with pytest.raises(RuntimeError, match=r"cuda:2 still holds 70.0 GiB"):
         asyncio.run(second())
-    for none in jobs(driver, monkeypatch, "engine.device=cpu"), jobs(None, monkeypatch, "engine.device=auto"):
-        assert none[0]._hooks.devices_free is None
+    for none in specs(driver, monkeypatch, "engine.device=cpu"), specs(None, monkeypatch, "engine.device=auto"):
+        assert none[0].hooks.devices_free is None
 
 
 def test_no_rank_is_launched_while_the_memory_is_held() -> None:

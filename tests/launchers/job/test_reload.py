@@ -16,19 +16,20 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from job_tools import bounded
+from job_tools import Listener, bounded
 from laddertron.engine.config.load import Deployment, LoadedDeployment, read
 from laddertron.engine.daemon.store.disk import FolderLock, holder_pid
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.text.text_files import text_digest
 from laddertron.launchers import serve
 from laddertron.launchers.cli import __main__ as cli
+from laddertron.launchers.job import replica
 from laddertron.launchers.job.bundle import newest
 from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.reload import OUTCOME, SERVING, Reloader, Serving, serving_in, unchangeable
-from laddertron.launchers.job.rolling_job import RollingJob
+from laddertron.launchers.job.replica import Replica, ReplicaSpec
 from test_bundle import contents
-from test_rolling_job import Job, turns
+from test_replace import FakeLaunch, spec, turns
 from waiting import HANG_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,180 +76,196 @@ def test_the_text_side_is_known_by_its_files(tmp_path: Path) -> None:
     assert text_digest(tmp_path) != before
 
 
-class Daemon:
-    """A reloader over one ready job, its file as the test has it."""
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[FakeLaunch]:
+    monkeypatch.setattr(replica, "Launch", FakeLaunch)
+    monkeypatch.setattr(FakeLaunch, "made", [])
+    return FakeLaunch.made
 
-    def __init__(self, folder: Path) -> None:
+
+class Daemon:
+    """A reloader over ready replicas, its file as the test has it. `faults`: by replica, what its next launch fails
+    with."""
+
+    def __init__(self, folder: Path, replicas: int = 1) -> None:
         self.sets = [f"daemon.data_dir={folder}"]
-        self.folder, self.now, self.made, self.outcomes = folder, Job("now"), [Job("next")], list[str]()
-        self.rolling = RollingJob(self.now)
-        self.reloader = Reloader(self.read(), self.read, self.make, [self.rolling], self.outcomes.append)
+        self.folder, self.outcomes, self.faults = folder, list[str](), dict[int, str]()
+        self.count = replicas
+        self.replicas = [Replica(one) for one in self.specs(self.read().deployment)]
+        self.reloader = Reloader(self.read(), self.read, self.specs, self.replicas, self.outcomes.append)
 
     def read(self) -> LoadedDeployment:
         return read(DEMO, self.sets)
 
-    def make(self, deployment: Deployment, hold: bool) -> Sequence[Job]:
-        assert hold
-        return self.made
+    def specs(self, deployment: Deployment) -> Sequence[ReplicaSpec]:
+        names = [f"{index} of {deployment.engine.max_num_seqs}" for index in range(self.count)]
+        return [spec(name) for name in names]
 
-    def said(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / OUTCOME).read_text())
-        return found
+    async def start(self) -> asyncio.Task[None]:
+        for one in self.replicas:
+            await one.start(Listener())
+        await turns()
+        for launch in list(FakeLaunch.made):
+            launch.ready()
+        return asyncio.create_task(self.reloader.run())
+
+    def outcome(self) -> dict[str, Any]:
+        outcome: dict[str, Any] = json.loads((self.folder / OUTCOME).read_text())
+        return outcome
+
+    def serving(self) -> list[str]:
+        launches: list[Any] = [one.serving.launch for one in self.replicas if one.serving is not None]
+        return [launch.name for launch in launches]
 
     async def ask(self) -> None:
-        """And wait for what comes of it."""
-        before = len(self.outcomes)
+        """And waits for the outcome, while launches come up or fail."""
+        before, handled = len(self.outcomes), len(FakeLaunch.made)
         self.reloader.ask()
         while len(self.outcomes) == before:
             await asyncio.sleep(0.01)
-            if self.made[0].state.phase == "starting":
-                self.made[0].to("standby")
-            elif self.made[0].done == ["load"] and self.made[0].state.phase == "standby":
-                self.made[0].to("ready")
+            for launch in FakeLaunch.made[handled:]:
+                handled += 1
+                if (fault := self.faults.pop(int(launch.name[0]), None)) is not None:
+                    launch.fail(fault)
+                    continue
+                launch.stand()
+                await turns()
+                launch.ready()
         await turns()
 
+    async def close(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        for one in self.replicas:
+            await one.close()
 
-def test_it_refuses_with_each_reason_and_takes_what_it_can(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+
+def test_it_refuses_with_each_reason_and_takes_what_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, launches: list[FakeLaunch]
+) -> None:
     """1. Another port, and no such key: refused by file, line and key. 2. The file is right again: the replica goes
     over; what was refused before is forgotten. 3. The next one fails as it comes up: the second serves on."""
     caplog.set_level(logging.INFO)
 
     async def run() -> None:
         daemon = Daemon(tmp_path)
-        await daemon.rolling.start(_Deaf())
-        daemon.now.to("ready")
-        task = asyncio.create_task(daemon.reloader.run())
-        try:
-            daemon.sets.append("daemon.port=8001")
-            await daemon.ask()
-            assert daemon.said()["outcome"] == "refused"
-            assert "daemon.port: cannot change by a reload" in daemon.said()["reasons"][0]
-            daemon.sets[-1] = "engine.no_such_key=1"
-            await daemon.ask()
-            assert "no_such_key" in daemon.said()["reasons"][0]
-            daemon.sets[-1] = "engine.max_num_seqs=3"
-            await daemon.ask()
-            said = daemon.said()
-            assert said.pop("began") <= time.time()
-            assert said == {"pid": os.getpid(), "outcome": "done", "reasons": []}
-            assert daemon.rolling.job is daemon.made[0]
-            second, daemon.made = daemon.made[0], [_Broken("broken")]
-            await daemon.ask()
-            assert daemon.said()["outcome"] == "failed"
-            assert daemon.said()["reasons"] == ["replica 0 keeps the old configuration: no such weights"]
-            assert daemon.rolling.job is second
-            assert daemon.outcomes == ["refused", "refused", "done", "failed"]
-        finally:
-            task.cancel()
+        task = await daemon.start()
+        daemon.sets.append("daemon.port=8001")
+        await daemon.ask()
+        assert daemon.outcome()["outcome"] == "refused"
+        assert "daemon.port: cannot change by a reload" in daemon.outcome()["reasons"][0]
+        daemon.sets[-1] = "engine.no_such_key=1"
+        await daemon.ask()
+        assert "no_such_key" in daemon.outcome()["reasons"][0]
+        daemon.sets[-1] = "engine.max_num_seqs=3"
+        await daemon.ask()
+        outcome = daemon.outcome()
+        assert outcome.pop("began") <= time.time()
+        assert outcome == {"pid": os.getpid(), "outcome": "done", "reasons": []}
+        assert daemon.serving() == ["0 of 3"]
+        daemon.sets[-1], daemon.faults[0] = "engine.max_num_seqs=4", "no such weights"
+        await daemon.ask()
+        assert daemon.outcome()["outcome"] == "failed"
+        assert daemon.outcome()["reasons"] == ["replica 0 keeps the old configuration: no such weights"]
+        assert daemon.serving() == ["0 of 3"]
+        assert daemon.outcomes == ["refused", "refused", "done", "failed"]
+        await daemon.close(task)
 
     bounded(run)
 
 
-def test_each_replica_is_restored_to_what_it_has(tmp_path: Path) -> None:
-    """The second of two replicas does not come up: the first has the new configuration, and that is what it would be
-    brought back with."""
+def test_each_replica_is_restored_to_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[FakeLaunch]
+) -> None:
+    """The second of two replicas does not come up: the first has the new configuration. The next reload fails in the
+    first one's place: that is what it comes back with."""
 
     async def run() -> None:
-        daemon = Daemon(tmp_path)
-        jobs = [daemon.now, Job("beside")]
-        replicas = [RollingJob(job) for job in jobs]
-        made, daemon.made = list[Deployment](), [Job("next"), _Broken("broken")]
-
-        def make(deployment: Deployment, hold: bool) -> Sequence[Job]:
-            made.append(deployment)
-            return daemon.made
-
-        daemon.reloader = Reloader(daemon.read(), daemon.read, make, replicas, daemon.outcomes.append)
-        for replica, job in zip(replicas, jobs, strict=True):
-            await replica.start(_Deaf())
-            job.to("ready")
-        task = asyncio.create_task(daemon.reloader.run())
-        try:
-            daemon.sets.append("engine.max_num_seqs=3")
-            await daemon.ask()
-            assert daemon.outcomes == ["failed"]
-            assert [one.engine.max_num_seqs for one in daemon.reloader.deployments] == [3, 8]
-            assert replicas[0].job is daemon.made[0]
-            daemon.made = [Job("cramped", room=False), Job("never")]
-            daemon.sets[-1] = "engine.max_num_seqs=4"
-            daemon.reloader.ask()
-            while daemon.made[0].state.phase != "starting":
-                await asyncio.sleep(0.01)
-            daemon.made[0].to("standby")
-            while len(made) < 3:
-                await asyncio.sleep(0.01)
-            assert [one.engine.max_num_seqs for one in made] == [3, 4, 3]
-        finally:
-            task.cancel()
+        daemon = Daemon(tmp_path, replicas=2)
+        task = await daemon.start()
+        daemon.sets.append("engine.max_num_seqs=3")
+        daemon.faults[1] = "no such weights"
+        await daemon.ask()
+        assert daemon.outcomes == ["failed"]
+        assert [one.engine.max_num_seqs for one in daemon.reloader.deployments] == [3, 8]
+        assert daemon.serving() == ["0 of 3", "1 of 8"]
+        monkeypatch.setattr(FakeLaunch, "room", False)
+        daemon.sets[-1] = "engine.max_num_seqs=4"
+        daemon.reloader.ask()
+        while launches[-1].name != "0 of 4":
+            await asyncio.sleep(0.01)
+        launches[-1].fail("no such weights")
+        while len(daemon.outcomes) < 2:
+            await asyncio.sleep(0.01)
+        assert daemon.serving() == ["0 of 3", "1 of 8"]
+        daemon.reloader.ask()
+        while launches[-1].done or launches[-1].name != "0 of 4":
+            await asyncio.sleep(0.01)
+        launches[-1].stand()
+        while "load" not in launches[-1].done:
+            await asyncio.sleep(0.01)
+        launches[-1].fail("no such weights", "refused")
+        while len(daemon.outcomes) < 3:
+            await asyncio.sleep(0.01)
+        await turns()
+        assert (launches[-1].name, launches[-1].standby) == ("0 of 3", False)
+        await daemon.close(task)
 
     bounded(run)
 
 
-def test_a_bundle_names_the_configuration_of_its_own_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_names_the_configuration_of_its_own_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[FakeLaunch]
+) -> None:
     """`serve`, reloaded once: the launch before it and the one after it fail, each with what it was launched with."""
-    sets, jobs, tellers = [f"daemon.data_dir={tmp_path}", "daemon.port=0"], list[Job](), list[Any]()
+    sets, reports = [f"daemon.data_dir={tmp_path}", "daemon.port=0"], list[Any]()
 
-    def replicas(deployment: Deployment, failed: Any, **keys: Any) -> list[Job]:
-        tellers.append(failed)
-        jobs.append(Job("one"))
-        return jobs[-1:]
+    def specs(deployment: Deployment, failed: Any, **keys: Any) -> list[ReplicaSpec]:
+        reports.append(failed)
+        return [spec("0")]
 
     async def story(deployment: Deployment, parts: Any, reloader: Reloader, *listeners: Any) -> int:
-        (rolling,) = parts.jobs
-        await rolling.start(_Deaf())
-        jobs[0].to("ready")
+        (job,) = parts.jobs
+        await job.start(Listener())
+        await turns()
+        launches[0].ready()
         task = asyncio.create_task(reloader.run())
         sets.append("engine.max_num_seqs=3")
         reloader.ask()
-        for phase, awaited in (("standby", "starting"), ("ready", "standby")):
-            while len(jobs) < 2 or jobs[1].state.phase != awaited:
-                await asyncio.sleep(0.01)
-            jobs[1].to(phase)
-            await turns()
+        while len(launches) < 2:
+            await asyncio.sleep(0.01)
+        launches[1].stand()
+        await turns()
+        launches[1].ready()
         while not (tmp_path / OUTCOME).exists():
             await asyncio.sleep(0.01)
         task.cancel()
         assert [one.engine.max_num_seqs for one in reloader.deployments] == [3]
-        for number, tell in enumerate(tellers, 1):
-            tell(0, JobFailure("silent", "rank 1 is silent"))
+        for number, report in enumerate(reports, 1):
+            report(0, JobFailure("silent", "rank 1 is silent"))
             while len(newest(tmp_path / "bundles")) < number:
                 await asyncio.sleep(0.01)
+        await job.close()
         return 0
 
-    monkeypatch.setattr(serve, "replicas_of", replicas)
+    monkeypatch.setattr(serve, "replica_specs", specs)
     monkeypatch.setattr(serve, "_run", story)
     monkeypatch.setattr(serve, "set_up", lambda *to: None)
     text: Any = None
     assert serve.serve(read(DEMO, sets), text, tmp_path, Observer(), read_again=lambda: read(DEMO, sets)) == 0
-    found = [contents(path)["config.json"] for path in reversed(newest(tmp_path / "bundles"))]
-    assert [json.loads(config)["engine"]["max_num_seqs"] for config in found] == [8, 3]
+    configs = [contents(path)["config.json"] for path in reversed(newest(tmp_path / "bundles"))]
+    assert [json.loads(config)["engine"]["max_num_seqs"] for config in configs] == [8, 3]
 
 
-class _Deaf:
-    def on_tokens(self, events: list[Any]) -> None: ...
-    def on_lost(self, lost: dict[str, int], reason: str, suspects: int) -> None: ...
-    def on_state(self, state: Any) -> None: ...
-    def on_report(self, report: Any) -> None: ...
-
-
-class _Broken(Job):
-    async def start(self, listener: Any) -> None:
-        self.listener = listener
-        self.to("failed", "no such weights")
-
-
-def test_another_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_tokenizer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[FakeLaunch]
+) -> None:
     async def run() -> None:
         daemon = Daemon(tmp_path)
-        await daemon.rolling.start(_Deaf())
-        daemon.now.to("ready")
+        task = await daemon.start()
         monkeypatch.setattr("laddertron.launchers.job.reload.text_digest", lambda folder: "another")
-        task = asyncio.create_task(daemon.reloader.run())
-        try:
-            await daemon.ask()
-            assert "another tokenizer or chat template" in daemon.said()["reasons"][0]
-        finally:
-            task.cancel()
+        await daemon.ask()
+        assert "another tokenizer or chat template" in daemon.outcome()["reasons"][0]
+        await daemon.close(task)
 
     bounded(run)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from job_tools import bounded, story
-from laddertron.launchers.job import supervisor
+from laddertron.launchers.job import replica
 from laddertron.launchers.job.bundle import FailureBundles
 from laddertron.launchers.job.detect import JobFailure, no_launch
 
@@ -47,7 +47,7 @@ def test_a_launch_waits_until_the_shortage_is_over(
     monkeypatch: pytest.MonkeyPatch, where: str, error: Exception
 ) -> None:
     """A rank is killed while nothing can be started: the job says why it is not ready, and is ready afterwards."""
-    monkeypatch.setattr(supervisor, "_SHORTAGE_S", 0.0)
+    monkeypatch.setattr(replica, "_SHORTAGE_S", 0.0)
 
     async def run() -> None:
         shortage = Shortage(error, getattr(asyncio, where.removeprefix("asyncio.")))

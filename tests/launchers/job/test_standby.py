@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from laddertron import __version__
 from laddertron.launchers.compose.mpi import LaunchCommand
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.messages import Hello, Loading, Standing
-from laddertron.launchers.job import standby
+from laddertron.launchers.job import replica
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.rank_board import RankBoard
 from laddertron.launchers.rank.standing_by import StandbyRefused, require_memory
@@ -154,7 +156,7 @@ def test_a_killed_one_is_named_and_replaced(caplog: pytest.LogCaptureFixture) ->
 
 def test_without_one_a_failure_costs_a_cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed, and no other one tried yet, as a rank of the job is killed too."""
-    monkeypatch.setattr(standby, "FIRST_WAIT_S", FOR_EVER_S)
+    monkeypatch.setattr(replica, "FIRST_WAIT_S", FOR_EVER_S)
     launches = Launches()
 
     async def run() -> None:
@@ -239,7 +241,7 @@ def test_without_memory_for_one_a_failure_costs_a_cold_start(caplog: pytest.LogC
 
 def test_it_waits_longer_from_try_to_try(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It fails each time as it comes up."""
-    monkeypatch.setattr(standby, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(replica, "FIRST_WAIT_S", 0.01)
     launches = Launches()
 
     async def run() -> None:
@@ -252,31 +254,29 @@ def test_it_waits_longer_from_try_to_try(monkeypatch: pytest.MonkeyPatch, caplog
     assert waits[:2] == [0.02, 0.04]
 
 
-def test_a_held_job_loads_when_it_is_told() -> None:
-    """It stands by, says whether it has room, and serves after `load`; its next launch is a plain one."""
+def test_the_launch_after_a_reload_s_is_a_plain_one() -> None:
+    """Its ranks waited, and had no room; killed once they serve, a cold start follows."""
 
     async def run() -> None:
-        async with story(Launches(), {"room": False}, hold=True) as s:
-            with pytest.raises(RuntimeError, match="it loads when its ranks are on standby"):
-                s.job.load()
-            await s.phase("standby")
-            assert not s.job.room
-            s.job.load()
+        async with story(Launches()) as s:
             await s.phase("ready")
+            spec = replace(s.job.spec, config_json=json.dumps({"room": False}))
+            assert await s.job.replace(spec) is None
             os.kill(await s.pid(0), signal.SIGKILL)
             await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 1)
 
     bounded(run)
 
 
-def test_a_held_job_that_fails_is_not_launched_again() -> None:
+def test_a_reload_s_launch_that_fails_as_it_comes_up_is_not_launched_again() -> None:
     launches = Launches()
 
     async def run() -> None:
-        async with story(launches, {"raise_standing": 0}, hold=True) as s:
-            await s.phase("failed")
-            assert "asked to raise while it comes up" in s.job.state.reason
-            assert launches.count == 1
+        async with story(launches) as s:
+            await s.phase("ready")
+            spec = replace(s.job.spec, config_json=json.dumps({"raise_standing": 0}))
+            assert "asked to raise while it comes up" in str(await s.job.replace(spec))
+            assert (launches.count, s.job.state.phase, s.job.state.restarts) == (2, "ready", 0)
 
     bounded(run)
 

@@ -27,7 +27,8 @@ from laddertron.engine.identity import ModelIdentity
 from laddertron.launchers.compose.mpi import LaunchCommand
 from laddertron.launchers.control import processes
 from laddertron.launchers.job.detect import JobFailure
-from laddertron.launchers.job.supervisor import JobHooks, JobTimeouts
+from laddertron.launchers.job.options import JobTimeouts
+from laddertron.launchers.job.replica import JobHooks
 from waiting import FOR_EVER_S, HANG_S, until
 
 IMPATIENT = JobTimeouts(suspect_s=1.5, dead_s=5.0, first_step_s=5.0, least_step_s=5.0)
@@ -49,8 +50,6 @@ def test_requests_go_in_and_their_tokens_come_out() -> None:
             asked = [request(f"r{i}", 5 + i) for i in range(9)] + [request("three", 8, n=3)]
             for one in asked:
                 s.job.submit(one)
-            with pytest.raises(ValueError, match="in flight already"):
-                s.job.submit(asked[0])
             s.job.submit(request("long", 4000))
             s.job.submit(request("stopped", 4000))
             await s.listener.until(lambda: len(s.listener.tokens.get(("stopped", 0), ())) > 3)
@@ -64,7 +63,7 @@ def test_requests_go_in_and_their_tokens_come_out() -> None:
             assert len(s.listener.tokens["stopped", 0]) == 2
             with pytest.raises(RuntimeError, match="draining"):
                 s.job.submit(request("late"))
-            assert len(s.job.in_flight) == 0
+            assert s.listener.in_flight == {}
         assert s.listener.phases == ["starting", "loading", "ready", "draining", "stopped"]
         assert s.listener.lost == []
         assert s.job.state.restarts == 0
@@ -357,8 +356,8 @@ def test_a_lost_node_is_no_requests_doing() -> None:
     async def run() -> None:
         async with story(settle_s=0.0) as s:
             await s.compute_long()
-            launch = s.job._launch
-            assert launch is not None
+            assert s.job.serving is not None
+            launch = s.job.serving.launch
             os.kill(await s.pid(1), signal.SIGKILL)
             await s.phase("restarting")
             assert s.job.state.rank == 1
@@ -390,7 +389,7 @@ def test_a_pause_of_the_daemon_is_no_requests_doing(monkeypatch: pytest.MonkeyPa
 
 def test_what_was_lost_goes_on_where_it_stood() -> None:
     """Submitted again with what it has emitted, of three choices one ended: the other two go on behind it. One that
-    was cancelled may come again at once, in a later epoch."""
+    was cancelled may come again at once, under another id."""
 
     async def run() -> None:
         async with story() as s:
@@ -403,20 +402,21 @@ def test_what_was_lost_goes_on_where_it_stood() -> None:
             await s.listener.until(lambda: s.job.state.phase != "ready")
             await s.phase("ready")
             seen = len(s.listener.events)
-            again = replace(asked, epoch=1, emitted=(had[0], None, had[2]))
+            again = replace(asked, request_id="three#1", emitted=(had[0], None, had[2]))
             s.job.submit(again)
             await s.listener.until(lambda: len(s.listener.events) > seen + 4)
-            s.job.cancel("three")
-            s.job.submit(replace(again, epoch=2))
-            await s.listener.until(lambda: len(s.listener.finished) == 2)
+            s.job.cancel("three#1")
+            s.job.submit(replace(again, request_id="three#2"))
+            await s.listener.until(lambda: not s.listener.in_flight)
             new = s.listener.events[seen:]
             assert {event.choice for event in new} == {0, 2}
             for choice in (0, 2):
                 of = [event for event in new if event.choice == choice]
-                for epoch in (1, 2):
-                    assert next(e.start for e in of if e.epoch == epoch) == len(had[choice])
+                for name in ("three#1", "three#2"):
+                    assert next(e.start for e in of if e.request_id == name) == len(had[choice])
                 assert of[-1].finish == "length"
-                whole = (*had[choice], *(token for event in of if event.epoch == 2 for token in event.tokens))
+                second = [token for event in of if event.request_id == "three#2" for token in event.tokens]
+                whole = (*had[choice], *second)
                 assert list(whole) == fake_tokens(asked, choice)
 
     bounded(run)

@@ -7,11 +7,11 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
-from job_tools import Listener, request
+from job_tools import Asked, Listener, request
 from laddertron.engine.config import load as deploy
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.launchers.control.control_client import ControlClient
-from laddertron.launchers.control.messages import Beat, Command, Ready, Shutdown, StopChoice, Submit
+from laddertron.launchers.control.messages import Beat, Command, Ready, Running, Shutdown, StopChoice, Submit
 from laddertron.launchers.rank.outer_job import LOOPBACK, ReplicaJob, Replicas
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -94,9 +94,11 @@ def test_a_replica_that_leaves_has_failed() -> None:
     async def story(words: str) -> None:
         pair = Pair()
         await pair.start()
-        for job in pair.jobs:
+        for job, listener in zip(pair.jobs, pair.listeners, strict=True):
             job.submit(request("one"))
+            listener.in_flight["one"] = Asked(job.launch, {0})
         await pair.asked(1)
+        pair.clients[1].send_state(Running(("one",)))
         if words:
             await asyncio.to_thread(pair.clients[1].fail, words)
         await asyncio.to_thread(pair.clients[1].close)
