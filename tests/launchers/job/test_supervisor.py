@@ -480,7 +480,7 @@ def test_an_operating_system_error_while_a_launch_is_composed_is_one_failure() -
             await s.phase("ready")
             os.kill(await s.pid(1), signal.SIGKILL)
             await s.listener.until(partial(is_ready, s, 2))
-            assert [failure.kind for failure in s.job.failures] == ["rank_lost", "launch"]
+            assert [failure.kind for failure in s.job.failures] == ["rank_lost", "shortage"]
             assert "Too many open files" in s.job.failures[1].reason
 
     bounded(run)
