@@ -126,7 +126,11 @@ class Clients:
 
     def slow(self, rng: random.Random) -> None:
         """Heads and bodies that never end, on connections that say nothing more."""
-        heads = (b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 90\r\n\r\n{")
+        heads = (
+            b"",
+            b"POST /v1/comp",
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 90\r\n\r\n{",
+        )
         self._hold([rng.choice(heads) for _ in range(rng.randint(1, 40))], rng.uniform(0.0, 3.0))
 
     def flood(self, rng: random.Random) -> None:
@@ -137,7 +141,7 @@ class Clients:
 
     def unread(self, rng: random.Random) -> None:
         """Asks for many lists and reads none."""
-        asked = b"".join(b"GET %s HTTP/1.1\r\nhost: a\r\n\r\n" % rng.choice(LISTS) for _ in range(100))
+        asked = b"".join(b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % rng.choice(LISTS) for _ in range(100))
         self._hold([asked] * rng.randint(1, 20), rng.uniform(0.0, 3.0))
         self.seen["unread", 0] += 1
 
