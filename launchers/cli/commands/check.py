@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -15,13 +16,15 @@ import click
 
 from ....engine.config.load import ConfigError, Deployment, LoadedDeployment, by_line, draft, read
 from ....engine.daemon.http.tls import TlsFault, check_pair
+from ....engine.daemon.store.disk import holder_pid
 from ....models.config.json_fields import Refusal
 from ....topology.hardware import fabric as fabrics
 from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
 from ....topology.hardware.cuda_stack import look, stack_faults
+from ...compose.detect_launcher import survey
 from ...compose.host_allocation import divide
 from ...compose.host_names import NEEDS_IPV4, HostNames
-from ...compose.hosts import read_hosts
+from ...compose.hosts import LaunchError, read_hosts
 from ..errors import show_warning
 from ..fabric_source import set_option
 
@@ -269,13 +272,17 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
             "model.max_model_len",
             f"{d.model.max_model_len} is more than the model's max_position_embeddings={most}{stretched}{taken}",
         )
-    with suppress(WiringError):  # of the wiring itself: a start says it
+    with suppress(WiringError):  # a start, or the line above, says it
         wiring = choose_wiring(model, d.model.wiring, d.model.ladder_layers, True)[0].wiring
         yield from refused(loaded, "parallel.split_steps", lambda: check_split(wiring, d.parallel.split_steps), taken)
     layers = d.model.ladder_layers
     last = layers if isinstance(layers, int) else max((n + 1 for n in layers or ()), default=0)
     if last > model.num_layers:
         yield loaded.fault("model.ladder_layers", f"names {last} layers, the model has {model.num_layers}{taken}")
+    elif not taken:
+        allowed = d.model.allow_untrained_ladder or d.model.load_format == "dummy"
+        choose = partial(choose_wiring, model, d.model.wiring, d.model.ladder_layers, allowed)
+        yield from refused(loaded, "model.wiring", choose)
 
 
 def _no_folder(path: Path) -> str:
@@ -309,6 +316,39 @@ def summary(loaded: LoadedDeployment) -> str:
     )
 
 
+def start_faults(loaded: LoadedDeployment) -> Iterator[str]:
+    """What of this machine keeps a job or the daemon from starting: no launcher, a locked data folder, a port in use. A
+    daemon that uses this data folder has the ports, and the file may be meant for its reload."""
+    d = loaded.deployment
+    try:
+        survey(d, os.environ)
+    except LaunchError as error:
+        yield loaded.fault("launch.launcher", str(error).removeprefix(f"launch.launcher={d.launch.launcher}: "))
+    except (OSError, ValueError) as error:
+        yield loaded.fault("launch.fabric", str(error))
+    if (pid := holder_pid(Path(d.daemon.data_dir))) is not None:
+        show_warning(
+            f"daemon.data_dir: process {pid} uses {d.daemon.data_dir}: `serve` is refused; `reload` applies the file"
+        )
+        return
+    doors = (("daemon.port", d.daemon.host, d.daemon.port), ("metrics.port", d.metrics.host, d.metrics.port))
+    for key, host, port in doors:
+        if port and _in_use(host, port):
+            yield loaded.fault(key, f"{host}:{port} is in use: end the process that listens there, or use another port")
+
+
+def _in_use(host: str, port: int) -> bool:
+    with suppress(OSError):  # a name or address of another machine: the file may be meant for it
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as door:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                door.bind(address)
+            except OSError as error:
+                return error.errno == errno.EADDRINUSE
+    return False
+
+
 @click.command()
 @click.argument("config", type=click.Path())
 @set_option
@@ -332,7 +372,7 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
         if found.bad.isdisjoint(("model", "model.path")):
             faults += tokenizer_faults(loaded)
     if not faults and not no_model:
-        faults += weights_faults(loaded)
+        faults += [*weights_faults(loaded), *start_faults(loaded)]
     if faults:
         raise ConfigError(sorted(faults, key=by_line))
     if not no_model:

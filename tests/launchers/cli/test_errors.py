@@ -162,6 +162,22 @@ def test_a_model_that_is_no_section_is_one_error(tmp_path: Path, capsys: pytest.
     assert "'my-llama' is not a section" in line
 
 
+def test_check_refuses_what_a_start_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A port in use, a launcher that is not installed, a wiring for which the weights are not trained."""
+    demo = str(DOCS.parent / "configs" / "demo-standard.yaml")
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        keys = {
+            f"daemon.port={port}": "is in use",
+            "launch.mpirun=/dev/null/mpirun": "no openmpi or mpich found",
+            "model.wiring=ladder": "declare standard",
+        }
+        for key, message in keys.items():
+            sets = ("--set", key, "--set", f"daemon.data_dir={tmp_path}")
+            assert cli.main(["check", demo, *sets]) == USAGE
+            assert message in capsys.readouterr().err
+
+
 def test_monitoring_scrapes_the_targets_that_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "m")
     assert cli.main(["monitoring", "export", folder, "--target", "http://node1:8000"]) == USAGE
