@@ -15,8 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launchers" / "job"
 
 from job_tools import fake_mpirun
 from laddertron.engine.config.load import Deployment, read
+from laddertron.engine.identity import ModelIdentity, identity_of
 from laddertron.launchers import serve
 from laddertron.launchers.cli.commands.run import read_text
+from laddertron.launchers.job import reload
 from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.options import JobOptions
 from laddertron.launchers.job.replica import JobHooks, ReplicaSpec
@@ -46,7 +48,12 @@ def main() -> int:
         hooks = JobHooks(failed=lambda failure: failed(0, failure))
         return [ReplicaSpec(lambda excluded: command, json.dumps(config), options, hooks)]
 
+    def identity(deployment: Deployment) -> ModelIdentity:
+        """Without files and weights, which fake ranks do not read."""
+        return ModelIdentity(identity_of(deployment).digest, {}, {})
+
     vars(serve)["replica_specs"] = specs
+    vars(reload)["identity_of"] = identity
     text, folder = read_text(loaded)
     try:
         return serve.serve(loaded, text, folder)
