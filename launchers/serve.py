@@ -165,6 +165,7 @@ async def _run(
 def _leave(code: int) -> NoReturn:
     """Exits at once. Ranks' keepers and clients see it even if a thread stays in a call on a disk that does not answer,
     which the kernel does not interrupt: its descriptors stay open until then, so that pipes and sockets are closed."""
+    signal.set_wakeup_fd(-1)  # a further signal finds asyncio's pipe closed
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "pipe:")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..request import PARAMS, SamplingParams
+from ..request import MAX_CHOICES, PARAMS, SamplingParams
 from .chat_messages import Message, as_template_takes_it
 from .errors import ApiError
 from .schema import CHAT, COMPLETIONS, MODELS, Endpoint, Prompt
@@ -15,7 +15,6 @@ from .validators import checked, parsed
 
 TOKENIZE = "/tokenize"
 
-MAX_CHOICES = 1024  # limit on n of one request; a deployment may allow less
 COMPLETIONS_MAX_TOKENS = 16  # the default of OpenAI's and vLLM's /v1/completions
 
 
