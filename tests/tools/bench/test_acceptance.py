@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from laddertron.engine import child
 from laddertron.engine.config.schema import AcceptanceConfig
 from laddertron.launchers.cli.__main__ import main
 from laddertron.launchers.control.processes import descendants
@@ -139,12 +139,12 @@ def test_processors_in_use_are_counted() -> None:
 
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """`stand_in(script)`: what every step runs in place of laddertron; $3 is the command's name."""
+    """`stand_in(script)`: what every step runs in place of laddertron; $1 is the command's name."""
 
     def install(script: str) -> None:
         (tmp_path / "python").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "python").chmod(0o755)
-        monkeypatch.setattr(acceptance, "sys", SimpleNamespace(executable=str(tmp_path / "python")))
+        monkeypatch.setattr(child, "laddertron", lambda *words: (str(tmp_path / "python"), *words))
         monkeypatch.setattr(acceptance, "busy_share", lambda seconds: 0.0)
 
     return install
