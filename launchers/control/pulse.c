@@ -9,6 +9,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { LATE_MS = 1500, TICK_MS = 1000, THREADS = 2 };
+enum { LATE_MS = 1500, TICK_MS = 1000, WORDS_MS = 1000, THREADS = 2 };
 
 typedef struct {
     int socket, stop;
@@ -54,11 +55,20 @@ static double lt_ran(int thread) {
     return sscanf(text, "%llu %llu", &ran, &waited) == 2 ? 1e-9 * (double)(ran + waited) : 0;
 }
 
+static void *lt_exit(void *status) {
+    poll(NULL, 0, WORDS_MS);
+    _exit((int)(intptr_t)status);
+}
+
+/* Ends the process, with its reason and stacks where they can be written: an error output that is not read blocks, and must
+ * not keep the process. */
 static void lt_end(const lt_pulse *pulse, const char *reason, double seconds) {
     char line[160];
+    pthread_t thread;
     int length = snprintf(line, sizeof line, "laddertron: this rank ends itself: %s for %.0f s\n", reason, seconds);
-    if (write(2, line, (size_t)length) < 0) _exit(pulse->status);
-    if (pulse->dump) pulse->dump(2, NULL, NULL);
+    if (pthread_create(&thread, NULL, lt_exit, (void *)(intptr_t)pulse->status) == 0 &&
+        write(2, line, (size_t)length) == length && pulse->dump)
+        pulse->dump(2, NULL, NULL);
     _exit(pulse->status);
 }
 

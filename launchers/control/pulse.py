@@ -57,9 +57,9 @@ class PulseThread:
 def start_pulse(
     address: str, secret: bytes, rank: int, writer_thread: int, silence_s: float, status: int
 ) -> PulseThread | None:
-    """Connects and starts the thread of this rank; None if the extension was not built. `writer_thread`: the native id
-    of the thread that sends heartbeats; `silence_s`: as in Welcome; `status`: the exit status with which it ends the
-    rank. Raises ConnectionError."""
+    """Connects and starts the thread of this rank; None if the extension was not built, or no thread can be had.
+    `writer_thread`: the native id of the thread that sends heartbeats; `silence_s`: as in Welcome; `status`: the exit
+    status with which it ends the rank. Raises ConnectionError."""
     library = load(EXTENSION)
     if library is None:
         return None
@@ -67,8 +67,11 @@ def start_pulse(
     dump: Any = getattr(ctypes.pythonapi, "_Py_DumpTracebackThreads", None)
     arguments = (c_int, c_int, c_int, c_size_t, c_double, c_double, c_double, c_void_p, c_int)
     handle = bind(library.lt_pulse_start, c_void_p, *arguments)(
-        *(connection.detach(), os.getpid(), writer_thread, frames.sealed_bytes(_PULSE)),
+        *(descriptor := connection.detach(), os.getpid(), writer_thread, frames.sealed_bytes(_PULSE)),
         *(silence_s + 1.0, silence_s + 1.0, max(SLOW_S, silence_s)),
         *(dump and ctypes.cast(dump, c_void_p), status),
     )
-    return PulseThread(library, handle, writer) if handle else None
+    if not handle:  # no memory or thread for it
+        os.close(descriptor)
+        return None
+    return PulseThread(library, handle, writer)

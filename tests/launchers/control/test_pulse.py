@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from laddertron.launchers.control import pulse
@@ -19,6 +21,7 @@ from waiting import HANG_S
 pytestmark = pytest.mark.skipif(locate(pulse.EXTENSION) is None, reason="the extension was not built")
 COMPUTES = 're.match("(a*)*b", "a" * 60)'  # for ever, in C, without letting go of the lock
 LOCKED = "ctypes.PyDLL(None).pause()"
+UNREAD = "import os; os.set_blocking(2, False); os.write(2, bytes(1 << 22)); os.set_blocking(2, True)"
 RANK = """
     import ctypes, re, sys
     from laddertron.launchers.control import pulse
@@ -78,6 +81,39 @@ def test_a_rank_whose_interpreter_is_locked_is_ended_and_says_where(work: str, s
         assert work is COMPUTES or len(channel.heard.of(Pulse)) < 4
 
     with_channel(story, world_size=1)
+
+
+def test_a_locked_rank_ends_although_its_error_output_is_full() -> None:
+    """Its reason cannot be written while its launcher does not read."""
+
+    async def story(channel: Channel) -> None:
+        gone = channel.heard.until(lambda: channel.heard.gone)
+        status, err = await rank(channel, f"{UNREAD}; {LOCKED}", HANG_S, lambda: gone)
+        assert status == EXIT_CHANNEL_LOST
+        assert "this rank ends itself" not in err
+
+    with_channel(story, world_size=1)
+
+
+def test_a_pulse_that_cannot_start_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory or a thread for it, the rank has its other watchdog."""
+    real = pulse.bind
+
+    def without(function: Any, result: Any, *arguments: Any) -> Any:
+        bound = real(function, result, *arguments)
+        return (lambda *given: None) if len(arguments) == 9 else bound
+
+    async def story(channel: Channel) -> None:
+        client = await asyncio.to_thread(channel.client, 0)
+        monkeypatch.setattr(pulse, "bind", without)
+        before = set(os.listdir("/proc/self/fd"))
+        asked = (channel.address, channel.secret, 0, 1, HANG_S, 1)
+        assert await asyncio.to_thread(pulse.start_pulse, *asked) is None
+        await channel.heard.until(lambda: not channel.server._pulses)
+        assert set(os.listdir("/proc/self/fd")) == before
+        await asyncio.to_thread(client.close)
+
+    with_channel(story)
 
 
 def test_a_pulse_has_a_connection_of_its_own() -> None:
