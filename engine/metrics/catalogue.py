@@ -33,7 +33,7 @@ BATCH_STATUSES = (
 STORED_KINDS = ("row", "result", "file")
 FAILURE_KINDS = (
     "mismatch", "model_changed", "refused", "rank_error", "launcher_killed", "rank_lost", "silent", "stalled",
-    "load_stalled", "consequence", "protocol", "launch", "launcher_exit", "other",
+    "load_stalled", "consequence", "protocol", "launch", "shortage", "launcher_exit", "other",
 )  # fmt: skip
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 PHASES: tuple[str, ...] = get_args(JobPhase)

@@ -45,7 +45,8 @@ class Gathered:
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         said = json.loads(payload)
-        return [json.dumps({**said, "rank": 0, "hostname": "n0", **self.change(said)}).encode(), payload]
+        other = {**said, **({"rank": 0} if "rank" in said else {}), "hostname": "n0", **self.change(said)}
+        return [json.dumps(other).encode(), payload]
 
     def close(self) -> None:
         pass

@@ -130,6 +130,7 @@ def test_threads_follow_the_quota(
     """Two ranks on 16 processors share the quota; where it is less than those, the log says so."""
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "set_grad_enabled", lambda on: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     for module in ("launchers.rank.rank", "topology.hardware.cpu_quota"):
         monkeypatch.setattr(f"laddertron.{module}.cpu_quota", lambda fs=None: quota)

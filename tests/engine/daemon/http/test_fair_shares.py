@@ -95,7 +95,7 @@ def test_a_key_with_large_files_does_not_hold_up_anothers(folder: Path, tmp_path
     alice, bob = (add_key(keys, name)[1] for name in ("alice", "bob"))
     with served(deployment(tmp_path), folder, keys=keys, probes=True) as daemon:
         one, other = daemon.client(alice), daemon.client(bob)
-        data = b"".join(line(str(number), "x" * 300) for number in range(6_000))
+        data = b"".join(line(str(number), "x" * 300) for number in range(24_000))
         with watched(daemon):
             large = [submit(one, data) for _ in range(4)]
             small = submit(other, b"".join(line(str(number)) for number in range(5)))
