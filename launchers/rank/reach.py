@@ -15,6 +15,8 @@ SMALL, LARGE = 64, 128 << 10
 TIMEOUT_S = 20.0
 ANSWERS = 512
 """Connections that are answered at once; further ones are closed."""
+AGAIN_S = 0.05
+"""Seconds after which a connection is accepted again if none could be."""
 PEERS = 64
 """Other hosts that a rank tests at most: the next ones, so that all are tested by some rank."""
 
@@ -45,24 +47,29 @@ def listening(address: str, secret: bytes) -> Iterator[str]:
     with socket.socket(family) as door:
         door.bind((address, 0))
         door.listen(512)
-        thread = threading.Thread(target=_answer_all, args=(door, secret), name="reach", daemon=True)
+        over = threading.Event()
+        thread = threading.Thread(target=_answer_all, args=(door, secret, over), name="reach", daemon=True)
         thread.start()
         try:
             yield f"{address} {door.getsockname()[1]}"
         finally:
+            over.set()
             door.shutdown(socket.SHUT_RDWR)
             thread.join()
 
 
-def _answer_all(door: socket.socket, secret: bytes) -> None:
+def _answer_all(door: socket.socket, secret: bytes, over: threading.Event) -> None:
     free = threading.Semaphore(ANSWERS)
-    with contextlib.suppress(OSError):  # the door was closed
-        while True:
+    while not over.is_set():
+        try:
             connection, _ = door.accept()
-            if free.acquire(blocking=False):
-                threading.Thread(target=_answer, args=(connection, secret, free), daemon=True).start()
-            else:
-                connection.close()
+        except OSError:  # the door was closed, the caller has gone, or no descriptor is free for a moment
+            over.wait(AGAIN_S)
+            continue
+        if free.acquire(blocking=False):
+            threading.Thread(target=_answer, args=(connection, secret, free), daemon=True).start()
+        else:
+            connection.close()
 
 
 def _answer(connection: socket.socket, secret: bytes, free: threading.Semaphore) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from laddertron.launchers.control.messages import Failure
@@ -77,6 +80,24 @@ def test_a_reset_and_a_stranger() -> None:
         reach(1, "n1", "n0", place, b"another" * 4)
     with pytest.raises(Unreached, match="Connection refused"):
         reach(1, "n1", "n0", place, SECRET)
+
+
+@pytest.mark.parametrize("fault", [errno.ECONNABORTED, errno.EMFILE, errno.EHOSTUNREACH])
+def test_a_connection_that_cannot_be_accepted_ends_no_test(monkeypatch: pytest.MonkeyPatch, fault: int) -> None:
+    """Else the others would blame this host's firewall."""
+    accept, failed = socket.socket.accept, list[int]()
+
+    def failing(door: socket.socket) -> Any:
+        if not failed:
+            failed.append(fault)
+            raise OSError(fault, os.strerror(fault))
+        return accept(door)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    with listening("127.0.0.1", SECRET) as place:
+        reach(1, "n1", "n0", place, SECRET, timeout_s=5.0)
+    assert failed == [fault]
+    assert all(thread.name != "reach" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
