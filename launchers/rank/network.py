@@ -30,6 +30,9 @@ def use_route(deployment: Deployment, environ: MutableMapping[str, str], fs: Sys
     except (OSError, ValueError) as error:
         log.warning("no interface routes to %s (%s): libraries choose one; set launch.interface", peer, error)
         return
+    if interface == interface_of("127.0.0.1"):  # of a host that announces its own address over several links
+        log.info("network: %s, which is on no link, routes to %s: libraries choose the interface", address, peer)
+        return
     names = {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface, "FI_TCP_IFACE": interface}
     if not (fs or Sysfs()).names("sys/class/infiniband"):
         names["UCX_NET_DEVICES"] = interface

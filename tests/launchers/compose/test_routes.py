@@ -23,19 +23,23 @@ DEMO = Path(__file__).parents[3] / "configs" / "demo.yaml"
 INTERFACES = {"eth0": ["10.0.0.1/24"], "docker0": ["172.17.0.1/16"], "ib0": ["10.9.0.1/16"], "lo": ["127.0.0.1/8"]}
 ROUTE = Route("10.0.0.2", "b", "eth0", "10.0.0.1", "10.0.0.0/24")
 
+HELD = {"10.0.0.1": "eth0", "10.9.0.1": "ib0", "10.8.0.1": "lo", "127.0.0.1": "lo"}
+
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interfaces as above; 10.9 goes over InfiniBand, 192.0.2.1 nowhere, the rest by eth0."""
+    """Interfaces as above; 10.9 goes over InfiniBand, 10.8 from lo, 192.0.2.1 nowhere, the rest by eth0."""
 
     def towards(peer: str) -> str:
         if peer == "192.0.2.1":
             raise OSError("Network is unreachable")
-        return peer if peer.startswith("127.") else "10.9.0.1" if peer.startswith("10.9.") else "10.0.0.1"
+        if peer.startswith("127."):
+            return peer
+        return {"10.9": "10.9.0.1", "10.8": "10.8.0.1"}.get(peer[:4], "10.0.0.1")
 
     for module in (routes, network):
         monkeypatch.setattr(module, "address_towards", towards)
-        monkeypatch.setattr(module, "interface_of", {"10.0.0.1": "eth0", "10.9.0.1": "ib0"}.__getitem__)
+        monkeypatch.setattr(module, "interface_of", HELD.__getitem__)
     monkeypatch.setattr(routes, "addresses", lambda: INTERFACES)
 
 
@@ -108,6 +112,9 @@ def test_a_rank_uses_its_own_interface_on_the_route(tmp_path: Path) -> None:
         before = dict(environ)
         use_route(plain, environ, Sysfs(tmp_path))
         assert environ == before
+    environ = {ENV_ROUTE: "10.8.0.2"}  # its way has this host's own address as source, which is on lo
+    use_route(plain, environ, Sysfs(tmp_path))
+    assert environ == {ENV_ROUTE: "10.8.0.2"}
     environ = {ENV_ROUTE: "10.0.0.2"}
     use_route(load(DEMO, ["launch.interface=ib0"]), environ, Sysfs(tmp_path))
     assert len(environ) == 1

@@ -14,7 +14,7 @@ import pytest
 from laddertron.launchers.control import pulse
 from laddertron.launchers.control.control_client import EXIT_CHANNEL_LOST
 from laddertron.launchers.control.messages import Beat, Drain, Pulse
-from laddertron.topology.transport.native import locate
+from laddertron.topology.transport.native import bind, locate
 from test_control import Channel, with_channel
 from waiting import HANG_S
 
@@ -97,10 +97,9 @@ def test_a_locked_rank_ends_although_its_error_output_is_full() -> None:
 
 def test_a_pulse_that_cannot_start_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory or a thread for it, the rank has its other watchdog."""
-    real = pulse.bind
 
     def without(function: Any, result: Any, *arguments: Any) -> Any:
-        bound = real(function, result, *arguments)
+        bound = bind(function, result, *arguments)
         return (lambda *given: None) if len(arguments) == 9 else bound
 
     async def story(channel: Channel) -> None:
