@@ -97,8 +97,9 @@ class BatchFeed(LineFlights):
                 async for line, prompts in ready:
                     await self._pace()
                     self.take(line, prompts, self._deaths.get(line.number, 0))
-        while self._flights or self._sink.pending:
+        while self._flights:
             await self._sink.moved()
+        await self._sink.settled()
 
     async def _finished(self) -> set[int]:
         """Numbers of the lines that have a result which is intact."""

@@ -57,13 +57,18 @@ class ResultSink(Generic[T]):
             self._moved.set()
 
     async def moved(self) -> None:
-        """Waits until something is stored. Raises what `store` raised."""
-        if self._failure is not None:
-            raise self._failure
+        """Waits until something is stored. Raises what `store` raised, then and ever after."""
+        self._check()
         self._moved.clear()
         await self._moved.wait()
+        self._check()
 
     async def settled(self) -> None:
         """Waits until everything is stored. Raises what `store` raised."""
         while self.pending:
             await self.moved()
+        self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure

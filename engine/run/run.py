@@ -209,8 +209,9 @@ class BatchRun(LineFlights):
         await self._settled()
 
     async def _settled(self) -> None:
-        while self._flights or self._sink.pending:
+        while self._flights:
             await self._sink.moved()
+        await self._sink.settled()
 
     def _lines(self) -> Iterator[BatchLine | None]:
         """Yields the file's lines, None for finished ones."""

@@ -35,14 +35,18 @@ def test_results_that_arrive_while_a_group_is_stored_are_the_next_group() -> Non
 
 
 def test_what_store_raises_is_raised_to_who_waits() -> None:
+    """Also for the last group, after which nothing is pending: it was not stored."""
+
     async def story() -> None:
         async def store(results: list[int]) -> None:
             raise OSError("no disk")
 
-        sink = ResultSink[int](store)
-        sink.add(1, 1)
-        await sink.moved()
-        with pytest.raises(OSError, match="no disk"):
-            await sink.moved()
+        for wait in (ResultSink.moved, ResultSink.settled):
+            sink = ResultSink[int](store)
+            sink.add(1, 1)
+            for _ in range(2):
+                with pytest.raises(OSError, match="no disk"):
+                    await wait(sink)
+            assert not sink.pending
 
     asyncio.run(story())
