@@ -5,6 +5,7 @@ neither locks nor shared memory, and so works on NFS and Lustre."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
@@ -70,8 +71,9 @@ class LineCheck:
         if marks:
             with path.open("rb") as file:
                 present = self._known & {mark_of(raw) for raw in file} if self._known else set()
-            whole = path.stat().st_size == sum(mark.size for mark in marks)
-            self.suspicious |= len(present) < len(marks) and (whole or bool(present))
+            whole = path.stat().st_size == sum(mark.size for mark in self._known or ())
+            # a set: lines that could not be written at once are in the journal twice
+            self.suspicious |= len(present) < len(self._known or ()) and (whole or bool(present))
 
     def is_damaged(self, raw: bytes) -> bool:
         return self.suspicious and not (self._known and mark_of(raw) in self._known)
@@ -81,6 +83,7 @@ def damaged_lines(answers: Path, errors: Path) -> tuple[int, list[str]]:
     """Compares the output files of a run with its journal. Returns the number of intact lines, and what is wrong.
     Raises OSError or ValueError."""
     log = journal_of(answers)
+    _refuse_written(answers)
     marks, intact = read_journal(log) or Marks([], []), 0
     wrong = [f"{log}: some of its frames cannot be read"] if marks.incomplete else []
     for path, lines in ((answers, marks.answers), (errors, marks.errors)):
@@ -94,7 +97,19 @@ def damaged_lines(answers: Path, errors: Path) -> tuple[int, list[str]]:
                     wrong.append(f"{path}:{number}: is not what the run wrote")
         if left:
             wrong.append(f"{path}: {len(left)} lines of the journal are missing: --resume computes them again")
+    _refuse_written(answers)  # by a run that began meanwhile
     return intact, wrong
+
+
+def _refuse_written(answers: Path) -> None:
+    """Raises ValueError while a run writes the output, of which its journal is ahead."""
+    with contextlib.suppress(FileNotFoundError), answers.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{answers} is being written by a run: check it when that has ended") from None
+        except OSError:
+            return  # a file system without locks
 
 
 class Journal:

@@ -109,7 +109,7 @@ def drop_file(rows: Rows, file: FileRow) -> str | None:
     _forget(rows, file.id)
     if file.batch_id is not None:
         batch = get_batch(rows.db, file.batch_id, unchecked=True)
-        if batch is not None:
+        if batch is not None and file.id in (batch.output_file_id, batch.error_file_id):  # else its row is damaged
             ok = int(file.id == batch.output_file_id)
             rows.delete("results", {"batch_id": file.batch_id, "ok": ok})
             rows.update("batches", {"id": batch.id, "output_file_id" if ok else "error_file_id": None})

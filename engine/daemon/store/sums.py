@@ -113,6 +113,8 @@ class CheckedFile(io.RawIOBase):
         if index != self._index:
             self._file.seek(index * BLOCK_BYTES)
             block = self._file.read(BLOCK_BYTES)
+            if len(block) < min(BLOCK_BYTES, self.size - index * BLOCK_BYTES):
+                raise Damaged("file", f"{self._name} shrank on the disk, {self.size} bytes were stored")
             if self._sums is not None:
                 sum_of_block = hashlib.blake2b(block, digest_size=_SUM_BYTES).hexdigest()
                 if sum_of_block != self._sums[index * _HEX : (index + 1) * _HEX]:

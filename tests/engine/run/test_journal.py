@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_job import FakeJob
-from laddertron.engine.run.journal import damaged_lines, journal_of, read_journal
+from laddertron.engine.run.journal import ANSWERS, Journal, LineCheck, Marks, damaged_lines, journal_of, read_journal
 from laddertron.engine.run.past import RunFileError
 from laddertron.engine.text.tokenizer import TextModel
 from laddertron.launchers.cli.__main__ import main
@@ -147,6 +148,24 @@ def test_a_file_that_is_no_journal_is_left_alone(bench: Bench) -> None:
 def test_check_store_reads_the_output_of_a_run(bench: Bench, run_seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-store", str(bench.output)]) == 0
     assert f"{COUNT + 1} lines: intact" in capsys.readouterr().out
+    with bench.output.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main(["check-store", str(bench.output)]) == 1
+        assert "is being written by a run" in capsys.readouterr().err.replace("\n", " ")
     flip(bench.output, random.Random(run_seed))
     assert main(["check-store", str(bench.output)]) == 1
     assert "is not what the run wrote" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_lines_that_were_written_at_the_second_try_are_no_damage(bench: Bench) -> None:
+    """They are in the journal twice; a line that the user added is not moved aside for that."""
+    log = Journal(journal_of(bench.output), Marks([], []))
+    for _ in range(2):
+        log.append({ANSWERS: bench.output.read_bytes().splitlines(keepends=True)})
+    log.close()
+    marks = read_journal(journal_of(bench.output))
+    assert marks is not None
+    assert len(marks.answers) == 2 * COUNT
+    assert not LineCheck(bench.output, marks.answers).suspicious
+    bench.output.write_bytes(bench.output.read_bytes().replace(b"t1", b"u1"))
+    assert LineCheck(bench.output, marks.answers).suspicious

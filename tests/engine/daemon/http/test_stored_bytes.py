@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ from typing import Any
 import openai
 import pytest
 from daemon_tools import Served, deployment, line, lines_of, served, submit, wait_batch
+from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.check import check_store
+from laddertron.engine.daemon.store.connection import connect_store
 from laddertron.engine.daemon.store.disk import DiskError
-from laddertron.engine.daemon.store.schema import KEYS
+from laddertron.engine.daemon.store.rows import BatchRow, FileRow
+from laddertron.engine.daemon.store.schema import KEYS, Rows, migrate
 from laddertron.engine.daemon.store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged, row_sum
 from laddertron.engine.metrics.observer import Observer
 from laddertron.launchers.cli.__main__ import main
@@ -315,6 +320,30 @@ def test_sums_of_blocks_do_not_depend_on_the_pieces_that_are_written(tmp_path: P
             path.write_bytes(data[:-1])
             with pytest.raises(Damaged, match=f"has {size - 1} bytes"):
                 CheckedFile(path, "f", size, text)
+
+
+def test_a_file_without_sums_that_shrinks_while_it_is_read_ends(tmp_path: Path) -> None:
+    (path := tmp_path / "f").write_bytes(b"x" * (BLOCK_BYTES + 9))
+    with CheckedFile(path, "f", BLOCK_BYTES + 9, None) as file:
+        assert file.read(BLOCK_BYTES) == b"x" * BLOCK_BYTES
+        os.truncate(path, BLOCK_BYTES)
+        with pytest.raises(Damaged, match="f shrank on the disk, 262153 bytes were stored"):
+            file.read(9)
+
+
+def test_a_damaged_batch_row_does_not_delete_the_other_file_s_results(tmp_path: Path) -> None:
+    """Deleting an output whose name in the batch's row is damaged deletes neither its results nor those of errors."""
+    with contextlib.closing(connect_store(tmp_path, sqlite3.connect)) as db:
+        migrate(db)
+        rows = Rows(db)
+        batch = BatchRow("batch_1", "me", "/v1/completions", "file-in", "24h", "completed", 0, 1)
+        records.add_batch(rows, replace(batch, output_file_id="file-out", error_file_id="file-bad"))
+        error = {"batch_id": "batch_1", "custom_id": "a", "number": 1, "epoch": 1, "ok": 0, "line": "{}"}
+        assert rows.insert("results", error)
+        db.execute("UPDATE batches SET output_file_id = 'file-ouu'")
+        file = FileRow("file-out", "me", "batch_output", "o.jsonl", 2, 0, batch_id="batch_1")
+        assert records.drop_file(rows, file) is None
+        assert records.count_results(db, "batch_1") == 1
 
 
 def test_a_sum_of_a_row_covers_names_types_and_values() -> None:
