@@ -89,7 +89,7 @@ class RankPool:
         self._line: socket.socket | None = None
         self._sets: dict[int, list[socket.socket]] = {}
 
-    def run(self, size: int, case: str, args: dict[str, Any] | None = None, timeout_s: float = 300.0) -> list[Any]:
+    def run(self, size: int, case: str, args: dict[str, Any] | None = None, timeout_s: float = 900.0) -> list[Any]:
         """Runs `case` on `size` ranks at once and returns what each gave back, in rank order. Raises RankError."""
         if size not in self._sets:
             self._sets[size] = self._fork(size)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-HANG_S = 120.0
+HANG_S = 600.0
 FOR_EVER_S = 3600.0
 """For the time-outs of what is tested that must not be what ends it."""
 

@@ -31,7 +31,7 @@ def _vectors(size: int, count: int, dtype: str, seed: int) -> list[torch.Tensor]
 def case_sums(rank: Rank, per_node: int, collective: str, counts: list[int], dtypes: list[str]) -> list[str]:
     """Two all-reduces in flight of every size and dtype; returns the sums' bytes (hashed) for the ranks to compare."""
     digests = []
-    options = CommOptions(collective=collective, process_groups=False, timeout_s=HANG_S)  # type: ignore[arg-type]
+    options = CommOptions(collective=collective, process_groups=False, timeout_s=HANG_S, connect_timeout_s=HANG_S)  # type: ignore[arg-type]
     with rank.connect(per_node, options) as comm:
         for count in counts:
             for dtype in dtypes:
