@@ -363,7 +363,8 @@ class ControlThread:
         return self._server.connected
 
     def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
-        self._loop.call_soon_threadsafe(self._server.send, message, rank)
+        with contextlib.suppress(RuntimeError):  # closed: the ranks are gone
+            self._loop.call_soon_threadsafe(self._server.send, message, rank)
 
     def finish_sending(self) -> None:
         self._loop.call_soon_threadsafe(self._server.finish_sending)

@@ -125,6 +125,11 @@ class Launch:
         """True if it has begun, no rank is suspected, and there is no evidence of its end."""
         return self._keeper is not None and self._board.healthy and not self._ending
 
+    @property
+    def failing(self) -> bool:
+        """True once there is evidence of its end, or it was asked to end."""
+        return self._trouble.is_set() or self._ending
+
     def load(self) -> None:
         """Sends Load to standby ranks; ranks that have not connected yet get it when they do."""
         self._board.load(time.monotonic())

@@ -33,6 +33,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
 """Seconds between two attempts to start a standby: doubled after each."""
 
 _SHORTAGE_S = 2.0
+CLOSED = "the job was closed"
 CHANGED = "restore the files, or run `laddertron reload` to serve the changed model"
 CHANGED_IN_RUN = "restore the files and resume the run, or start over with the changed model"
 
@@ -103,8 +104,10 @@ class Member:
         match said:
             case Standing():
                 self.standing = said
-            case Ready(limits):
+            case Ready(limits) if not self.launch.failing:
                 self.ready_since, self.limits = time.monotonic(), limits
+            case Ready():  # of a launch that is being ended
+                return
             case Tokens(events):
                 self.progress |= any(event.tokens or event.finish in ("stop", "length") for event in events)
         self._replica.launch_said(self, said, node)
@@ -113,7 +116,7 @@ class Member:
     def end(self, failure: JobFailure | None) -> None:
         """Marks it as ended: its processes have exited."""
         self.state = "ended"
-        self.why_ended = "the job was closed" if failure is None else failure.reason
+        self.why_ended = CLOSED if failure is None else failure.reason
         self._changed.set()
 
     async def until(self, condition: Callable[[], object]) -> bool:
@@ -210,7 +213,7 @@ class Replica:
         self._closing = True
         if self.state.phase in ("ready", "suspect"):
             self._set_state("draining")  # lost requests must not be submitted here again
-        self._end_turn("the job was closed")
+        self._end_turn(CLOSED)
         await self._end_others(None)
         if self.state.phase != "failed":
             self._set_state("stopped")
@@ -255,8 +258,10 @@ class Replica:
             failure = await self._run_launch(member)
         except Exception as error:
             log.exception("internal error of the supervisor")
-            await member.launch.end(orderly=False)
             failure = JobFailure("launch", f"internal error of the supervisor: {error!r}")
+            if member is self.serving:
+                self._set_state("restarting", failure=failure)  # lost requests must not be submitted here again
+            await member.launch.end(orderly=False)
         self._ended(member, failure)
 
     async def _run_launch(self, member: Member) -> JobFailure | None:
@@ -273,26 +278,29 @@ class Replica:
             failure = launch.verdict()
         if member is self.serving and member.ready_since is not None:
             self._lost_at, self._gone_at = launch.sign_at, time.monotonic()
-        if stuck is not None:
+        if stuck is not None and member.state != "waiting":
             self._excluded |= {socket.gethostname()}
             failure = failure and dataclasses.replace(failure, reason=f"{failure.reason}; {stuck}")
         return failure
 
     def _ended(self, member: Member, failure: JobFailure | None) -> None:
         """Reports what a launch has lost, and replaces it if it must be replaced."""
+        former, served = member.state, member is self.serving
         member.end(failure)
         self._members.remove(member)
+        if served:
+            self.serving = None
         by_request = failure is not None and by_a_request(failure, socket.gethostname())
-        reason = failure.reason if failure is not None else "the job was closed"
+        reason = failure.reason if failure is not None else CLOSED
         if self._listener is not None:
             self._tell(self._listener.on_lost, member.number, reason, by_request)
-        if member is self.serving:
-            self.serving = None
-            if failure is not None:
-                self._launch_again(failure, member)
-        elif failure is not None and member is self._standby:
+        if failure is None:
+            return
+        if served:
+            self._launch_again(failure, member)
+        elif member is self._standby:
             self._standby_failed(failure, member)
-        elif failure is not None and member.reason != "standby":
+        elif former == "draining" or member.reason == "reload":
             self._count(failure, member.spec)
 
     # the serving launch
@@ -315,6 +323,9 @@ class Replica:
             self._launch_again(no_launch(error))
         except (ValueError, RuntimeError) as error:
             self._launch_again(JobFailure("launch", str(error)))
+        except Exception as error:
+            log.exception("internal error of the supervisor")
+            self._launch_again(JobFailure("launch", f"internal error of the supervisor: {error!r}"))
 
     def _launch_again(self, failure: JobFailure, member: Member | None = None) -> None:
         """Counts a failure of the serving launch (None: it could not be started), and launches it again or gives up."""
@@ -353,7 +364,8 @@ class Replica:
         if not repeated:
             self._count(failure, self.spec)
         if self._draining:
-            self._set_state("failed", failure=failure)
+            if not self._end_turn(failure.reason):
+                self._set_state("failed", failure=failure)
         elif not self._closing:
             self._set_state("restarting", failure=failure)
             longest = _SHORTAGE_S if failure.kind == "shortage" else self.spec.options.longest_backoff_s
@@ -468,6 +480,8 @@ class Replica:
         """Replaces the ranks by a launch of another spec: it loads while the serving launch computes if memory
         suffices, else after that one has exited, while requests wait. Returns None once the former launch's requests
         have ended and its processes have exited, or the reason why the former spec stays."""
+        if self._closing:
+            return CLOSED
         try:
             member = self._begin(spec, "reload")
         except (ValueError, OSError) as error:
@@ -478,7 +492,7 @@ class Replica:
         if not member.standing.room:
             return await self._replace_in_turn(member)
         member.launch.load()
-        if not await member.until(lambda: member.ready_since):
+        if not await member.until(lambda: member.ready_since and not member.launch.failing):
             return member.why_ended
         former = self._retire()
         self._serve(member)
@@ -501,12 +515,12 @@ class Replica:
         try:
             if former_spec.hooks.devices_free is not None:
                 await former_spec.hooks.devices_free()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             log.warning("reload: %s; loading all the same", error)
         if member.state == "waiting":  # it may have failed while the former launch finished
             self._serve(member)
             member.launch.load()
-            reason = await self._turn if self._turn is not None else "the job was closed"
+            reason = await self._turn if self._turn is not None else CLOSED
         else:
             reason, self._turn = member.why_ended, None
         if reason is not None and not self._closing:
@@ -528,6 +542,7 @@ class Replica:
 
     def _serve(self, member: Member) -> None:
         self._adopt(member.spec)
+        self.failures.clear()  # of another spec's launches
         self.serving, member.state, self._seats = member, "serving", member.launch.seats
 
     def _end_turn(self, result: str | None) -> bool:

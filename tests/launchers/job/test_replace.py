@@ -24,7 +24,7 @@ class FakeLaunch:
 
     made: list[FakeLaunch] = []  # noqa: RUF012
     room = True
-    explained, sign_at = False, 1.0
+    explained, sign_at, failing = False, 1.0, False
     seats: tuple[str, ...] = ()
 
     def __init__(self, owner: Any, name: str, config: str, options: JobOptions, **made_for: Any) -> None:
@@ -60,6 +60,7 @@ class FakeLaunch:
         self.owner.launch_said(Tokens((TokensEvent(name, 0, 0, (1,), "length"),)), None)
 
     def fail(self, reason: str, kind: Any = "rank_error") -> None:
+        self.failing = True
         self._failing.set_result(JobFailure(kind, reason, 0))
 
     async def failure_before(self, over: asyncio.Event) -> JobFailure | None:
@@ -340,6 +341,62 @@ def test_a_standby_belongs_to_the_spec_that_serves(room: bool, monkeypatch: pyte
         assert scene.job.state.standby == "starting"
         await scene.job.close()
         assert all(launch.done[-1] == "end" for launch in FakeLaunch.made)
+
+    bounded(run)
+
+
+def test_a_launch_that_is_ready_as_it_fails_serves_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last rank reports Ready after the evidence of its end: neither the first launch nor a reload's is ready."""
+
+    async def run() -> None:
+        scene = Scene(monkeypatch, room=True)
+        await scene.job.start(scene.listener)
+        await turns()
+        scene.old.fail("a rank died")
+        scene.old.ready()
+        await turns()
+        assert scene.job.state.phase == "starting"
+        again = scene.last
+        assert again is not scene.old
+        again.ready()
+        task = await scene.replace()
+        scene.new.fail("a rank died")
+        scene.new.ready()
+        assert await task == "a rank died"
+        assert scene.job.state.phase == "ready"
+        scene.job.submit(request("b"))
+        assert again.done == ["submit b"]
+        await scene.job.close()
+        assert await scene.job.replace(spec("late")) == "the job was closed"
+
+    bounded(run)
+
+
+def test_an_error_of_the_supervisor_itself_costs_a_relaunch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that are lost by it are not submitted to the launch that ends."""
+
+    async def run() -> None:
+        scene = Scene(monkeypatch, room=True)
+        await scene.serve()
+        scene.job.submit(request("a"))
+        phases: list[str] = []
+        heard = scene.listener.on_lost
+
+        def lost(*arguments: Any) -> None:
+            phases.append(scene.job.state.phase)
+            assert scene.job.serving is None
+            heard(*arguments)
+
+        scene.listener.on_lost = lost  # type: ignore[method-assign]
+        monkeypatch.setattr(FakeLaunch, "explained", property(lambda launch: 1 // 0))
+        scene.old.fail("a rank died")
+        await turns()
+        assert phases == ["restarting"]
+        monkeypatch.setattr(FakeLaunch, "explained", False)
+        scene.last.ready()
+        assert (scene.job.state.phase, len(FakeLaunch.made)) == ("ready", 2)
+        assert "ZeroDivisionError" in scene.job.failures[0].reason
+        await scene.job.close()
 
     bounded(run)
 
