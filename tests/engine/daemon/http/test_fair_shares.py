@@ -34,6 +34,7 @@ from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.rows import BatchRow, FileRow
 from laddertron.engine.daemon.store.schema import Rows
 from laddertron.engine.text.tokenizer import TextModel
+from openai import OpenAI
 from test_connections import ask, ninetieth
 from tiny_text import write_folder
 from waiting import HANG_S, until
@@ -95,10 +96,17 @@ def test_a_key_with_large_files_does_not_hold_up_anothers(folder: Path, tmp_path
     alice, bob = (add_key(keys, name)[1] for name in ("alice", "bob"))
     with served(deployment(tmp_path), folder, keys=keys, probes=True) as daemon:
         one, other = daemon.client(alice), daemon.client(bob)
-        data = b"".join(line(str(number), "x" * 300) for number in range(24_000))
-        with watched(daemon):
-            large = [submit(one, data) for _ in range(4)]
-            small = submit(other, b"".join(line(str(number)) for number in range(5)))
+        data = b"".join(line(str(number), "x" * 300) for number in range(12_000))
+
+        def create(client: OpenAI, file_id: str) -> Any:
+            return client.batches.create(input_file_id=file_id, endpoint="/v1/completions", completion_window="24h")
+
+        with watched(daemon):  # uploads first: they take longer than validation
+            files = [one.files.create(file=("in.jsonl", data), purpose="batch").id for _ in range(4)]
+            few = b"".join(line(str(number)) for number in range(5))
+            file = other.files.create(file=("in.jsonl", few), purpose="batch").id
+            large = [create(one, name) for name in files]
+            small = create(other, file)
             assert wait_batch(other, small.id).status == "completed"
             left = [one.batches.retrieve(batch.id).status for batch in large]
             assert left.count("validating") >= 2, left
