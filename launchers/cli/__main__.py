@@ -73,7 +73,8 @@ Examples:
   laddertron config > deploy.yaml
   laddertron check deploy.yaml
   laddertron run deploy.yaml -i prompts.jsonl -o answers.jsonl
-  laddertron run deploy.yaml -i prompts.jsonl -o answers.jsonl --set engine.max_num_seqs=8
+  laddertron run deploy.yaml -i prompts.jsonl -o answers.jsonl \\
+    --set engine.max_num_seqs=8
   laddertron launch deploy.yaml serve --dry-run
   laddertron serve models/Llama-3.1-8B-Instruct
 

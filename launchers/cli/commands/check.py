@@ -316,6 +316,17 @@ def summary(loaded: LoadedDeployment) -> str:
     )
 
 
+def unchecked(deployment: Deployment, no_model: bool) -> str:
+    """In one line: what a start needs that `check` has not looked at, and the command for it."""
+    launch = deployment.launch
+    parts = ["that memory suffices (laddertron plan)", "weights beyond a sample (laddertron manifest --check)"]
+    if no_model:
+        parts = ["the model and other files that the deployment names", "launcher, ports and data folder"]
+    if launch.hosts or launch.hostfile or launch.fabric or launch.ranks_per_node:
+        parts.append("the other hosts and the network between them (laddertron preflight)")
+    return f"not checked: {'; '.join(parts)}"
+
+
 def start_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """What of this machine keeps a job or the daemon from starting: no launcher, a locked data folder, a port in use. A
     daemon that uses this data folder has the ports, and the file may be meant for its reload."""
@@ -380,3 +391,4 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
         for warning in filter(None, (unmeasured_weights(d), kernels_warning(d), *stack_warnings(d))):
             show_warning(warning)
     click.echo(summary(loaded))
+    click.echo(unchecked(loaded.deployment, no_model))

@@ -22,9 +22,12 @@ def command(source: Path, target: Path, dialect: str) -> None:
 
     \b
       hf               a stock Llama, Mistral or Qwen with standard wiring
-      laddertron       any wiring, in the key laddertron_wiring; other programs reject the model_type
-      llama-ladder     model_type llamaLadder: a Llama whose ladder_layers, all or some, are ladder
-      ladder-residual  model_type ladder_residual (dolomite-engine, lm-engine): all layers ladder, fused tensors
+      laddertron       any wiring, in the key laddertron_wiring; other programs
+                       reject the model_type
+      llama-ladder     model_type llamaLadder: a Llama whose ladder_layers, all or
+                       some, are ladder
+      ladder-residual  model_type ladder_residual (dolomite-engine, lm-engine):
+                       all layers ladder, fused tensors
 
     All formats except hf include a modeling file, with which transformers and lm-eval compute the wiring
     (trust_remote_code). A model that the format cannot express is refused.

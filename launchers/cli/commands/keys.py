@@ -47,7 +47,8 @@ def command() -> None:
       laddertron keys add keys.json ops --kind admin
       laddertron keys adopt keys.json alice
       laddertron keys add keys.json prometheus --kind metrics
-      laddertron keys limit keys.json alice --requests-per-minute 60 --tokens-per-day 1000000
+      laddertron keys limit keys.json alice --requests-per-minute 60 \\
+        --tokens-per-day 1000000
     """
 
 

@@ -35,7 +35,8 @@ def export(folder: Path, runbook: str | None, targets: tuple[str, ...], overwrit
     """Write rules, dashboards, configuration and the runbook of the alerts into FOLDER.
 
     \b
-      laddertron monitoring export monitoring --runbook https://wiki.example/laddertron/runbook
+      laddertron monitoring export monitoring \\
+        --runbook https://wiki.example/laddertron/runbook
       promtool check rules monitoring/alerts.yml
     """
     for target in targets:

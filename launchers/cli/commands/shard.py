@@ -45,7 +45,8 @@ def command(
       laddertron shard /models/Llama-3.1-70B --tp 8
       laddertron shard /models/Llama-3.1-405B --tp 8 --pp 2
       laddertron shard /models/Llama-3.1-405B --tp 16 -o /nvme/llama-405b-tp16
-      laddertron shard /models/DeepSeek-V3 --tp 16 --dense-path node --ranks-per-node 8
+      laddertron shard /models/DeepSeek-V3 --tp 16 --dense-path node \\
+        --ranks-per-node 8
     """
     from rich.console import Console
 

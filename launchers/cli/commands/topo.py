@@ -94,7 +94,8 @@ def command(
     \b
       laddertron topo
       laddertron topo --fabric 2x8xH100 --plan deploy.yaml
-      mpirun --hostfile hosts --map-by ppr:1:node laddertron topo --save fabric.json
+      mpirun --hostfile hosts --map-by ppr:1:node \\
+        laddertron topo --save fabric.json
       laddertron launch deploy.yaml topo
     """
     environ = dict(os.environ)

@@ -239,10 +239,12 @@ def paper(model: str, tp: tuple[int, ...] | None, batch: tuple[int, ...] | None,
 
     \b
       mpirun -np 8 laddertron bench paper --model 70b -o 70b.json
-      mpirun -np 8 laddertron bench paper --model 70b -o 70b.json --p2p off --plot 70b.svg
-      mpirun -np 2 laddertron bench paper --model 8b -o 8b.json --scale 16      # two CPU cores, minutes
+      mpirun -np 8 laddertron bench paper --model 70b -o 70b.json --p2p off \\
+        --plot 70b.svg
+      mpirun -np 2 laddertron bench paper --model 8b -o 8b.json --scale 16
 
-    Compares the measured rows with published and simulated ones (H100), and the speed-up with the law."""
+    The last example takes two CPU cores some minutes. Compares the measured rows with published and simulated ones
+    (H100), and the speed-up with the law."""
     from ....launchers.rank.outer_job import among_ranks
 
     with ended_by(IdentityError):

@@ -29,8 +29,10 @@ from ..tables import as_json, markdown
 @click.option(
     "--wiring",
     type=click.Choice(WIRINGS),
+    metavar="WIRING",
     default="auto",
-    help="With --model; hybrid: ladder in the last half of the layers.",
+    help="With --model: auto, standard, parallel, ladder, delay-2 to delay-7, no-communication, or hybrid: ladder in "
+    "the last half of the layers.",
 )
 @click.option("--max-model-len", type=click.IntRange(1), help="With --model: maximum length of a sequence.")
 @click.option("--fp8", is_flag=True, help="Plan with fp8 weights.")
@@ -66,7 +68,8 @@ def command(
       laddertron plan deploy.yaml
       laddertron plan deploy.yaml --fabric fabric.json --all
       laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --write deploy.yaml
-      laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --wiring ladder --gpu-hour 1.90 --json
+      laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --wiring ladder \\
+        --gpu-hour 1.90 --json
     """
     for name, value in (("--tp", tp), ("--replicas", replicas), ("--max-model-len", max_model_len)):
         if value is not None and config is not None:

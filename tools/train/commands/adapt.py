@@ -14,9 +14,12 @@ from ..training import MODEL, STATES, TEXT, parse_layers, token_files, training_
 
 EPILOG = """\b
 Examples:
-  laddertron adapt models/llama-8b -o models/llama-8b-ladder16 --ladder-layers 16 --text data/ --distil 0.5
-  mpirun -n 8 laddertron adapt models/llama-8b -o out --wiring ladder --text data/ --dtype bfloat16 --recompute
-  srun laddertron adapt models/llama-8b -o out --wiring delay-2 --text data/ --save-every 500 --resume
+  laddertron adapt models/llama-8b -o models/llama-8b-ladder16 \\
+    --ladder-layers 16 --text data/ --distil 0.5
+  mpirun -n 8 laddertron adapt models/llama-8b -o out --wiring ladder \\
+    --text data/ --dtype bfloat16 --recompute
+  srun laddertron adapt models/llama-8b -o out --wiring delay-2 --text data/ \\
+    --save-every 500 --resume
 
 Under mpirun, srun or torchrun, weights, gradients and optimizer states are sharded over all ranks, and -o must be on a
 shared filesystem. docs/adapting.md has memory and time for an 8B model."""

@@ -32,7 +32,8 @@ def command(folders: tuple[Path, ...], **o: Any) -> None:
     folder's declared wiring, on this process or the ranks of an outer mpirun, srun or torchrun.
 
     \b
-      laddertron evaluate models/standard models/ladder --text notes/ --original models/standard --record
+      laddertron evaluate models/standard models/ladder --text notes/ \\
+        --original models/standard --record
     """
     with training_ranks(threads=o["threads"]) as ranks:
         rows = _rows(folders, o, ranks)

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 EPILOG = """\b
 Examples:
   laddertron train -o models/ladder --wiring ladder
-  laddertron train -o models/standard --wiring standard --tokenizer models/ladder
+  laddertron train -o models/standard --wiring standard \\
+    --tokenizer models/ladder
   laddertron train -o models/late --wiring hybrid --ladder-layers 4,5,6,7
   laddertron train -o models/mine --text notes/ --tokens 10000000
-  laddertron train -o models/draft --teacher models/mine --text answers.jsonl --layers 2 --hidden 64
-  mpirun -n 8 laddertron train -o models/wide --text data/ --hidden 2048 --heads 16 --save-every 500
+  laddertron train -o models/draft --teacher models/mine \\
+    --text answers.jsonl --layers 2 --hidden 64
+  mpirun -n 8 laddertron train -o models/wide --text data/ --hidden 2048 \\
+    --heads 16 --save-every 500
 
 Under mpirun, srun or torchrun, weights, gradients and optimizer states are sharded over all ranks, and -o must be on a
 shared filesystem. Without --text the model learns from the docstrings of Python's standard library. Compare only models

@@ -138,7 +138,9 @@ def test_a_disk_that_does_not_answer_is_named(tmp_path: Path, disk: Disk, call: 
             assert "does not answer since" in reason()
             answer = client.completions.create(model=NAME, prompt="a", max_tokens=2)
             assert answer.usage is not None
-            assert answer.usage.completion_tokens in (1, 2), "it may end at once, and its text may be empty: the seed is drawn"
+            assert answer.usage.completion_tokens in (1, 2), (
+                "it may end at once, and its text may be empty: the seed is drawn"
+            )
             with pytest.raises(openai.InternalServerError, match="does not answer"):
                 upload()
             assert get(daemon, "/health")[0] == 200
