@@ -153,7 +153,7 @@ class BatchFeed(LineFlights):
             part, last = await self._store.read(
                 partial(records.answers_after, batch_id=batch_id, number=last, limit=_REUSED)
             )
-            taken = [replace(found, number=numbers[found.number]) for found in part if found.number in numbers]
+            taken = [replace(result, number=numbers[result.number]) for result in part if result.number in numbers]
             add = partial(records.add_results, batch_id=self.batch.id, results=taken, epoch=self._store.generation)
             await self._store.write(partial(add, day=None))
 
@@ -171,8 +171,8 @@ class BatchFeed(LineFlights):
         error = ApiError(message, code, status=None)
         with await self.input() as file:
             part: list[Result] = []
-            async for found in off_loop(read_lines(file, self._rules, finished, large=True), self._in_turn):
-                line = found if found.raw is None else await self.checked(found)
+            async for line_read in off_loop(read_lines(file, self._rules, finished, large=True), self._in_turn):
+                line = line_read if line_read.raw is None else await self.checked(line_read)
                 if line.custom_id is not None:
                     out = error_line(line.custom_id, answer_id(self.batch.id, line), error)
                     part.append(Result(line.custom_id, line.number, False, out.decode()))

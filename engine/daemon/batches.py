@@ -95,15 +95,15 @@ class Batches:
         was used with another body. `check` is called for a new batch and may raise. Raises StoreUnavailable."""
 
         def work(rows: Rows) -> BatchRow | None:
-            found = records.add_batch(rows, batch, repeat_key, digest)
-            if found is not None and found.id == batch.id:
+            stored = records.add_batch(rows, batch, repeat_key, digest)
+            if stored is not None and stored.id == batch.id:
                 check(rows.db)
-            return found
+            return stored
 
-        found = await self._store.write(work)
-        if found is not None and found.id == batch.id:
-            self._start_batch(found)
-        return found
+        created = await self._store.write(work)
+        if created is not None and created.id == batch.id:
+            self._start_batch(created)
+        return created
 
     async def cancel(self, batch_id: str) -> BatchRow:
         """Cancels a batch; an ended one stays unchanged. Raises StoreUnavailable, or KeyError if it does not exist."""
@@ -122,9 +122,9 @@ class Batches:
             if revoked(owner) and not self._stops[batch_id].done():
                 with contextlib.suppress(KeyError):
                     batch = await self.cancel(batch_id)
-                    said = {"event": "batch.cancelled", "id": batch_id, "key": owner}
-                    log.warning("batch %s is %s: its key was revoked", batch_id, batch.status, extra=said)
-                    audit_log.info("batch.cancelled %s: its key was revoked", batch_id, extra=said)
+                    log_fields = {"event": "batch.cancelled", "id": batch_id, "key": owner}
+                    log.warning("batch %s is %s: its key was revoked", batch_id, batch.status, extra=log_fields)
+                    audit_log.info("batch.cancelled %s: its key was revoked", batch_id, extra=log_fields)
 
     async def add_file(self, file: FileRow, sums: str, check: Callable[[int], None]) -> None:
         """Adds a file whose bytes are already on disk; `sums`: of its blocks. `check` gets the number of bytes that its
@@ -228,7 +228,7 @@ class Batches:
 
     async def _run_batch(self, batch: BatchRow) -> None:
         """Runs a batch from any status to its end. After a failure of the disk, retries once the store is usable."""
-        said = {"event": "batch", "batch": batch.id}
+        log_fields = {"event": "batch", "batch": batch.id}
         fault: InputFault | None = None
         repaired = False
         checked = False
@@ -245,31 +245,31 @@ class Batches:
                         batch = await self._change(batch, "finalizing", status="in_progress")
                     else:
                         batch = await self._step(batch)
-                    log.info("batch %s is %s", batch.id, batch.status, extra=said)
-                except (InputFault, Damaged) as found:
-                    if isinstance(found, Damaged):
-                        if found.kind != "file":
+                    log.info("batch %s is %s", batch.id, batch.status, extra=log_fields)
+                except (InputFault, Damaged) as failure:
+                    if isinstance(failure, Damaged):
+                        if failure.kind != "file":
                             raise
-                        self._store.report(found)
-                        found = changed_input(found)
-                    fault, checked = found, True
-                    log.error("batch %s: %s", batch.id, found, extra=said)
+                        self._store.report(failure)
+                        failure = changed_input(failure)
+                    fault, checked = failure, True
+                    log.error("batch %s: %s", batch.id, failure, extra=log_fields)
                 except (StoreUnavailable, OSError) as error:
                     if isinstance(error, FileNotFoundError) and batch.status != "finalizing":
                         checked = False
                     if self._store.fenced:
                         return
-                    log.error("batch %s waits: %s", batch.id, error, extra=said)
+                    log.error("batch %s waits: %s", batch.id, error, extra=log_fields)
                     await asyncio.sleep(1.0)
                     await self._store.usable()
                     batch = await self._store.read(partial(records.batch_of, batch_id=batch.id))
         except KeyError:
-            log.warning("batch %s was deleted", batch.id, extra=said)
+            log.warning("batch %s was deleted", batch.id, extra=log_fields)
         except Damaged as damaged:
             self._store.report(damaged)
-            log.error("batch %s stopped: delete it and submit its lines again", batch.id, extra=said)
+            log.error("batch %s stopped: delete it and submit its lines again", batch.id, extra=log_fields)
         except Exception:
-            log.exception("batch %s stopped: restart the daemon to resume it", batch.id, extra=said)
+            log.exception("batch %s stopped: restart the daemon to resume it", batch.id, extra=log_fields)
             if batch.status == "validating":  # else it would stop there again, and its file could never be deleted
                 errors = [{"code": "internal_error", "message": "its file could not be checked", "param": None}]
                 await self._change(batch, "validating", status="failed", failed_at=self._clock.stamp(), errors=errors)
@@ -314,8 +314,8 @@ class Batches:
         # a line for another model gets an error line, like a prompt that is too long; a file of only such lines was
         # sent to the wrong server
         if check.errors or check.unserved == check.lines:
-            found = sorted([*check.errors, *check.unserved_errors], key=lambda pair: pair[0])[:MAX_ERRORS]
-            errors = [{"code": bad.code, "message": bad.message, "param": bad.param, "line": n} for n, bad in found]
+            worst = sorted([*check.errors, *check.unserved_errors], key=lambda pair: pair[0])[:MAX_ERRORS]
+            errors = [{"code": bad.code, "message": bad.message, "param": bad.param, "line": n} for n, bad in worst]
             return await self._change(batch, "validating", status="failed", failed_at=now, errors=errors)
         if batch.reuse_batch_id is not None:
             await feed.reuse(batch.reuse_batch_id)
@@ -382,18 +382,16 @@ class Batches:
         now = self._clock.stamp()
 
         def work(rows: Rows) -> BatchRow:
-            found = records.batch_of(rows.db, batch.id)
+            row = records.batch_of(rows.db, batch.id)
             names: dict[str, Any] = {
-                "output_file_id": found.output_file_id or (new_id("file-") if found.completed else None),
-                "error_file_id": found.error_file_id or (new_id("file-") if found.failed else None),
+                "output_file_id": row.output_file_id or (new_id("file-") if row.completed else None),
+                "error_file_id": row.error_file_id or (new_id("file-") if row.failed else None),
             }
-            lines, counted = records.count_results(rows.db, batch.id), found.completed + found.failed
-            if not found.total:  # cancelled before its lines were counted
+            lines, counted = records.count_results(rows.db, batch.id), row.completed + row.failed
+            if not row.total:  # cancelled before its lines were counted
                 names["total"] = counted
-            if outcome == "completed" and not lines == counted == found.total:
-                message = (
-                    f"of {found.total} lines {lines} have a result ({counted} were counted): send the others again"
-                )
+            if outcome == "completed" and not lines == counted == row.total:
+                message = f"of {row.total} lines {lines} have a result ({counted} were counted): send the others again"
                 names |= _error("results_missing", message)
             return records.change_batch(rows, batch.id, status="finalizing", finalizing_at=now, **names, **values)
 

@@ -327,12 +327,12 @@ class Dispatcher:
         replica may never be ready again."""
         ready = [replica for replica in self._replicas if replica.job.state.phase == "ready" and replica.alone is None]
         ready.sort(key=lambda replica: bool(replica.flights))
-        kept = len(self._isolated)
-        for replica in ready[:kept]:
+        reserved = len(self._isolated)
+        for replica in ready[:reserved]:
             if not replica.flights:
                 replica.alone = self._isolated.popleft()
                 replica.board(replica.alone)
-        return ready[kept:]
+        return ready[reserved:]
 
     def _has_room(self, owner: str) -> bool:
         return (

@@ -89,11 +89,11 @@ def engine_view(
 
 def _ranks(figures: Figures, replica: str, now: float) -> list[dict[str, Any]]:
     memory = {**figures.get("rank_resident_memory_bytes", {}), **figures.get("gpu_memory_used_bytes", {})}
-    found = []
+    rows = []
     for labels, up in figures.get("rank_up", {}).items():
         if labels[0] == replica:
             stepped = figures.get("last_step_timestamp_seconds", {}).get(labels)
-            found.append(
+            rows.append(
                 {
                     "rank": int(labels[1]),
                     "node": labels[2],
@@ -102,7 +102,7 @@ def _ranks(figures: Figures, replica: str, now: float) -> list[dict[str, Any]]:
                     "step_age": max(0.0, now - stepped) if stepped else None,
                 }
             )
-    return sorted(found, key=lambda rank: rank["rank"])
+    return sorted(rows, key=lambda rank: rank["rank"])
 
 
 def _hidden(link: str, newest: Sample, before: Sample) -> float | None:

@@ -102,18 +102,18 @@ class Usage:
 
     async def flush(self) -> None:
         """Writes usage to the store. Raises StoreUnavailable; then the next call writes it."""
-        found, self._unwritten = self._unwritten, {}
-        if not found:
+        usage, self._unwritten = self._unwritten, {}
+        if not usage:
             return
 
         def work(rows: Rows) -> None:
-            for (owner, day), (requests, tokens) in found.items():
+            for (owner, day), (requests, tokens) in usage.items():
                 records.add_usage(rows, owner, day, requests, tokens)
 
         try:
             await asyncio.shield(self._store.write(work))  # once queued it is written, even if the caller is cancelled
         except Exception:
-            for (owner, day), (requests, tokens) in found.items():
+            for (owner, day), (requests, tokens) in usage.items():
                 self._owe(owner, day, requests, tokens)
             raise
 

@@ -102,16 +102,16 @@ async def off_loop(lines: Iterator[BatchLine], in_thread: InThread) -> AsyncIter
     part, so that it can be checked before the next line is read."""
 
     def part() -> list[BatchLine]:
-        found, size, until = list[BatchLine](), 0, time.monotonic() + _PART_SECONDS
+        batch_lines, size, until = list[BatchLine](), 0, time.monotonic() + _PART_SECONDS
         for line in lines:
-            found.append(line)
+            batch_lines.append(line)
             size += line.length
-            if line.raw or len(found) == _PART_LINES or size > _PART_BYTES or time.monotonic() > until:
+            if line.raw or len(batch_lines) == _PART_LINES or size > _PART_BYTES or time.monotonic() > until:
                 break
-        return found
+        return batch_lines
 
-    while found := await in_thread(part):
-        for line in found:
+    while batch_lines := await in_thread(part):
+        for line in batch_lines:
             yield line
 
 
@@ -208,8 +208,8 @@ def digests_of(file: BinaryIO, max_line_bytes: int) -> dict[bytes, int]:
 
 def same_lines(earlier: dict[bytes, int], later: BinaryIO, max_line_bytes: int) -> dict[int, int]:
     """Maps numbers of an earlier file's lines, by digest, to numbers of equal lines in the later one."""
-    found = line_digests(later, max_line_bytes)
-    return {earlier[digest]: number for digest, number, _ in found if digest in earlier}
+    digests = line_digests(later, max_line_bytes)
+    return {earlier[digest]: number for digest, number, _ in digests if digest in earlier}
 
 
 @dataclass(slots=True)
@@ -233,15 +233,15 @@ async def check_file(
     """Checks a whole batch file outside the event loop; `large` checks a large line. An empty file has an error at line
     0."""
     check, seen = FileCheck(), set[bytes]()
-    async for found in off_loop(read_lines(file, rules, large=True, seen=seen), in_thread):
-        line = found if found.raw is None else once(await large(found), seen)
+    async for line_read in off_loop(read_lines(file, rules, large=True, seen=seen), in_thread):
+        line = line_read if line_read.raw is None else once(await large(line_read), seen)
         check.lines += 1
-        error, known = line.error, check.errors
+        error, errors = line.error, check.errors
         if line.body is not None and (wrong := wrong_model(line.body, served)) is not None:
             check.unserved += 1
-            error, known = wrong.within(f"line {line.number}: "), check.unserved_errors
-        if error is not None and len(known) < MAX_ERRORS:
-            known.append((line.number, error))
+            error, errors = wrong.within(f"line {line.number}: "), check.unserved_errors
+        if error is not None and len(errors) < MAX_ERRORS:
+            errors.append((line.number, error))
     if not check.lines:
         check.errors.append((0, ApiError("the file has no lines", "empty_file")))
     return check

@@ -83,78 +83,80 @@ def check_body(value: Any, endpoint: Endpoint) -> Body:
     """Checks a body that json_codec has parsed. Raises ApiError, which names the field."""
     fields = checked(MODELS[endpoint], value)
     values = fields.__dict__
-    found = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}
+    body_fields = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}
     if endpoint == CHAT:
-        found["messages"] = _as_templates(found["messages"])
-        _chat_only(found)
+        body_fields["messages"] = _as_templates(body_fields["messages"])
+        _chat_only(body_fields)
     else:
-        found["prompts"] = found.pop("prompt")
-        _completions_only(found)
-    if "stream_options" in found:
-        if not found.get("stream"):
+        body_fields["prompts"] = body_fields.pop("prompt")
+        _completions_only(body_fields)
+    if "stream_options" in body_fields:
+        if not body_fields.get("stream"):
             raise ApiError("stream_options needs stream: true", param="stream_options")
-        wanted = found["stream_options"]
-        found["include_usage"] = bool(wanted.include_usage)
-        found["continuous_usage_stats"] = bool(wanted.include_usage and wanted.continuous_usage_stats)
-    if not found.keys().isdisjoint(_GRAMMAR_NAMES) and (grammar := grammar_of(fields)) is not None:
-        if "grammar" in found:
+        stream_options = body_fields["stream_options"]
+        body_fields["include_usage"] = bool(stream_options.include_usage)
+        body_fields["continuous_usage_stats"] = bool(
+            stream_options.include_usage and stream_options.continuous_usage_stats
+        )
+    if not body_fields.keys().isdisjoint(_GRAMMAR_NAMES) and (grammar := grammar_of(fields)) is not None:
+        if "grammar" in body_fields:
             raise ApiError(
                 "a tool_choice that requires a call cannot be combined with another grammar", param="tool_choice"
             )
-        found["grammar"] = grammar
-    if found.get("stream") and "prompt_logprobs" in found:
+        body_fields["grammar"] = grammar
+    if body_fields.get("stream") and "prompt_logprobs" in body_fields:
         raise ApiError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-    if found.get("best_of", found.get("n", 1)) != found.get("n", 1):
+    if body_fields.get("best_of", body_fields.get("n", 1)) != body_fields.get("n", 1):
         raise ApiError("best_of is not supported: every choice is returned, set n", param="best_of", code=_UNSUPPORTED)
-    most = found.get("max_tokens")
-    if most is not None and found.get("min_tokens", 0) > most:
-        raise ApiError(f"min_tokens={found['min_tokens']} is more than max_tokens={most}", param="min_tokens")
-    params = {"max_tokens": 0, "seed": 0, **{name: found[name] for name in found.keys() & PARAMS.keys()}}
-    rest = {name: found[name] for name in found.keys() & _BODY_NAMES}
+    most = body_fields.get("max_tokens")
+    if most is not None and body_fields.get("min_tokens", 0) > most:
+        raise ApiError(f"min_tokens={body_fields['min_tokens']} is more than max_tokens={most}", param="min_tokens")
+    params = {"max_tokens": 0, "seed": 0, **{name: body_fields[name] for name in body_fields.keys() & PARAMS.keys()}}
+    rest = {name: body_fields[name] for name in body_fields.keys() & _BODY_NAMES}
     return Body(endpoint, params=SamplingParams(**params), **rest)
 
 
 def _as_templates(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
-    found: list[dict[str, Any]] = []
+    mappings: list[dict[str, Any]] = []
     try:
         for message in messages:
-            found.append(as_template_takes_it(message))
+            mappings.append(as_template_takes_it(message))
     except ApiError as bad:
-        where = f"messages[{len(found)}]."
+        where = f"messages[{len(mappings)}]."
         raise bad.within(where, f"{where}content") from None
-    return tuple(found)
+    return tuple(mappings)
 
 
-def _chat_only(found: dict[str, Any]) -> None:
-    if "max_completion_tokens" in found:
-        if found.get("max_tokens", found["max_completion_tokens"]) != found["max_completion_tokens"]:
+def _chat_only(fields: dict[str, Any]) -> None:
+    if "max_completion_tokens" in fields:
+        if fields.get("max_tokens", fields["max_completion_tokens"]) != fields["max_completion_tokens"]:
             raise ApiError("max_tokens and max_completion_tokens differ: send one", param="max_tokens")
-        found["max_tokens"] = found["max_completion_tokens"]
-    wanted = found.pop("logprobs", False)
-    if wanted:
-        found["logprobs"] = found.get("top_logprobs", 0)
-    elif found.get("top_logprobs", 0) > 0:
+        fields["max_tokens"] = fields["max_completion_tokens"]
+    logprobs = fields.pop("logprobs", False)
+    if logprobs:
+        fields["logprobs"] = fields.get("top_logprobs", 0)
+    elif fields.get("top_logprobs", 0) > 0:
         raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
-    if found.get("continue_final_message"):
-        if found.get("add_generation_prompt", False):
+    if fields.get("continue_final_message"):
+        if fields.get("add_generation_prompt", False):
             raise ApiError(
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
-        found["add_generation_prompt"] = False
-    tools = tools_of(found)
+        fields["add_generation_prompt"] = False
+    tools = tools_of(fields)
     for name in ("tools", "tool_choice"):
-        found.pop(name, None)
-    found.update(tools)
-    given = found.get("chat_template_kwargs", {})
+        fields.pop(name, None)
+    fields.update(tools)
+    given = fields.get("chat_template_kwargs", {})
     for name in given:
         if name in _TEMPLATE_OWN:
             raise ApiError(f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}")
-    found["template_variables"] = {**{name: found[name] for name in _FOR_TEMPLATE if name in found}, **given} or None
+    fields["template_variables"] = {**{name: fields[name] for name in _FOR_TEMPLATE if name in fields}, **given} or None
 
 
-def _completions_only(found: dict[str, Any]) -> None:
-    if found.get("max_tokens") == 0 and not found.get("echo") and "prompt_logprobs" not in found:
+def _completions_only(fields: dict[str, Any]) -> None:
+    if fields.get("max_tokens") == 0 and not fields.get("echo") and "prompt_logprobs" not in fields:
         raise ApiError("max_tokens=0 needs echo or prompt_logprobs: the answer would be empty", param="max_tokens")
-    choices = found.get("n", 1) * len(found["prompts"])
+    choices = fields.get("n", 1) * len(fields["prompts"])
     if choices > MAX_CHOICES:
         raise ApiError(f"{choices} choices (n x prompts): at most {MAX_CHOICES} a request", param="n")

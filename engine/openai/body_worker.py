@@ -70,15 +70,15 @@ async def prepare_line(
         if ids:  # get its custom_id: checking the form alone costs less, and has succeeded before
             named, _ = await prepare_line(line, endpoint, served, max_ids, encoder, ids=False)
         return named._replace(body=None, error=bad), bad
-    found = line._replace(raw=None, custom_id=reply.get("custom_id"), url=reply.get("url"))
+    parsed_line = line._replace(raw=None, custom_id=reply.get("custom_id"), url=reply.get("url"))
     if "refused" in reply:
         bad = ApiError(**reply["refused"])
-        return found._replace(error=bad), bad
+        return parsed_line._replace(error=bad), bad
     try:
         body = await with_word_ids(_unpacked(reply["rest"]), encoder)
     except ApiError as bad:
-        return found._replace(error=bad), bad
-    return found._replace(body=body), [tuple(ids) for ids in reply["ids"]]
+        return parsed_line._replace(error=bad), bad
+    return parsed_line._replace(body=body), [tuple(ids) for ids in reply["ids"]]
 
 
 def _unpacked(rest: dict[str, Any]) -> Body:
@@ -155,8 +155,8 @@ def _body(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
         check_model(body, item["served"])
         (ids,) = asyncio.run(encode_prompts(body, here, TRUNCATED))
         strings = [model.tokenizer.id_to_token(token) for token in ids] if named else None
-        found = {"count": len(ids), "max_model_len": item["max_model_len"], "tokens": ids, "token_strs": strings}
-        return {"answer": json.dumps(found, ensure_ascii=False).encode()}
+        fields = {"count": len(ids), "max_model_len": item["max_model_len"], "tokens": ids, "token_strs": strings}
+        return {"answer": json.dumps(fields, ensure_ascii=False).encode()}
     body = check_body(value, item["endpoint"])
     check_model(body, item["served"])
     return _made(body, here, max_ids)

@@ -56,12 +56,12 @@ def _arguments(value: Any) -> dict[str, Any]:
     if type(value) is not str:
         raise invalid(f" is {kind_of(value)}; a string is expected", "invalid_type")
     try:
-        found = parse(value.encode())
+        arguments = parse(value.encode())
     except ReadError as error:
         raise invalid(f" is invalid: {error}") from None
-    if type(found) is not dict:
-        raise invalid(f" holds {kind_of(found)}; an object is expected")
-    return found
+    if type(arguments) is not dict:
+        raise invalid(f" holds {kind_of(arguments)}; an object is expected")
+    return arguments
 
 
 class CalledFunction(StrictModel):
@@ -93,14 +93,14 @@ class Message(StrictModel):
 def as_template_takes_it(message: Message) -> dict[str, Any]:
     """A message for the chat template: role, content as one string, and the other fields; `developer` becomes `system`.
     Raises ApiError for an empty message."""
-    found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    mapping: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (given := getattr(message, name)) is not None:
-            found[name] = given
+            mapping[name] = given
     if message.tool_calls:
-        found["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        mapping["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     elif "content" not in message.model_fields_set:
         raise ApiError("content is missing", code="missing_required_parameter")
     elif message.content is None:
         raise ApiError("content is null; a string or an array of text parts is expected", code="invalid_type")
-    return found
+    return mapping

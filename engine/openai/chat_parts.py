@@ -95,10 +95,10 @@ class ChatParts:
         return {}
 
     def _reasoning(self, last: bool) -> Part | None:
-        said, ended = self._until(_THOUGHT, last)
+        text, ended = self._until(_THOUGHT, last)
         if ended:
             self._strip, self._state = True, self._content
-        return {"reasoning_content": said} if said else {} if ended else None
+        return {"reasoning_content": text} if text else {} if ended else None
 
     def _content(self, last: bool) -> Part | None:
         if self._strip:
@@ -109,18 +109,18 @@ class ChatParts:
         if self._forced:
             return self._arguments()
         if self._form == "hermes":
-            said, ended = self._until(_CALL, last)
+            text, ended = self._until(_CALL, last)
             if ended:
                 self._state = self._marked
-            return {"content": said} if said else {} if ended else None
+            return {"content": text} if text else {} if ended else None
         if self._form is not None:
             self._state = self._objects
             return {}
         return self._plain(last)
 
     def _plain(self, last: bool) -> Part | None:
-        said, self._held, self._state = self._held, "", self._plain
-        return {"content": said} if said else None
+        text, self._held, self._state = self._held, "", self._plain
+        return {"content": text} if text else None
 
     def _marked(self, last: bool) -> Part | None:
         at = self._held.find(_CALLED)
@@ -153,22 +153,22 @@ class ChatParts:
         return call
 
     def _arguments(self) -> Part:
-        said, self._held = self._held, ""
+        arguments, self._held = self._held, ""
         if self.calls:
-            return {"tool_calls": [{"index": 0, "function": {"arguments": said}}]}
-        return self._made(self._forced, said)
+            return {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]}
+        return self._made(self._forced, arguments)
 
     def _until(self, mark: str, last: bool) -> tuple[str, bool]:
         """Takes the held text before `mark`; returns it and whether the mark was found. Keeps a suffix that may be the
         beginning of the mark, unless `last`."""
         at = self._held.find(mark)
         if at >= 0:
-            said, self._held = self._held[:at], self._held[at + len(mark) :]
-            return said, True
-        kept = 0 if last else held_back(self._held, (mark,))
-        cut = len(self._held) - kept
-        said, self._held = self._held[:cut], self._held[cut:]
-        return said, False
+            text, self._held = self._held[:at], self._held[at + len(mark) :]
+            return text, True
+        suffix = 0 if last else held_back(self._held, (mark,))
+        cut = len(self._held) - suffix
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text, False
 
     def _call(self, raw: str) -> Part | None:
         try:

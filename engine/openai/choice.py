@@ -85,10 +85,10 @@ class Choice:
             if self.body.endpoint != CHAT:
                 taken += 1  # the stop token's entry: evaluation harnesses expect the last entry to be generated
         self.digests += [item.digest for item in logprobs[: len(ids)]]
-        kept = logprobs[:taken] if self.body.params.logprobs is not None else ()
-        self.logprobs += kept
+        scored = logprobs[:taken] if self.body.params.logprobs is not None else ()
+        self.logprobs += scored
         self.ids += ids
-        return Delta(index, text, kept, self.finish, self.stop_reason, ids, stop_after)
+        return Delta(index, text, scored, self.finish, self.stop_reason, ids, stop_after)
 
     def _end(self, finish: FinishReason, stop_token: int | None) -> str:
         """Ends the choice with the engine's finish reason; returns the text that was still held back."""

@@ -92,8 +92,8 @@ class Answer:
         """The value of `Request.emitted` with which another engine can resume a prompt's request."""
         n = self.body.params.n
         choices = self._choices[prompt * n : (prompt + 1) * n]
-        found = tuple(None if choice.finish is not None else tuple(choice.ids) for choice in choices)
-        return found if any(part != () for part in found) else ()
+        ids = tuple(None if choice.finish is not None else tuple(choice.ids) for choice in choices)
+        return ids if any(part != () for part in ids) else ()
 
     @property
     def cached_tokens(self) -> int:
@@ -113,13 +113,13 @@ class Answer:
         self._cached[prompt] = max(self._cached[prompt], event.cached_tokens)
         if choice.finish is not None or self.error is not None:
             return None
-        found = choice.take(event, index)
-        if isinstance(found, ApiError):
-            self.error = found
+        delta = choice.take(event, index)
+        if isinstance(delta, ApiError):
+            self.error = delta
             return None
-        if found.finish is not None:
+        if delta.finish is not None:
             self._open -= 1
-        return found
+        return delta
 
     def usage(self) -> dict[str, Any]:
         prompt, completion = self.prompt_tokens, self.completion_tokens
@@ -184,8 +184,8 @@ class Answer:
         finish = delta.finish
         if self.divided:
             parts = choice.chat = choice.chat or self._new_parts(delta.choice)
-            found = parts.push(delta.text, finish is not None)
-            for part in self._shown(found):
+            messages = parts.push(delta.text, finish is not None)
+            for part in self._shown(messages):
                 out.append(self._chunk(delta.choice, {"delta": part}, None))
             finish = self._finish(parts, finish)
             delta = replace(delta, text="")

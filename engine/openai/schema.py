@@ -35,14 +35,14 @@ def _biases(value: Any, handler: Any) -> tuple[tuple[int, float], ...]:
     most = PARAMS["logit_bias"].most
     if type(value) is dict and len(value) > most:  # refuse before checking each of many members
         raise invalid(f" has {len(value)} entries: at most {most} are allowed")
-    found = {}
+    biases = {}
     for key, bias in handler(value).items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise invalid(f" key {show(key)}: token ids are written as digits")
-        if int(key) in found:
+        if int(key) in biases:
             raise invalid(f": duplicate token {int(key)}")
-        found[int(key)] = bias
-    return tuple(sorted(found.items()))
+        biases[int(key)] = bias
+    return tuple(sorted(biases.items()))
 
 
 def _kept(tokens: int) -> int:
@@ -81,8 +81,8 @@ def _prompt(value: Any) -> tuple[Prompt, ...]:
     if type(value) is str:
         return (value,)
     if type(value) is not list:
-        wanted = "a string, an array of token ids, or an array of either"
-        raise invalid(f" is {kind_of(value)}; {wanted} is expected", "invalid_type")
+        expected = "a string, an array of token ids, or an array of either"
+        raise invalid(f" is {kind_of(value)}; {expected} is expected", "invalid_type")
     if not value:
         raise invalid(" is empty")
     if type(value[0]) is int:

@@ -78,24 +78,24 @@ _LISTED = ", ".join(_KINDS).replace("_,", ",")
 
 def _asked(fields: GrammarFields) -> Iterator[tuple[str, str, Any]]:
     """Yields (field, kind, value) of each requested grammar."""
-    wanted = fields.response_format
-    if wanted is not None and wanted.type == "json_object":
+    response_format = fields.response_format
+    if response_format is not None and response_format.type == "json_object":
         yield "response_format", "json", {"type": "object"}
-    if wanted is not None and wanted.type == "json_schema":
+    if response_format is not None and response_format.type == "json_schema":
         where = "response_format.json_schema"
-        if wanted.json_schema is None:
+        if response_format.json_schema is None:
             raise ApiError(f"{where} is missing", param=where, code="missing_required_parameter")
-        yield "response_format", "json", wanted.json_schema.schema_
+        yield "response_format", "json", response_format.json_schema.schema_
     if fields.structured_outputs is not None:
         name = "structured_outputs"
-        found = fields.structured_outputs
-        members = [(kind, given) for kind, given in found if kind in _KINDS and given is not None]
+        members_asked = fields.structured_outputs
+        members = [(kind, given) for kind, given in members_asked if kind in _KINDS and given is not None]
         if len(members) != 1:
             raise ApiError(f"{name} has {len(members)} members of {_LISTED}: exactly one is expected", param=name)
         ((kind, given),) = members
         if kind == "json_":
-            given = _closed(given) if found.disable_additional_properties else given
-            given = _spaced(given, found.whitespace_pattern, bool(found.disable_any_whitespace))
+            given = _closed(given) if members_asked.disable_additional_properties else given
+            given = _spaced(given, members_asked.whitespace_pattern, bool(members_asked.disable_any_whitespace))
         yield name, *(("json", {"type": "object"}) if kind == "json_object" else (kind.rstrip("_"), given))
     for kind in ("json", "regex", "choice", "grammar"):
         if (given := getattr(fields, f"guided_{kind}")) is not None:

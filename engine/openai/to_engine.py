@@ -132,8 +132,8 @@ def to_requests(
     _check_parameters(given, len(prompts))
     stops = tuple(dict.fromkeys((*ends, *given.stop_token_ids)))
     requests = []
-    for index, whole in enumerate(prompts):
-        prompt = _cut(body, whole, limits)
+    for index, uncut in enumerate(prompts):
+        prompt = _cut(body, uncut, limits)
         max_tokens = _max_tokens(body, prompt, limits, "messages" if chat else "prompt")
         params = replace(
             given,
@@ -186,16 +186,16 @@ def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param:
         message = f"prompt: token {max(prompt)} is beyond the vocabulary of {limits.vocab_size}"
         raise ApiError(message, param=param)
     room = min(limits.max_model_len, limits.kv_tokens) - len(prompt)
-    wanted = body.max_tokens
-    if wanted is None:
-        wanted = max(1, room) if body.endpoint == CHAT else max(1, min(COMPLETIONS_MAX_TOKENS, room))
-    if wanted > room:
+    requested = body.max_tokens
+    if requested is None:
+        requested = max(1, room) if body.endpoint == CHAT else max(1, min(COMPLETIONS_MAX_TOKENS, room))
+    if requested > room:
         bound = (
             f"the context is {limits.max_model_len} tokens"
             if limits.max_model_len <= limits.kv_tokens
             else f"the KV cache holds {limits.kv_tokens} tokens"
         )
-        message = f"{bound}, the prompt has {len(prompt)} and {wanted} more are requested"
+        message = f"{bound}, the prompt has {len(prompt)} and {requested} more are requested"
         fix = "shorten the prompt or lower max_tokens" if room > 0 else "shorten the prompt"
         raise ApiError(f"{message}: {fix}", param=param, code="context_length_exceeded")
-    return wanted
+    return requested

@@ -60,10 +60,10 @@ Chosen = Annotated[
 ]
 
 
-def tools_of(found: dict[str, Any]) -> dict[str, Any]:
+def tools_of(fields: dict[str, Any]) -> dict[str, Any]:
     """The Body's fields about tools: tools for the template, the choice, its grammar. Raises ApiError."""
-    tools: tuple[Tool, ...] = found.get("tools", ())
-    choice, name = found.get("tool_choice", ("auto" if tools else "none", ""))
+    tools: tuple[Tool, ...] = fields.get("tools", ())
+    choice, name = fields.get("tool_choice", ("auto" if tools else "none", ""))
     if choice != "none" and not tools:
         raise ApiError(f"tool_choice={choice!r} needs tools: send them too", param="tool_choice")
     names = [tool.function.name for tool in tools]
@@ -80,7 +80,7 @@ def tools_of(found: dict[str, Any]) -> dict[str, Any]:
         schema = next(tool.function.parameters for tool in tools if tool.function.name == name) or {"type": "object"}
         given["tool_name"] = name
     else:
-        schema = _array(tools, found.get("parallel_tool_calls", True))
+        schema = _array(tools, fields.get("parallel_tool_calls", True))
     grammar = json.dumps({"grammars": [{"json_schema": schema}]}, ensure_ascii=False, separators=(",", ":"))
     return {**given, "grammar": grammar}
 
@@ -93,12 +93,12 @@ def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
     for number, tool in enumerate(tools):
         here = f"#/items/anyOf/{number}/properties/parameters"
         parameters = dict(_moved(tool.function.parameters or {"type": "object"}, here))
-        for where, known in shared.items():
+        for where, definitions in shared.items():
             own = parameters.pop(where, None) or {}
             if not isinstance(own, dict):
                 raise ApiError(f"tools: {where} of {tool.function.name} must be an object", param="tools")
             for name, schema in own.items():
-                if known.setdefault(name, schema) != schema:
+                if definitions.setdefault(name, schema) != schema:
                     message = f"tools: {where}/{name} means two things: rename one"
                     raise ApiError(message, param="tools")
         members = {"name": {"const": tool.function.name}, "parameters": parameters}
@@ -109,7 +109,7 @@ def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
         "minItems": 1,
         **most,
         "items": {"anyOf": calls},
-        **{where: known for where, known in shared.items() if known},
+        **{where: definitions for where, definitions in shared.items() if definitions},
     }
 
 

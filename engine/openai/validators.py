@@ -78,9 +78,9 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "null" if value is None else "an object")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """` (did you mean …?)`, or "" if no name is similar."""
-    near = difflib.get_close_matches(name[:64], list(known), 1, 0.6)
+    near = difflib.get_close_matches(name[:64], list(names), 1, 0.6)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
@@ -126,8 +126,8 @@ def json_schema(model: type[BaseModel]) -> dict[str, Any]:
         dropped = {"$defs", *(k for k in ("title", "default") if not isinstance(node.get(k), dict))}
         return {key: inlined(item) for key, item in node.items() if key not in dropped}
 
-    found: dict[str, Any] = inlined(schema)
-    return found
+    inlined_schema: dict[str, Any] = inlined(schema)
+    return inlined_schema
 
 
 _schema_of = functools.cache(json_schema)
@@ -175,19 +175,19 @@ def _bad_request(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
 
 def _bounds(node: Any, *keywords: str, between: str = "{0} to {1}") -> str:
     """The bounds in a field's schema, in words; a schema has at most one pair of each kind."""
-    found = [(key, f"{node[key]:g}" if isinstance(node[key], float) else node[key]) for key in keywords if key in node]
-    if len(found) == 2:
-        (low, least), (_, most) = found
+    bounds = [(key, f"{node[key]:g}" if isinstance(node[key], float) else node[key]) for key in keywords if key in node]
+    if len(bounds) == 2:
+        (low, least), (_, most) = bounds
         return f"more than {least} and at most {most}" if low == "exclusiveMinimum" else between.format(least, most)
-    if found:
-        return f"at most {found[0][1]}"
+    if bounds:
+        return f"at most {bounds[0][1]}"
     inner = (node.get(key) for key in ("items", "additionalProperties"))
     children = (
         *node.get("anyOf", ()),
         *node.get("properties", {}).values(),
         *(i for i in inner if isinstance(i, dict)),
     )
-    return next((said for child in children if (said := _bounds(child, *keywords, between=between))), "")
+    return next((bounds_text for child in children if (bounds_text := _bounds(child, *keywords, between=between))), "")
 
 
 def _name(loc: tuple[int | str, ...]) -> str:
@@ -216,6 +216,6 @@ def _members(node: dict[str, Any], loc: tuple[int | str, ...]) -> Collection[str
         if not loc:
             continue
         inner = option.get("items") if isinstance(loc[0], int) else option.get("properties", {}).get(loc[0])
-        if inner and (found := _members(inner, loc[1:])):
-            return found
+        if inner and (members := _members(inner, loc[1:])):
+            return members
     return ()

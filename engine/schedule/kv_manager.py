@@ -96,8 +96,8 @@ class BlockPool:
 
     def doubtful(self, digests: Iterable[bytes]) -> set[bytes]:
         """The digests whose blocks are not marked by `prove`."""
-        known = ((digest, self._by_digest.get(digest)) for digest in digests)
-        return {digest for digest, block in known if block is None or not self._proven[block]}
+        blocks = ((digest, self._by_digest.get(digest)) for digest in digests)
+        return {digest for digest, block in blocks if block is None or not self._proven[block]}
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Evicts these digests from the prefix cache."""
@@ -164,10 +164,10 @@ class Residency:
             full = (len(sequence.tokens) - 1) // size
             shared = self.pool.match(sequence.chain.upto(full, sequence.tokens)[:full])
         last = group.prompt_len - 1
-        if group.held and last > len(shared) * size:
+        if group.prompt_blocks and last > len(shared) * size:
             # The last prompt position is computed again, for the choice's first token, so its block is written.
             full = last // size
-            return Reuse(tuple(group.held[:full]), last, group.held[full] if last % size else None)
+            return Reuse(tuple(group.prompt_blocks[:full]), last, group.prompt_blocks[full] if last % size else None)
         return Reuse(tuple(shared), len(shared) * size, None, True)
 
     def need(self, sequence: Sequence, reuse: Reuse) -> int:
@@ -227,11 +227,11 @@ class Residency:
     def hold(self, sequence: Sequence) -> None:
         """Holds this sequence's computed prompt for the group until every choice has used it."""
         group = sequence.group
-        group.held = sequence.blocks[: self.blocks_for(group.prompt_len)]
-        self.pool.share(group.held)
+        group.prompt_blocks = sequence.blocks[: self.blocks_for(group.prompt_len)]
+        self.pool.share(group.prompt_blocks)
         self.holders[group.number] = group
 
     def unhold(self, group: RequestGroup) -> None:
         if self.holders.pop(group.number, None) is not None:
-            self.pool.give_back(group.held)
-            group.held = []
+            self.pool.give_back(group.prompt_blocks)
+            group.prompt_blocks = []

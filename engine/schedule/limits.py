@@ -63,10 +63,10 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
             "shorten the prompt"
         )
     end = end_position(prompt_len, params.max_tokens, limits.max_model_len)
-    known = prompt_len + max((len(ids) for ids in request.emitted if ids is not None), default=0)
-    if known > end:
+    length = prompt_len + max((len(ids) for ids in request.emitted if ids is not None), default=0)
+    if length > end:
         raise ValueError(
-            f"request {request.request_id}: a choice has {known - prompt_len} tokens already, and ends at "
+            f"request {request.request_id}: a choice has {length - prompt_len} tokens already, and ends at "
             f"{end - prompt_len + 1}"
         )
     needed = -(-end // limits.block_size)

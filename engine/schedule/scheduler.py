@@ -175,23 +175,23 @@ class Scheduler:
             if sequence.state == "ended":
                 surplus += 1 + len(more)
                 continue
-            group, known = sequence.group, sequence.tokens
+            group, ids = sequence.group, sequence.tokens
             sequence.inflight -= 1
             if speculation is not None:
-                kept, dropped = self._commit_drafts(speculation, chunk, sequence, token, result, now)
-                generated, surplus = generated + kept, surplus + dropped
+                accepted, dropped = self._commit_drafts(speculation, chunk, sequence, token, result, now)
+                generated, surplus = generated + accepted, surplus + dropped
                 continue
-            outputs = len(known) - group.prompt_len
+            outputs = len(ids) - group.prompt_len
             scored: tuple[TokenLogprob, ...] | None = None
             if group.logprobs:
                 scored = (result.logprobs[chunk[0]],)
             if token in group.stops and outputs >= group.min_tokens:
                 self._open.finish(sequence, "stop", logprobs=scored, stop_token=token)
                 continue
-            known.append(token)
+            ids.append(token)
             generated += 1
             group.count(now)
-            if len(known) > sequence.end:
+            if len(ids) > sequence.end:
                 self._open.finish(sequence, "length", tokens=(token,), logprobs=scored)
             else:
                 self._open.tell(sequence, None, (token,), outputs, scored)
@@ -210,22 +210,22 @@ class Scheduler:
         sequence.acceptance = speculation.observe_drafts(sequence.acceptance, result.drafted.get(slot, 0), len(more))
         if sequence.state != "waiting":  # a preempted sequence is recomputed from its start
             sequence.computed = min(sequence.computed + len(more), sequence.end)
-        group, known, first = sequence.group, sequence.tokens, sequence.outputs
+        group, tokens, first = sequence.group, sequence.tokens, sequence.outputs
         scores: list[TokenLogprob] = []
         for after, (drawn, score) in enumerate(((token, result.logprobs.get(slot)), *more)):
-            outputs = len(known) - group.prompt_len
+            outputs = len(tokens) - group.prompt_len
             if group.logprobs and score is not None:
                 scores.append(score)
             stop = drawn in group.stops and outputs >= group.min_tokens
             if not stop:
-                known.append(drawn)
+                tokens.append(drawn)
                 group.count(now)
-            if stop or len(known) > sequence.end:
-                kept, scored = tuple(known[group.prompt_len + first :]), tuple(scores) or None
+            if stop or len(tokens) > sequence.end:
+                output, scored = tuple(tokens[group.prompt_len + first :]), tuple(scores) or None
                 reason: FinishReason = "stop" if stop else "length"
-                self._open.finish(sequence, reason, tokens=kept, logprobs=scored, stop_token=drawn if stop else None)
-                return len(kept), len(more) - after
-        self._open.tell(sequence, None, tuple(known[group.prompt_len + first :]), first, tuple(scores) or None)
+                self._open.finish(sequence, reason, tokens=output, logprobs=scored, stop_token=drawn if stop else None)
+                return len(output), len(more) - after
+        self._open.tell(sequence, None, tuple(tokens[group.prompt_len + first :]), first, tuple(scores) or None)
         return 1 + len(more), 0
 
     def _commit_prefills(self, done: _Uncommitted, result: StepResult) -> None:

@@ -76,7 +76,7 @@ class RequestGroup:
     cached_tokens: int = 0
     unforked: int = field(init=False)
     """Choices that have neither shared nor computed the prompt yet."""
-    held: list[int] = field(default_factory=list)
+    prompt_blocks: list[int] = field(default_factory=list)
     """The prompt's blocks, referenced for the choices that are still to be forked from them."""
 
     def __post_init__(self) -> None:

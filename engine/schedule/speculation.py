@@ -181,5 +181,5 @@ class Speculation:
         for place in range(right):
             self.accepted[place] += 1
         trials = right + (right < drafted)
-        kept = MEMORY**trials
-        return kept * acceptance + (1.0 - kept) * right / trials
+        decay = MEMORY**trials
+        return decay * acceptance + (1.0 - decay) * right / trials

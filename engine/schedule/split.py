@@ -47,10 +47,10 @@ class _Class:
         return self.wins
 
     def observe(self, split: bool, seconds: float) -> None:
-        found = self.seconds.get(split)
-        if found is None or len(found) == TRIAL.count(split):
+        samples = self.seconds.get(split)
+        if samples is None or len(samples) == TRIAL.count(split):
             return
-        found.append(seconds)
+        samples.append(seconds)
         if sum(map(len, self.seconds.values())) == len(TRIAL):
             wins = median(self.seconds[True]) < MARGIN * median(self.seconds[False])
             self.pause = min(2 * self.pause, LONGEST_PAUSE) if wins == self.wins else FIRST_PAUSE
@@ -91,21 +91,21 @@ class SplitChoice:
         return row
 
     def observe(self, batch: Batch, seconds: float) -> None:
-        known = self._classes.get(_class(batch))
-        if known is not None:
-            known.observe(batch.split > 0, seconds / batch.num_tokens)
+        timings = self._classes.get(_class(batch))
+        if timings is not None:
+            timings.observe(batch.split > 0, seconds / batch.num_tokens)
 
     def _middle(self, chunks: list[Chunk]) -> int:
         """The row that divides the work in halves. Later rows cost more, because they attend to more positions."""
         share = self._rule.attention_share
         work = [c.count * (1.0 + share * (c.start + c.count / 2)) for c in chunks]
         left, rows = sum(work) / 2, 0
-        for chunk, whole in zip(chunks, work, strict=True):
-            if whole >= left:
+        for chunk, chunk_work in zip(chunks, work, strict=True):
+            if chunk_work >= left:
                 # n rows cost n (1 + share (start + n / 2)); this form of the root also holds for a share of 0
                 first = 1.0 + share * chunk.start
                 return rows + int(2 * left / (first + sqrt(first * first + 2 * share * left)))
-            left, rows = left - whole, rows + chunk.count
+            left, rows = left - chunk_work, rows + chunk.count
         return rows
 
 

@@ -110,8 +110,8 @@ class Planner:
                 break
             drafts = 0
             if spare > 0 and speculation is not None:
-                wanted = speculation.wanted(sequence.acceptance, threshold)
-                drafts = self._drafts(plan, sequence, min(spare, wanted))
+                requested = speculation.wanted(sequence.acceptance, threshold)
+                drafts = self._drafts(plan, sequence, min(spare, requested))
                 spare -= drafts
                 plan.budget -= drafts
                 sequence.slack += drafts
@@ -163,15 +163,15 @@ class Planner:
                 return False
         return True
 
-    def _drafts(self, plan: StepPlan, sequence: Sequence, wanted: int) -> int:
-        """How many of `wanted` drafts have blocks. It leaves one available block for each running sequence."""
-        wanted = min(wanted, sequence.end - 1 - sequence.computed)
+    def _drafts(self, plan: StepPlan, sequence: Sequence, requested: int) -> int:
+        """How many of `requested` drafts have blocks. It leaves one available block for each running sequence."""
+        requested = min(requested, sequence.end - 1 - sequence.computed)
         furthest = sequence.computed + sequence.slack
-        while wanted > 0 and min(furthest + wanted, sequence.end - 1) >= sequence.room:
+        while requested > 0 and min(furthest + requested, sequence.end - 1) >= sequence.room:
             if self.residency.pool.available <= len(self.residency.running):
                 return max(0, sequence.room - 1 - furthest)
             self._grow(plan, sequence)
-        return max(0, wanted)
+        return max(0, requested)
 
     def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
         """Preempts the last sequence of the order: it leaves its slot and is recomputed later."""
@@ -285,16 +285,16 @@ class Planner:
 
     def _extend(self, plan: StepPlan, sequence: Sequence) -> None:
         """Plans the next chunk of the sequence's known tokens, as large as the budget allows."""
-        start, known = sequence.computed, len(sequence.tokens)
-        count = min(known - start, plan.budget)
+        start, length = sequence.computed, len(sequence.tokens)
+        count = min(length - start, plan.budget)
         if self.limits.microbatches > 1:
             # A single prompt must fill all stages too: at least two chunks for each micro-batch.
-            count = min(count, max(LEAST_CHUNK, -(-known // (2 * self.limits.microbatches))))
+            count = min(count, max(LEAST_CHUNK, -(-length // (2 * self.limits.microbatches))))
         scores = not sequence.prompt_scored and start < sequence.group.prompt_len - 1
         if scores:
             count = min(count, max(1, plan.scored))
             plan.scored -= count
-        last = start + count == known
+        last = start + count == length
         plan.chunks.append(Chunk(sequence.slot, start, count, last and sequence.draws, scores))
         plan.sequences.append(sequence)
         plan.prefilled.append(sequence)
@@ -311,7 +311,7 @@ class Planner:
         for sequence in plan.prefilled:
             residency.register(sequence)
             group = sequence.group
-            if group.unforked and not group.held and sequence.computed >= group.prompt_len:
+            if group.unforked and not group.prompt_blocks and sequence.computed >= group.prompt_len:
                 residency.hold(sequence)
                 self.spawn(group)
         for group in [group for group in residency.holders.values() if not group.unforked]:

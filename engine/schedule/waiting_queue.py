@@ -53,8 +53,8 @@ class _Turns:
             if one.served != served:
                 # `served` only grows, so all entries are lower bounds, and this lazy repair finds the least.
                 heapq.heapreplace(heap, (one.served, number, one))
-            elif (found := one.first()) is not None:
-                return found
+            elif (sequence := one.first()) is not None:
+                return sequence
             else:
                 heapq.heappop(heap)
                 one.listed = False
@@ -209,9 +209,9 @@ class WaitingQueues:
         return min((waiting.oldest() for waiting in self._classes if len(waiting)), default=None)
 
     def _class(self, priority: int) -> _Class:
-        for found in self._classes:
-            if found.priority == priority:
-                return found
+        for priority_class in self._classes:
+            if priority_class.priority == priority:
+                return priority_class
         made = _Class(priority)
         insort(self._classes, made, key=lambda waiting: waiting.priority)
         return made

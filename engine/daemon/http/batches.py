@@ -50,20 +50,20 @@ class NewBatch(StrictModel):
     )
 
 
-def _row(wanted: dict[str, Any], owner: str, now: int, model_digest: str | None) -> BatchRow:
-    number, unit = int(wanted["completion_window"][:-1]), wanted["completion_window"][-1]
+def _row(fields: dict[str, Any], owner: str, now: int, model_digest: str | None) -> BatchRow:
+    number, unit = int(fields["completion_window"][:-1]), fields["completion_window"][-1]
     return BatchRow(
         new_id("batch_"),
         owner,
-        wanted["endpoint"],
-        wanted["input_file_id"],
-        wanted["completion_window"],
+        fields["endpoint"],
+        fields["input_file_id"],
+        fields["completion_window"],
         "validating",
         now,
         now + number * _SECONDS[unit],
-        metadata=wanted.get("metadata"),
-        output_seconds=wanted.get("output_expires_after", {}).get("seconds"),
-        reuse_batch_id=wanted.get("reuse_batch_id"),
+        metadata=fields.get("metadata"),
+        output_seconds=fields.get("output_expires_after", {}).get("seconds"),
+        reuse_batch_id=fields.get("reuse_batch_id"),
         model_digest=model_digest,
     )
 
@@ -76,20 +76,20 @@ def batches_router(services: Services) -> APIRouter:
         request: Request, idempotency_key: Annotated[str | None, Header(max_length=256)] = None
     ) -> dict[str, Any]:
         """Start a batch over an uploaded file."""
-        wanted = checked(NewBatch, parsed(await request.body())).model_dump(exclude_none=True)
+        fields = checked(NewBatch, parsed(await request.body())).model_dump(exclude_none=True)
         owner, now = owner_of(request), services.store.clock.stamp()
-        model, reuse = services.model_digest(), wanted.get("reuse_batch_id")
+        model, reuse = services.model_digest(), fields.get("reuse_batch_id")
 
         def check(db: sqlite3.Connection) -> None:
-            file = records.get_file(db, wanted["input_file_id"], owner)
+            file = records.get_file(db, fields["input_file_id"], owner)
             if file is None or file.purpose != "batch":
-                message = f"input_file_id={wanted['input_file_id'][:80]!r}: no such file of purpose batch"
+                message = f"input_file_id={fields['input_file_id'][:80]!r}: no such file of purpose batch"
                 raise ApiError(message, "invalid_input_file", "input_file_id")
             if reuse is not None and (reason := records.why_not_reuse(db, reuse, owner, model)):
                 raise ApiError(f"reuse_batch_id={reuse[:80]!r}: {reason}", "invalid_reuse_batch", "reuse_batch_id")
 
-        batch = _row(wanted, owner, now, model or None)
-        digest = hashlib.blake2b(json.dumps(wanted, sort_keys=True).encode(), digest_size=16).hexdigest()
+        batch = _row(fields, owner, now, model or None)
+        digest = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
         made = await services.write(services.batches.create(batch, idempotency_key, digest, check))
         if made is None:
             raise ApiError("this Idempotency-Key was used with another body", "idempotency_conflict", status=409)

@@ -23,7 +23,7 @@ class HeldBodies:
     mapping: on the heap, fragmentation doubled the memory in use."""
 
     def __init__(self, most: int, largest: int) -> None:
-        self._most, self._largest, self.held = most, largest, 0
+        self._most, self._largest, self.bytes_open = most, largest, 0
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes | memoryview]:
@@ -36,12 +36,13 @@ class HeldBodies:
                 if size <= SMALL_BYTES:
                     small += chunk
                     continue
-                if self.held + size - counted > self._most:
+                if self.bytes_open + size - counted > self._most:
                     message = (
-                        f"request bodies in memory have {self.held} bytes, at most {self._most} are allowed: try again"
+                        f"request bodies in memory have {self.bytes_open} bytes, at most {self._most} are allowed: "
+                        "try again"
                     )
                     raise ApiError(message, "too_many_bytes", status=429, retry_after=1, close=True)
-                self.held, counted = self.held + size - counted, size
+                self.bytes_open, counted = self.bytes_open + size - counted, size
                 if large is None:
                     large = mmap.mmap(-1, self._largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                     large.write(small)
@@ -49,7 +50,7 @@ class HeldBodies:
             yield bytes(small) if large is None else memoryview(large)[:size]
         finally:
             small, large = bytearray(), None  # a refusal holds this frame while its client sends on
-            self.held -= counted
+            self.bytes_open -= counted
 
 
 class Unread:
@@ -76,18 +77,18 @@ class UnreadAnswers:
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: defaultdict[str, dict[Unread, None]] = defaultdict(dict)  # the longest unread one first
-        self.held: Counter[str] = Counter()
+        self.unread_bytes: Counter[str] = Counter()
 
     def change(self, one: Unread, part: str, size: int) -> None:
         had, more = one.parts.total(), size - one.parts[part]
         if part == GROWING and size > self._most // 4:
             raise _unread(size)
-        while more > 0 and had < self.held[one.owner] > self._most // 2 - more:  # one alone may be larger
+        while more > 0 and had < self.unread_bytes[one.owner] > self._most // 2 - more:  # one alone may be larger
             self._give_up(one.owner, one)
-        while more > 0 and had < self.held.total() > self._most - more:
-            self._give_up(max(self.held, key=self.held.__getitem__), one)
+        while more > 0 and had < self.unread_bytes.total() > self._most - more:
+            self._give_up(max(self.unread_bytes, key=self.unread_bytes.__getitem__), one)
         one.parts[part] = size
-        self.held[one.owner] += more
+        self.unread_bytes[one.owner] += more
         of_key = self._open[one.owner]
         if more <= 0:
             one.moved = time.monotonic()
@@ -95,7 +96,7 @@ class UnreadAnswers:
         if one.parts.total():
             of_key[one] = None
         elif not of_key:
-            del self._open[one.owner], self.held[one.owner]
+            del self._open[one.owner], self.unread_bytes[one.owner]
 
     def close(self, one: Unread) -> None:
         for part in list(one.parts):
@@ -105,11 +106,11 @@ class UnreadAnswers:
     def _give_up(self, owner: str, asking: Unread) -> None:
         old = time.monotonic() - _UNREAD_SECONDS
         others = [one for one in self._open[owner] if one is not asking]
-        found = next((one for one in others if one.moved < old or owner != asking.owner), None)
-        if found is None:
-            raise _unread(self.held[owner])
-        self.close(found)
-        found.end()
+        oldest = next((one for one in others if one.moved < old or owner != asking.owner), None)
+        if oldest is None:
+            raise _unread(self.unread_bytes[owner])
+        self.close(oldest)
+        oldest.end()
 
 
 def _unread(size: int) -> ApiError:

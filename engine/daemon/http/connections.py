@@ -120,12 +120,12 @@ class Room:
     def give_up(self, address: str | None = None) -> bool:
         """Closes one connection (of `address`) that may be closed; False if there is none."""
         old = time.monotonic() - self._options.gives_way
-        found = next((one for one in self._lingering if address in (None, one.address)), None) or next(
+        oldest = next((one for one in self._lingering if address in (None, one.address)), None) or next(
             (one for one, at in self._idle.items() if at < old and address in (None, one.address)), None
         )
-        if found is not None:
-            self._end(found)
-        return found is not None
+        if oldest is not None:
+            self._end(oldest)
+        return oldest is not None
 
     def _end(self, slot: Slot) -> None:
         self.left(slot)
@@ -248,15 +248,15 @@ class Acceptor:
         connection.close()
 
 
-def connections_within(wanted: int) -> int:
-    """The number of connections that this process may have, at most `wanted`. Raises its limit on descriptors as far as
+def connections_within(limit: int) -> int:
+    """The number of connections that this process may have, at most `limit`. Raises its limit on descriptors as far as
     the system allows; beyond that limit even the probes' connections could not be accepted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = wanted + _DESCRIPTORS
+    need = limit + _DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < need:
         soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    fit = wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - _DESCRIPTORS))
-    if fit < wanted:
-        log.warning("%d connections at most, not limits.max_connections=%d: raise `ulimit -n` to %d", fit, wanted, need)
+    fit = limit if soft == resource.RLIM_INFINITY else max(1, min(limit, soft - _DESCRIPTORS))
+    if fit < limit:
+        log.warning("%d connections at most, not limits.max_connections=%d: raise `ulimit -n` to %d", fit, limit, need)
     return fit

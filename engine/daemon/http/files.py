@@ -303,12 +303,12 @@ async def listed(
     if there are more, and None if `after` is unknown. Raises ApiError."""
 
     def page(db: sqlite3.Connection) -> bytes | None:
-        found = query(db)
-        if found is None:
+        rows = query(db)
+        if rows is None:
             return None
-        items = [show(one) for one in found[:limit]]
+        items = [show(one) for one in rows[:limit]]
         first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-        more = len(found) > limit
+        more = len(rows) > limit
         value = {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more}
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 

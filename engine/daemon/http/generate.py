@@ -126,12 +126,12 @@ class _Reply(FlightOwner):
         self._pieces = answer.pieces()
 
     def _piece(self) -> bytes:
-        found, until = bytearray(), time.monotonic() + _PIECE_SECONDS
+        piece, until = bytearray(), time.monotonic() + _PIECE_SECONDS
         for part in self._pieces or ():
-            found += part
-            if len(found) >= SMALL_BYTES or (found and time.monotonic() > until):
+            piece += part
+            if len(piece) >= SMALL_BYTES or (piece and time.monotonic() > until):
                 break
-        return bytes(found)
+        return bytes(piece)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -159,7 +159,7 @@ class Generator:
         body, prompts = await self._prepare(request, endpoint)
         self._admit()  # it may have come slowly
         self._count += 1
-        held = True
+        counted = True
         begun: Flight | None = None
         try:
             flight, reply = self._flight(request, body, prompts)
@@ -173,11 +173,11 @@ class Generator:
                     return JSONResponse(flight.answer.response())
                 reply.send_in_pieces(flight.answer)
                 kind = "application/json"
-            held = False
+            counted = False
             return _Pieces(reply, kind, lambda: self._left(flight, reply))
         finally:
-            self._count -= held
-            if held and begun is not None:
+            self._count -= counted
+            if counted and begun is not None:
                 reply.close()
                 self._used(begun)
 
@@ -307,10 +307,10 @@ class Direct:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if found is None:
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if route is None:
             await self._app(scope, receive, send)
             return
-        endpoint, scope["route"] = found
+        endpoint, scope["route"] = route
         response = await self._generator.answer(Request(scope, receive), endpoint)
         await response(scope, receive, send)

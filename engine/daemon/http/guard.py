@@ -155,7 +155,7 @@ class Guard:
 
     def _tell(self, scope: Scope, exchange: _Exchange, seconds: float) -> None:
         key: Key | None = scope.get("state", {}).get("key")
-        said = {
+        log_fields = {
             "event": "http",
             "request": exchange.name,
             "method": scope["method"],
@@ -176,11 +176,11 @@ class Guard:
         told = exchange.status >= 400 and scope["path"] != "/ready"  # what is not ready says so itself
         level = logging.DEBUG if polled and not told else logging.INFO
         reason = exchange.reason()
-        text = f"{said['method']} {said['path']} {said['status']}"
+        text = f"{log_fields['method']} {log_fields['path']} {log_fields['status']}"
         shown = f"{text}: {reason}" if reason else text
-        log.log(level, "%s", shown, extra=said | ({"reason": reason} if reason else {}))
+        log.log(level, "%s", shown, extra=log_fields | ({"reason": reason} if reason else {}))
         if scope["method"] in _AUDITED or exchange.status == 401:
-            audit_log.info("%s", text, extra=said)
+            audit_log.info("%s", text, extra=log_fields)
 
 
 def too_large(most: int) -> ApiError:

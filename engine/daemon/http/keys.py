@@ -101,8 +101,8 @@ def rotate_key(path: Path, which: str, old_seconds: float) -> tuple[Key, str]:
     secret, until = _new_secret(), int(time.time() + old_seconds)
 
     def renewed(key: Key) -> Key:
-        kept = key.digest if old_seconds else None
-        return replace(key, digest=digest_of(secret), old_digest=kept, old_until=until if kept else 0)
+        old_digest = key.digest if old_seconds else None
+        return replace(key, digest=digest_of(secret), old_digest=old_digest, old_until=until if old_digest else 0)
 
     return _change(path, which, renewed), secret
 
@@ -120,11 +120,11 @@ def limit_key(path: Path, which: str, limits: dict[str, int | None]) -> Key:
 def _change(path: Path, which: str, change: Callable[[Key], Key]) -> Key:
     with _locked(path):
         keys = read_keys(path)
-        found = [k for k in keys if k.revoked_at is None and which in (k.id, k.name)]
-        if len(found) != 1:
-            what = "no working key" if not found else f"{len(found)} keys, name one by its id"
+        matches = [k for k in keys if k.revoked_at is None and which in (k.id, k.name)]
+        if len(matches) != 1:
+            what = "no working key" if not matches else f"{len(matches)} keys, name one by its id"
             raise KeyFileError(f"{which!r}: {what} ({path})")
-        made = change(found[0])
+        made = change(matches[0])
         _write(path, [made if k.id == made.id else k for k in keys])
     return made
 
@@ -140,13 +140,13 @@ class KeyRing:
         self._stamp = self._look()
 
     def holder(self, key: str) -> Key | None:
-        wanted, found = digest_of(key[:MAX_KEY]), None
+        digest, holder = digest_of(key[:MAX_KEY]), None
         now = self._wall()
-        for known in self._keys if self._readable else ():  # all of them, whichever matches
-            old = hmac.compare_digest(known.old_digest or "", wanted) and now < known.old_until
-            if hmac.compare_digest(known.digest, wanted) or old:
-                found = known
-        return found if len(key) <= MAX_KEY else None
+        for candidate in self._keys if self._readable else ():  # all of them, whichever matches
+            old = hmac.compare_digest(candidate.old_digest or "", digest) and now < candidate.old_until
+            if hmac.compare_digest(candidate.digest, digest) or old:
+                holder = candidate
+        return holder if len(key) <= MAX_KEY else None
 
     def valid_ids(self) -> frozenset[str]:
         return frozenset(key.id for key in self._keys)
@@ -156,8 +156,9 @@ class KeyRing:
         it was before."""
         now = self._wall()
         return any(
-            known.id == key.id and (known.digest == secret or (known.old_digest == secret and now < known.old_until))
-            for known in self._keys
+            current.id == key.id
+            and (current.digest == secret or (current.old_digest == secret and now < current.old_until))
+            for current in self._keys
         )
 
     def revoked(self, key_id: str) -> bool:

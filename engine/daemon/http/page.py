@@ -80,15 +80,15 @@ class Overview:
 
     async def _batches(self, owner: str | None, now: float) -> list[dict[str, Any]]:
         rows = await self._services.read(lambda db: records.list_batches(db, owner, _BATCHES, None))
-        found = []
+        shown = []
         for row in (rows or [])[:_BATCHES]:
             names = ("id", "status", "total", "completed", "failed", "created_at")
             counts = {name: getattr(row, name) for name in names}
             errors, unanswered = await self._errors(row, now)
             name = (row.metadata or {}).get("name", "")
             counts |= {"name": name, "owner": row.owner or None, "unanswered": unanswered}
-            found.append(counts | {"errors": errors, "failure": _failure(row)})
-        return found
+            shown.append(counts | {"errors": errors, "failure": _failure(row)})
+        return shown
 
     async def _errors(self, batch: BatchRow, now: float) -> tuple[dict[str, int], int]:
         """The first error lines by code, and the number of lines that the batch's end left unanswered."""
@@ -134,8 +134,8 @@ def page_of_daemon() -> tuple[bytes, str]:
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
     def digest(tag: str) -> str:
-        [found] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
-        return f"'sha256-{base64.b64encode(hashlib.sha256(found.encode()).digest()).decode()}'"
+        [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
     policy = (
         f"default-src 'none'; style-src {digest('style')}; script-src {digest('script')}; "

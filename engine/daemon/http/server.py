@@ -247,12 +247,12 @@ class HttpServer(uvicorn.Server):
 
     def _stamp(self) -> list[tuple[int, int]]:
         """A stamp of the certificate and its key, which changes when one is replaced."""
-        found = []
+        stamps = []
         for path in (self._options.tls_cert, self._options.tls_key):
             with contextlib.suppress(OSError, TypeError):  # missing for a moment; no TLS
                 status = os.stat(path)  # type: ignore[arg-type]
-                found.append((status.st_ctime_ns, status.st_ino))
-        return found
+                stamps.append((status.st_ctime_ns, status.st_ino))
+        return stamps
 
     async def _renew(self, context: ssl.SSLContext) -> None:
         """Loads a renewed certificate for new connections; reports an unusable one once."""
@@ -295,8 +295,8 @@ class HttpServer(uvicorn.Server):
 
 def listen(host: str, port: int) -> socket.socket:
     """Opens the listening socket before anything is launched, so that a port in use fails at once. Raises OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = addresses[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

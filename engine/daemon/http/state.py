@@ -47,9 +47,9 @@ class Services(Core):
     ) -> T:
         """A file or batch that the caller may see. Raises ApiError (404)."""
         owner = reach_of(request)
-        if (found := await self.read(lambda db: get(db, name, owner))) is None:
+        if (record := await self.read(lambda db: get(db, name, owner))) is None:
             raise not_found(what, name)
-        return found
+        return record
 
     async def write(self, work: Awaitable[T]) -> T:
         try:
@@ -78,5 +78,5 @@ def reach_of(request: Request) -> str | None:
 
 
 def audit(request: Request, what: str, which: str) -> None:
-    said = {"event": what, "id": which, "key": owner_of(request) or None, "request": request.state.request_name}
-    audit_log.info("%s %s", what, which, extra=said)
+    log_fields = {"event": what, "id": which, "key": owner_of(request) or None, "request": request.state.request_name}
+    audit_log.info("%s %s", what, which, extra=log_fields)

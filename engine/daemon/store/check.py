@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import records
 from .connection import has_table, open_read_only
-from .export import found_in
+from .export import generations_in
 from .files import check_digest
 from .frames import read_groups
 from .open import integrity_faults
@@ -80,7 +80,7 @@ def _check_files(db: sqlite3.Connection, files: Path, checked: Checked, copies: 
 
 
 def _check_export(db: sqlite3.Connection, folder: Path, checked: Checked) -> None:
-    for generation in found_in(folder)[-1:]:
+    for generation in generations_in(folder)[-1:]:
         for _ in read_groups(generation.segments, damaged=lambda damage: checked.wrong.append(str(damage))):
             checked.groups += 1
     _check_files(db, folder / "files", checked, copies=True)

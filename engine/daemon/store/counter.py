@@ -33,14 +33,14 @@ def read_count(folder: Path) -> int | None:
     path = count_file(folder)
     if not path.exists():
         return None
-    data, found = path.read_bytes()[: 2 * _SLOT_BYTES], []
+    data, counts = path.read_bytes()[: 2 * _SLOT_BYTES], []
     for at in range(0, len(data) - _SLOT.size + 1, _SLOT_BYTES):
         magic, count, _ = _SLOT.unpack_from(data, at)
         if magic == _MAGIC and data[at : at + _SLOT.size] == _packed(count):
-            found.append(count)
-    if not found:
+            counts.append(count)
+    if not counts:
         raise DiskError(f"{path} is damaged: {_ways(folder, None)}")
-    return int(max(found))
+    return int(max(counts))
 
 
 def reset_count(folder: Path, count: int, files: Files) -> None:
@@ -90,7 +90,7 @@ def _frames(head: bytes) -> int:
 
 def check_count(folder: Path, export_dir: Path | None) -> None:
     """Raises DiskError unless the store has all acknowledged commits. Does not change the store or its log."""
-    wanted, marked, log = read_count(folder), interrupted(folder), folder / "store.db-wal"
+    counted, marked, log = read_count(folder), interrupted(folder), folder / "store.db-wal"
     incomplete = (
         f"{folder}: the daemon was killed while store.db-wal was copied into store.db, which is incomplete without it, "
         f"and the log was removed or damaged: {_ways(folder, export_dir)}"
@@ -106,15 +106,15 @@ def check_count(folder: Path, export_dir: Path | None) -> None:
                 raise
             row = None
     have = 0 if row is None else int(row[0])
-    if wanted is None and have and (folder / "store.id").exists():
+    if counted is None and have and (folder / "store.id").exists():
         raise DiskError(
             f"{count_file(folder)} is missing, the store has counted {have} commits: {_ways(folder, export_dir)}"
         )
     if marked and not _frames((folder / "store.db-shm").read_bytes()):  # the index of what was just recovered
         raise DiskError(incomplete)
-    if wanted is not None and have < wanted:
+    if counted is not None and have < counted:
         raise DiskError(
-            f"{folder}: store.db and store.db-wal have {have} of {wanted} acknowledged commits (the log was removed, "
+            f"{folder}: store.db and store.db-wal have {have} of {counted} acknowledged commits (the log was removed, "
             f"cut or damaged, or store.db is an older copy): {_ways(folder, export_dir)}"
         )
 
@@ -165,8 +165,8 @@ class Watched:
         least = self._least  # read before the size, which other threads' commits enlarge
         for path, inode in self._inodes.items():
             with contextlib.suppress(OSError):
-                found = path.stat()
-                if (found.st_dev, found.st_ino) == inode and (path.suffix != ".db" or found.st_size):
+                status = path.stat()
+                if (status.st_dev, status.st_ino) == inode and (path.suffix != ".db" or status.st_size):
                     continue
             return f"{path} was removed or replaced"
         size = os.fstat(self._descriptor).st_size
@@ -184,5 +184,5 @@ class Watched:
 
 
 def _inode(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    status = path.stat()
+    return status.st_dev, status.st_ino

@@ -105,13 +105,13 @@ class NewFile:
 def mount_of(path: Path, mountinfo: str) -> tuple[str, str, str]:
     """The (mount point, file system type, device) of a path, from the text of /proc/self/mountinfo."""
     best = ("/", "unknown", "unknown")
-    wanted = str(path)
+    target = str(path)
     for line in mountinfo.splitlines():
-        before, found, after = line.partition(" - ")
-        if not found:
+        before, separator, after = line.partition(" - ")
+        if not separator:
             continue
         point = before.split(" ")[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
-        inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
+        inside = target == point or target.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best[0]):
             kind, device = after.split(" ")[:2]
             best = (point, kind, device)
@@ -166,13 +166,13 @@ class FolderLock:
                 f"{folder} is used by {_named(holder)}: stop it, or set another daemon.data_dir ({error.strerror})"
             ) from None
         self._file.truncate(0)
-        said = {
+        record = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         try:
-            os.write(self._file.fileno(), json.dumps(said).encode() + b"\n")
+            os.write(self._file.fileno(), json.dumps(record).encode() + b"\n")
         except OSError as error:
             self._file.close()
             raise DiskError(f"{folder} cannot be written ({error.strerror}): {_FIX}") from error
@@ -188,8 +188,8 @@ def holder_pid(folder: Path) -> int | None:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                said = json.loads(file.read(4096))
-                return int(said["pid"]) if said["host"] == socket.gethostname() else None
+                holder = json.loads(file.read(4096))
+                return int(holder["pid"]) if holder["host"] == socket.gethostname() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None
@@ -197,8 +197,8 @@ def holder_pid(folder: Path) -> int | None:
 
 def _named(holder: str) -> str:
     try:
-        said = json.loads(holder)
-        return f"process {said['pid']} on {said['host']} since {said['since']}"
+        holder_row = json.loads(holder)
+        return f"process {holder_row['pid']} on {holder_row['host']} since {holder_row['since']}"
     except (ValueError, KeyError, TypeError):
         return "another process"
 

@@ -47,7 +47,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredGeneration:
     """A generation on the disk; an earlier version wrote no owner."""
 
     generation: int
@@ -57,17 +57,17 @@ class Found:
     """The reason why the owner is unreadable, or ""."""
 
 
-def found_in(folder: Path) -> list[Found]:
+def generations_in(folder: Path) -> list[StoredGeneration]:
     """Every generation that has a segment, oldest first. Raises OSError."""
-    return [_found(number, tuple(paths)) for number, paths in generations(folder).items()]
+    return [_read_generation(number, tuple(paths)) for number, paths in generations(folder).items()]
 
 
-def _found(generation: int, segments: tuple[Path, ...]) -> Found:
+def _read_generation(generation: int, segments: tuple[Path, ...]) -> StoredGeneration:
     try:
         value = first_value(segments[0]).get("owner")
-        return Found(generation, segments, None if value is None else Owner(**value))
+        return StoredGeneration(generation, segments, None if value is None else Owner(**value))
     except (ExportError, TypeError) as error:
-        return Found(generation, segments, None, str(error))
+        return StoredGeneration(generation, segments, None, str(error))
 
 
 def copy_file(source: Path, target: Path, files: Files) -> None:
@@ -173,8 +173,8 @@ class Export:
             if same:
                 self._check_claim(names)
             if self._descriptor is not None and same:
-                found, opened = self._path(self._index).stat(), os.fstat(self._descriptor)
-                same = (found.st_ino, found.st_size) == (opened.st_ino, self._size)
+                status, opened = self._path(self._index).stat(), os.fstat(self._descriptor)
+                same = (status.st_ino, status.st_size) == (opened.st_ino, self._size)
         except OSError as error:
             raise ExportGone(
                 f"daemon.export_dir {self.folder} was removed or cannot be read ({error}): restore it"

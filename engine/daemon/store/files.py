@@ -147,9 +147,9 @@ class Outputs:
         size, sums = await self.write(file.batch_id or "", file.id, ok)
 
         def work(rows: Rows) -> bool:
-            if found := records.get_file(rows.db, file.id) is not None:
+            if present := records.get_file(rows.db, file.id) is not None:
                 records.add_file(rows, replace(file, bytes=size), sums)
-            return found
+            return present
 
         if not await self._store.write(work):  # deleted meanwhile
             await self._store.remove_bytes(file.id)

@@ -85,19 +85,19 @@ def frames(first: int, changes: Iterable[Change], extra: Mapping[str, Any], join
 
 def generations(folder: Path) -> dict[int, list[Path]]:
     """Finds the segments of each generation, in order, without unfinished ones."""
-    found: dict[int, list[tuple[int, Path]]] = {}
+    numbered: dict[int, list[tuple[int, Path]]] = {}
     for path in folder.glob("seg-*.ltx"):
         if match := _SEGMENT.fullmatch(path.name):
-            found.setdefault(int(match[1]), []).append((int(match[2]), path))
-    return {generation: [path for _, path in sorted(found[generation])] for generation in sorted(found)}
+            numbered.setdefault(int(match[1]), []).append((int(match[2]), path))
+    return {generation: [path for _, path in sorted(numbered[generation])] for generation in sorted(numbered)}
 
 
 def first_value(path: Path) -> dict[str, Any]:
     """Reads the first frame of a segment. Raises ExportError or OSError."""
-    for found in _scan(path, -1):
-        if isinstance(found, _Frame) and found.value is not None:
-            return found.value
-        raise ExportError(str(found))
+    for frame in _scan(path, -1):
+        if isinstance(frame, _Frame) and frame.value is not None:
+            return frame.value
+        raise ExportError(str(frame))
     raise ExportError(f"{path}: offset 0: no frame")
 
 
@@ -106,30 +106,30 @@ def read_groups(
 ) -> Iterator[Group]:
     """Yields groups numbered above `after`, in order, without those that were revoked or written again. `damaged` is
     called for damage, and reading continues after it; without `damaged`, damage raises ExportError."""
-    held: Group | None = None
+    group: Group | None = None
     first = last = -1
     pending = False
     for path in segments:
-        for found in _scan(path, after):
-            if isinstance(found, _Frame) and found.group > last + 1:
-                _report(Damage(path, found.offset, f"group {found.group} follows {last}: frames are missing"), damaged)
-            if isinstance(found, Damage):
-                _report(found, damaged)
+        for frame in _scan(path, after):
+            if isinstance(frame, _Frame) and frame.group > last + 1:
+                _report(Damage(path, frame.offset, f"group {frame.group} follows {last}: frames are missing"), damaged)
+            if isinstance(frame, Damage):
+                _report(frame, damaged)
                 continue
-            value, last = found.value, found.group
-            if held is not None and found.group <= first:
-                held = None  # written again: the first writing was never acknowledged
+            value, last = frame.value, frame.group
+            if group is not None and frame.group <= first:
+                group = None  # written again: the first writing was never acknowledged
             if value is None:
                 continue
-            if held is not None and pending:
-                held = Group(last, held.changes + value["changes"])
+            if group is not None and pending:
+                group = Group(last, group.changes + value["changes"])
             else:
-                if held is not None and value.get("undone") != first:
-                    yield held
-                held, first = Group(last, value["changes"]), last
+                if group is not None and value.get("undone") != first:
+                    yield group
+                group, first = Group(last, value["changes"]), last
             pending = bool(value.get("more"))
-    if held is not None and not pending:
-        yield held
+    if group is not None and not pending:
+        yield group
 
 
 def _report(damage: Damage, damaged: Callable[[Damage], None] | None) -> None:
@@ -144,16 +144,16 @@ def _scan(path: Path, after: int) -> Iterator[_Frame | Damage]:
     offset = 0
     with path.open("rb") as file:
         while offset < size:
-            found = _read_frame(file, offset, size, after)
-            if isinstance(found, tuple):
-                frame, offset = found
+            frame_or_reason = _read_frame(file, offset, size, after)
+            if isinstance(frame_or_reason, tuple):
+                frame, offset = frame_or_reason
                 yield frame
                 continue
             behind = _next_frame(file, offset + 1, size)
-            if behind is None and found == _CUT:
+            if behind is None and frame_or_reason == _CUT:
                 return
             skipped = (size if behind is None else behind) - offset
-            yield Damage(path, offset, f"{found}; {skipped} bytes omitted")
+            yield Damage(path, offset, f"{frame_or_reason}; {skipped} bytes omitted")
             offset = offset + skipped
 
 
@@ -171,8 +171,8 @@ def _read_frame(file: BinaryIO, offset: int, size: int, after: int) -> tuple[_Fr
         return "no frame begins here"
     end = offset + _HEAD.size + length
     if end > size:
-        whole = zlib.crc32(file.read(size - offset - _HEAD.size)) == checksum
-        return f"group {group} does not have the {length} bytes of its header" if whole else _CUT
+        intact = zlib.crc32(file.read(size - offset - _HEAD.size)) == checksum
+        return f"group {group} does not have the {length} bytes of its header" if intact else _CUT
     if group <= after:
         return _Frame(offset, group, None), end
     payload = file.read(length)  # bounded by the size of the file

@@ -152,10 +152,10 @@ def _belongs_to(folder: Path) -> str | None:
 
 def _refuse_empty(folder: Path, options: StoreOptions) -> None:
     """Raises DiskError if the store is empty but the folder is not."""
-    held = sorted(path.name for path in (folder / "files").iterdir() if not path.name.startswith("."))
-    if (held or _identity_file(folder).exists()) and not options.adopt:
+    files = sorted(path.name for path in (folder / "files").iterdir() if not path.name.startswith("."))
+    if (files or _identity_file(folder).exists()) and not options.adopt:
         raise DiskError(
-            f"{folder}: store.db is missing or empty, but the folder contained a store and has {len(held)} files in "
+            f"{folder}: store.db is missing or empty, but the folder contained a store and has {len(files)} files in "
             f"files/: restore store.db, set daemon.export_dir to its export, or begin an empty store with `laddertron "
             f"serve --adopt` (the files are moved to {folder}/unknown)"
         )
@@ -165,12 +165,12 @@ def _check_identity(folder: Path, db: sqlite3.Connection, options: StoreOptions,
     """Checks that the store and its folder have the same number; makes one if neither has. Raises DiskError."""
     row = db.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()
     number = secrets.randbits(62) if row is None else int(row[0])
-    wanted = _belongs_to(folder)
-    if wanted == str(number):
+    owner = _belongs_to(folder)
+    if owner == str(number):
         return
-    if wanted is not None and not (rebuilt or options.adopt):
+    if owner is not None and not (rebuilt or options.adopt):
         raise DiskError(
-            f"{folder}: store.db is store {number if row else '(no id)'}, the folder belongs to store {wanted[:40]}: "
+            f"{folder}: store.db is store {number if row else '(no id)'}, the folder belongs to store {owner[:40]}: "
             f"restore its own store.db, or use this one with `laddertron serve --adopt` (files that it does not know "
             f"are moved to {folder}/unknown)"
         )

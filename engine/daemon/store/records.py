@@ -131,8 +131,8 @@ def add_batch(rows: Rows, batch: BatchRow, repeat_key: str | None = None, digest
         name = {"owner": batch.owner, "key": repeat_key}
         row = {**name, "digest": digest, "batch_id": batch.id, "created_at": batch.created_at}
         if not rows.insert("repeats", row):
-            found = rows.db.execute("SELECT * FROM repeats WHERE owner = :owner AND key = :key", name).fetchone()
-            earlier = _values("repeats", found)
+            repeat = rows.db.execute("SELECT * FROM repeats WHERE owner = :owner AND key = :key", name).fetchone()
+            earlier = _values("repeats", repeat)
             return get_batch(rows.db, earlier["batch_id"]) if earlier["digest"] == digest else None
     rows.insert("batches", _columns(asdict(batch)))
     return batch
@@ -241,8 +241,8 @@ def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int
 
 
 def _counts(db: sqlite3.Connection, batch_id: str) -> dict[str, Any]:
-    found = dict(db.execute("SELECT ok, count(*) FROM results WHERE batch_id = ? GROUP BY ok", (batch_id,)).fetchall())
-    return {"completed": found.get(1, 0), "failed": found.get(0, 0)}
+    counts = dict(db.execute("SELECT ok, count(*) FROM results WHERE batch_id = ? GROUP BY ok", (batch_id,)).fetchall())
+    return {"completed": counts.get(1, 0), "failed": counts.get(0, 0)}
 
 
 def _drop_damaged(rows: Rows, batch_id: str, result: Result) -> int:
@@ -255,11 +255,11 @@ def _drop_damaged(rows: Rows, batch_id: str, result: Result) -> int:
 def add_usage(rows: Rows, owner: str, day: int, requests: int, tokens: Tokens) -> None:
     """Adds to an owner's usage of a day; `day`: days since 1970 (UTC)."""
     names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-    found = rows.db.execute("SELECT * FROM usage WHERE owner = ? AND day = ?", (owner, day)).fetchone()
-    before = [0 if found is None or type(found[name]) is not int else found[name] for name in names]
+    stored = rows.db.execute("SELECT * FROM usage WHERE owner = ? AND day = ?", (owner, day)).fetchone()
+    before = [0 if stored is None or type(stored[name]) is not int else stored[name] for name in names]
     now = map(sum, zip(before, (requests, *tokens), strict=True))
     row = {"owner": owner, "day": day, **dict(zip(names, now, strict=True))}
-    (rows.insert if found is None else rows.update)("usage", row)
+    (rows.insert if stored is None else rows.update)("usage", row)
 
 
 def read_usage(
@@ -353,8 +353,8 @@ def add_deaths(rows: Rows, batch_id: str, deaths: dict[int, int]) -> None:
 
 def read_deaths(db: sqlite3.Connection, batch_id: str) -> dict[int, int]:
     """Failures by line. A damaged row counts none."""
-    found = db.execute("SELECT * FROM suspects WHERE batch_id = ?", (batch_id,))
-    return {row["number"]: row["deaths"] for row in found if is_intact(dict(row))}
+    suspects = db.execute("SELECT * FROM suspects WHERE batch_id = ?", (batch_id,))
+    return {row["number"]: row["deaths"] for row in suspects if is_intact(dict(row))}
 
 
 def error_codes(db: sqlite3.Connection, batch_id: str, limit: int) -> dict[str, int]:

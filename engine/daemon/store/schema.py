@@ -15,10 +15,10 @@ _TOKENS = (
 )
 SUM_TOKENS = "".join(
     f"""
-    UPDATE batches SET {name} = (SELECT coalesce(sum(json_extract(line, '$.response.body.usage.{said}')), 0)
+    UPDATE batches SET {name} = (SELECT coalesce(sum(json_extract(line, '$.response.body.usage.{member}')), 0)
         FROM results WHERE batch_id = batches.id AND ok = 1 AND json_valid(line)) WHERE {name} = 0;
     """
-    for name, said in _TOKENS
+    for name, member in _TOKENS
 )
 """Computes the usage of batches of earlier versions from their answers: their rows and exports have none."""
 

@@ -203,8 +203,8 @@ class Store:
         self._counter = Counter(self.folder, self.disk_files)
         self.clock = TrustedClock(newest_time(db), self._options.wall)
         self._note_time(db)
-        known = {row[0] for row in db.execute("SELECT id FROM files")}
-        self._clear({path for path in self.files_folder.iterdir() if path.name not in known})
+        file_ids = {row[0] for row in db.execute("SELECT id FROM files")}
+        self._clear({path for path in self.files_folder.iterdir() if path.name not in file_ids})
         if self.export is not None:
             store = int(db.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()[0])
             self.export.begin(snapshot(db), store)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .connection import connect_store, set_meta
 from .disk import Files, sync_folder
-from .export import Export, Found, Owner, copy_file, found_in
+from .export import Export, Owner, StoredGeneration, copy_file, generations_in
 from .frames import Damage, ExportError, read_groups
 from .schema import SUM_TOKENS, Rows, migrate
 from .store import StoreOptions
@@ -55,11 +55,11 @@ def continue_export(db: sqlite3.Connection, folder: Path, export: Export, option
         _check(db, folder, export, options)
         export.take()
     # Once more: another daemon may have begun in between, or committed.
-    if (found := _check(db, folder, export, options)) is not None and found.owner is not None:
-        _catch_up(db, folder, export, found, options)
-    elif found is not None:
-        export.superseded += found.segments
-    for earlier in found_in(export.folder)[:-1]:
+    if (generation := _check(db, folder, export, options)) is not None and generation.owner is not None:
+        _catch_up(db, folder, export, generation, options)
+    elif generation is not None:
+        export.superseded += generation.segments
+    for earlier in generations_in(export.folder)[:-1]:
         if earlier.owner is not None and _behind(db, earlier):
             export.superseded += earlier.segments
         else:
@@ -74,19 +74,19 @@ def continue_export(db: sqlite3.Connection, folder: Path, export: Export, option
 def rebuild(folder: Path, export: Export, options: StoreOptions, own: str | None) -> None:
     """Makes the store of an empty folder from the export; `own`: the store to which the folder belonged. Raises
     ExportError or OSError. If interrupted, the next start repeats it."""
-    owner = found_in(export.folder)[-1].owner
+    owner = generations_in(export.folder)[-1].owner
     if owner is not None and own not in (None, str(owner.store)) and not options.adopt:
         raise ExportError(refusal(owner, int(own) if own and own.isdigit() else 0, {}))
     export.take()
-    found = found_in(export.folder)[-1]
+    generation = generations_in(export.folder)[-1]
     left_out: list[Damage] = []
-    db, position = _replayed(folder / SCRATCH, found, options, left_out if options.skip_damaged else None)
+    db, position = _replayed(folder / SCRATCH, generation, options, left_out if options.skip_damaged else None)
     with db:
-        number = found.owner.store if found.owner is not None else own or secrets.randbits(62)
+        number = generation.owner.store if generation.owner is not None else own or secrets.randbits(62)
         set_meta(db, "store", int(number))
-        if found.owner is not None:
-            set_meta(db, f"export:{found.owner.claim}", position)
-            set_meta(db, "export_claim", found.owner.claim)
+        if generation.owner is not None:
+            set_meta(db, f"export:{generation.owner.claim}", position)
+            set_meta(db, "export_claim", generation.owner.claim)
     count = db.execute("SELECT count(*) FROM results").fetchone()[0]
     _copy_uploads(export.files_folder, folder / "files", options.files)
     put_in_place(db, folder, options.files)
@@ -105,7 +105,7 @@ def put_in_place(db: sqlite3.Connection, folder: Path, files: Files) -> None:
 
 
 def _replayed(
-    scratch: Path, found: Found, options: StoreOptions, left_out: list[Damage] | None
+    scratch: Path, generation: StoredGeneration, options: StoreOptions, left_out: list[Damage] | None
 ) -> tuple[sqlite3.Connection, int]:
     """Makes a store from the export's changes; returns it and the last frame before the first skipped one."""
     shutil.rmtree(scratch, ignore_errors=True)
@@ -116,7 +116,7 @@ def _replayed(
         migrate(db)
         db.execute("BEGIN")
         rows = Rows(db)
-        for group in read_groups(found.segments, damaged=None if left_out is None else left_out.append):
+        for group in read_groups(generation.segments, damaged=None if left_out is None else left_out.append):
             _apply(rows, group.changes)
             if not left_out:
                 position = group.number
@@ -138,36 +138,36 @@ def _replayed(
     return db, position
 
 
-def _check(db: sqlite3.Connection, folder: Path, export: Export, options: StoreOptions) -> Found | None:
+def _check(db: sqlite3.Connection, folder: Path, export: Export, options: StoreOptions) -> StoredGeneration | None:
     """Finds the latest generation and checks that the store may continue it; None if there is none. Raises
     ExportError."""
-    known = _known(db)
-    if not (every := found_in(export.folder)):
-        if known:
+    position = _known_claims(db)
+    if not (every := generations_in(export.folder)):
+        if position:
             log.warning("%s has no export of this store: a new one is started", export.folder, extra={"event": "store"})
         return None
-    found = every[-1]
-    if found.unreadable:
-        raise ExportError(f"{found.unreadable}: restore the segment, or set another daemon.export_dir")
-    if found.owner is None:
-        _check_without_owner(db, folder, found, options)
-    elif (reason := refusal(found.owner, _meta(db, "store"), known)) is not None:
+    generation = every[-1]
+    if generation.unreadable:
+        raise ExportError(f"{generation.unreadable}: restore the segment, or set another daemon.export_dir")
+    if generation.owner is None:
+        _check_without_owner(db, folder, generation, options)
+    elif (reason := refusal(generation.owner, _meta(db, "store"), position)) is not None:
         raise ExportError(f"{export.folder}: {reason}")
-    return found
+    return generation
 
 
-def _check_without_owner(db: sqlite3.Connection, folder: Path, found: Found, options: StoreOptions) -> None:
+def _check_without_owner(db: sqlite3.Connection, folder: Path, latest: StoredGeneration, options: StoreOptions) -> None:
     """Checks a generation of an earlier version: it is the store's own if the store has all its files, batches and
     results."""
     scratch = folder / "compared"
     try:
-        _replayed(scratch, found, options, None)[0].close()
+        _replayed(scratch, latest, options, None)[0].close()
         db.execute("ATTACH ? AS exported", (str(scratch / "store.db"),))
         for table, key in (("files", "id"), ("batches", "id"), ("results", "batch_id, custom_id")):
             query = f"SELECT {key} FROM exported.{table} EXCEPT SELECT {key} FROM main.{table} LIMIT 1"
             if (row := db.execute(query).fetchone()) is not None:
                 raise ExportError(
-                    f"{found.segments[0].parent}: an earlier version wrote the export, without an owner, and the data "
+                    f"{latest.segments[0].parent}: an earlier version wrote the export, without an owner, and the data "
                     f"folder (store {_meta(db, 'store')}) lacks {' '.join(row)} of {table}: set another "
                     f"daemon.export_dir; {_REBUILD}"
                 )
@@ -177,23 +177,25 @@ def _check_without_owner(db: sqlite3.Connection, folder: Path, found: Found, opt
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _catch_up(db: sqlite3.Connection, folder: Path, export: Export, found: Found, options: StoreOptions) -> None:
+def _catch_up(
+    db: sqlite3.Connection, folder: Path, export: Export, latest: StoredGeneration, options: StoreOptions
+) -> None:
     """Applies the groups that only the export has: the last commit, or more if the data folder is an earlier copy.
     Raises ExportError."""
-    assert found.owner is not None
-    claim, left_out, count = found.owner.claim, list[Damage](), 0
-    current, position = _meta(db, "export_claim"), _known(db)[claim]
+    assert latest.owner is not None
+    claim, left_out, count = latest.owner.claim, list[Damage](), 0
+    current, position = _meta(db, "export_claim"), _known_claims(db)[claim]
     db.execute("BEGIN IMMEDIATE")
     try:
         rows = Rows(db)
-        for group in read_groups(found.segments, position, left_out.append):
+        for group in read_groups(latest.segments, position, left_out.append):
             if current == claim or not group.changes:
                 _apply(rows, group.changes)
                 position = group.number
             count += bool(group.changes)
         if count and current == 0:
             raise ExportError(
-                f"{export.folder}: the export, at {found.owner}, has {count} commits that the data folder lacks, and "
+                f"{export.folder}: the export, at {latest.owner}, has {count} commits that the data folder lacks, and "
                 f"the data folder was written without it: set another daemon.export_dir; {_REBUILD}"
             )
         if count and left_out and not options.skip_damaged:
@@ -209,13 +211,13 @@ def _catch_up(db: sqlite3.Connection, folder: Path, export: Export, found: Found
     for damage in left_out:
         log.error("%s: the segments are kept", damage, extra={"event": "store"})
     if not left_out:
-        export.superseded += found.segments
+        export.superseded += latest.segments
 
 
-def _behind(db: sqlite3.Connection, earlier: Found) -> bool:
+def _behind(db: sqlite3.Connection, earlier: StoredGeneration) -> bool:
     """Whether an earlier generation belongs to this store, which has all its changes."""
     assert earlier.owner is not None
-    position = _known(db).get(earlier.owner.claim)
+    position = _known_claims(db).get(earlier.owner.claim)
     if position is None:
         return False
     left_out: list[Damage] = []
@@ -246,7 +248,7 @@ def _meta(db: sqlite3.Connection, key: str) -> int:
     return 0 if row is None else int(row[0])
 
 
-def _known(db: sqlite3.Connection) -> dict[int, int]:
+def _known_claims(db: sqlite3.Connection) -> dict[int, int]:
     """The last frame that the store has committed, by claim."""
     rows = db.execute("SELECT key, value FROM meta WHERE key LIKE 'export:%'")
     return {int(row[0].removeprefix("export:")): int(row[1]) for row in rows}

@@ -120,7 +120,7 @@ def check_books(scheduler: Scheduler) -> None:
     """Every block is held as often as it is listed, or cached, or free; every slot is somebody's or free."""
     residency, pool = scheduler._residency, scheduler._residency.pool
     lists = [sequence.blocks for sequence in residency.running]
-    lists += [group.held for group in residency.holders.values()]
+    lists += [group.prompt_blocks for group in residency.holders.values()]
     held = Counter(block for blocks in lists for block in blocks)
     assert {b: n for b, n in enumerate(pool._references) if n} == held
     idle = [*pool._free, *pool._cached]

@@ -157,13 +157,13 @@ def test_what_is_refused_is_not_held() -> None:
         assert (
             sum(len(one) for one in kept if isinstance(one, bytes | bytearray | mmap.mmap)) == 10_000
         )  # the last chunk
-        assert bodies.held == 0
+        assert bodies.bytes_open == 0
 
     asyncio.run(go())
 
 
 def held(daemon: Served) -> int:
-    return daemon.daemon.services.bodies.held
+    return daemon.daemon.services.bodies.bytes_open
 
 
 def test_other_routes_take_small_bodies_alone(daemon: Served) -> None:

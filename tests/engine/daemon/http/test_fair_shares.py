@@ -249,7 +249,7 @@ def test_answers_that_nobody_reads_are_bounded(folder: Path, tmp_path: Path, mon
 
         daemon.on_loop(daemon.daemon.services.store.write(fill))
         sizes, ended = list[tuple[int, int]](), threading.Event()
-        unread = apps[0]._unread.held
+        unread = apps[0]._unread.unread_bytes
 
         async def look() -> None:
             while not ended.is_set():

@@ -248,7 +248,7 @@ def test_hostile_bodies_beside_a_batch(folder: Path, tmp_path: Path) -> None:
         most = 0
         while any(thread.is_alive() for thread in threads):
             assert [get(daemon, path)[0] for path in ("/health", "/ready", "/metrics")] == [200, 200, 200]
-            most = max(most, daemon.daemon.services.bodies.held)
+            most = max(most, daemon.daemon.services.bodies.bytes_open)
         for thread in threads:
             thread.join()
         assert wait_batch(client, batch.id).request_counts.completed == 50
