@@ -18,7 +18,7 @@ from .cpu.kernels import Kernels
 from .cpu.latent import MOST_WIDTH, CpuLatentAttention
 from .cpu.latent import fits_kernels as fits_latents
 from .cuda import flashinfer_latent
-from .cuda.flashinfer import FlashInferAttention, FlashInferRows, Store, store_by_torch, unfit
+from .cuda.flashinfer import FlashInferAttention, FlashInferRows, Store, store_by_torch, too_old, unfit
 from .cuda.workspace import kernels_missing
 from .latent import LatentAttention, LatentCache
 from .stages import RankShard
@@ -162,6 +162,7 @@ def _library(device: torch.device, dtype: torch.dtype, config: ModelConfig, head
     if reason := kernels_missing():
         return reason
     try:
-        return importlib.import_module("flashinfer")
+        library = importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as fault:  # its own libraries, or a CUDA that it does not know
         return f"it is installed and cannot be imported: {type(fault).__name__}: {fault}"
+    return too_old(library.__version__) or library

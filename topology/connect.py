@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .comm.bootstrap import Bootstrap
-from .comm.collectives import Alone, AloneGather, Blocking, Collective, Gather
+from .comm.collectives import Alone, AloneGather, Blocking, Collective, DeviceGather, Gather
 from .comm.emulated import Emulated
 from .comm.groups import CommOptions, Communicator, TorchGroups
 from .comm.ledger import Ledger
@@ -65,7 +65,11 @@ def connect(
         if pipeline is not None and backend == "nccl":
             from .comm.nccl_boundary import NcclBoundary
 
-            pipeline.boundary = NcclBoundary(groups.subgroups["stages"], groups.tp, ledger)
+            boundary = NcclBoundary(groups.subgroups["stages"], groups.tp, ledger)
+            boundary.connect()
+            if isinstance(gathers, DeviceGather):
+                gathers.wait_for(None, "the first message between stages")
+            pipeline.boundary = boundary
         elif pipeline is not None:
             link = "net" if lines.leave_the_host else "node"
             pipeline.boundary = SocketBoundary(pipeline, lines, gathers, rank, layout.size, ledger, link)

@@ -380,7 +380,7 @@ def make_graphs(
     graphs = DecodeGraphs(
         model,
         attention,
-        CudaRecorder(runner.device),
+        CudaRecorder(runner.device, communicator.ledger),
         graph_sizes(keys.max_num_seqs),
         scratch_block=cache.num_blocks - 1,
         most_blocks=-(-len(model.rotary.cos) // cache.block_size),

@@ -20,6 +20,7 @@ from ...models.config.model_config import ModelConfig
 from ...models.llama import LlamaModel
 from ...models.transfer import stage
 from ...topology.comm.collectives import Boundary, Done, Pending
+from ...topology.comm.ledger import Ledger
 from ...topology.hardware.cuda_stack import triton_missing
 from ..sampling.device_sampler import Replay, feed
 from ..sampling.sampler import Sampler
@@ -73,8 +74,9 @@ def experts_refuse(config: ModelConfig) -> str | None:
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool: the largest first, so that the smaller ones fit into it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, ledger: Ledger) -> None:
+        """ledger: of the group's collectives. A replay starts those that were captured, and counts them there."""
+        self._device, self._ledger = device, ledger
         stream: Any = torch.cuda.Stream
         self._stream = stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -90,10 +92,16 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)
         graph: Any = torch.cuda.CUDAGraph()
+        ledger, started = self._ledger, self._ledger.started
         # thread_local: the heartbeat's thread and NCCL's watchdog ask for events meanwhile, which is none of ours.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             compute()
-        replay: Replay = graph.replay
+        captured, ledger.started = ledger.started - started, started  # a capture starts nothing
+
+        def replay() -> None:
+            ledger.started += captured
+            graph.replay()
+
         return replay
 
     def memory(self) -> int:

@@ -8,6 +8,7 @@ with persistent buffers. Implements the interface of models/attention.py.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from ..ops import Norm
 from ..transfer import carry, pinned, upload
 from .workspace import HEAD_DIMS, TENSOR_CORES_FROM, partial_bytes
 
+OLDEST = 0, 7, 2
+"""The first version whose partial results fit into workspace.py's reserve and that has MLAPlanMetadata."""
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 
 Pages = tuple[Tensor, Tensor, Tensor]
@@ -33,6 +36,15 @@ Store = Callable[[KVCache, int, Tensor, Norms, tuple[Tensor, Tensor], Tensor, Te
 
 def store_by_torch(*arguments: Any) -> Tensor:
     return rotate_and_store(*arguments)[0]
+
+
+def too_old(version: str) -> str | None:
+    """The reason why this version of the library cannot be used, or None."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if numbers is None or tuple(map(int, numbers.groups())) >= OLDEST:
+        return None
+    oldest = ".".join(map(str, OLDEST))
+    return f"its version {version} is older than {oldest}: install flashinfer-python {oldest} or newer"
 
 
 def unfit_device(device: torch.device, capability: tuple[int, int], dtype: torch.dtype) -> str | None:

@@ -80,6 +80,17 @@ def test_why_the_library_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib, "import_module", broken)
     assert "cannot be imported: OSError: libcudart" in library(CUDA, BF16, CONFIG, 4)
+    for version, taken in (
+        ("0.6.17", False),
+        ("0.7.1.post3", False),
+        ("0.7.2", True),
+        ("0.10.0", True),
+        ("main", True),
+    ):
+        module = SimpleNamespace(__version__=version)
+        monkeypatch.setattr(importlib, "import_module", lambda _, module=module: module)
+        chosen_library = library(CUDA, BF16, CONFIG, 4)
+        assert chosen_library is module if taken else "older than 0.7.2" in chosen_library
 
 
 def test_kernels_must_be_there_or_compilable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def communicator(gpu: FakeGpu, case: Case, rank: int, stage: int, ring: Any, pla
         pipeline.boundary = NcclBoundary(rail, tp, ledger)
     deterministic = case.parallel.get("deterministic", False)
     sender: Any = plans
-    wait = _Wait(gpu, tp, ledger, [60.0], Roll(None, rank, ["host"] * case.tp))
+    wait = _Wait(gpu, [tp], ledger, [60.0], Roll(None, rank, ["host"] * case.tp))
     alone = case.tp == 1
     reduce: Any = Alone() if alone else nccl_collective(tp, ledger, "net", deterministic, levels)
     node_reduce: Any = None

@@ -69,7 +69,7 @@ def other_backend(
         hosts = [host.decode() for host in bootstrap.all_gather(socket.gethostname().encode())]
         ranks = layout.ranks
         roll = Roll(groups.store, ranks.index(bootstrap.rank), [hosts[rank] for rank in ranks], str(ranks[0]))
-        wait = DeviceWait(tp, ledger, timeout, roll)
+        wait = DeviceWait(list({tp, *groups.subgroups.values()}), ledger, timeout, roll)
         set_timeout(options.connect_timeout_s)
         paths = bootstrap.all_gather(join(tp, levels, wait).encode())
         if bootstrap.rank == ranks[0]:

@@ -4,6 +4,7 @@ does not end. Never ran on several GPUs.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import time
@@ -34,6 +35,9 @@ _ASK_S = 0.25
 """Interval in which the host queries NCCL for errors while it waits."""
 GRACE_S = 2.0
 """Seconds for which ranks that timed out wait for each other's report; they began to wait at about the same time."""
+_SUCCESS, _IN_PROGRESS = 0, 7
+_ERRORS = {1: "CUDA_ERROR", 2: "SYSTEM_ERROR", 3: "INTERNAL_ERROR", 6: "REMOTE_ERROR"}
+"""NCCL's ncclResult_t."""
 _PATH = re.compile(r" (\d+)\[\w*\] -> (\d+)\[\w*\] (?:\[\w+\] )?via (\S+)")
 
 
@@ -159,9 +163,9 @@ class DeviceWait:
     """Waits on the host for the device, with the timeout of a collective: without one, a missing rank would block the
     device, and thereby the host, for ever. torch's watchdog would end the process instead, without naming a rank."""
 
-    def __init__(self, group: Any, ledger: Ledger, timeout: list[float], roll: Roll) -> None:
-        """timeout: a list of one number [s], which its owner changes."""
-        self._group, self._ledger, self._timeout, self._roll = group, ledger, timeout, roll
+    def __init__(self, groups: Sequence[Any], ledger: Ledger, timeout: list[float], roll: Roll) -> None:
+        """groups: torch's, whose errors end a wait; timeout: a list of one number [s], which its owner changes."""
+        self._groups, self._ledger, self._timeout, self._roll = groups, ledger, timeout, roll
 
     def __call__(self, event: Any | None, what: str) -> None:
         """Waits for the event; None: for all queued work of the current stream. Raises CollectiveTimeout or PeerLost,
@@ -182,9 +186,28 @@ class DeviceWait:
         self._ledger.waiting = ""
 
     def _error(self) -> str:
-        found = self._group._get_backend(torch.device(_DEVICE)).get_error()
-        name = str(getattr(found, "name", found))
-        return "" if name in ("SUCCESS", "TIMEOUT") else name
+        for group in self._groups:
+            backend = group._get_backend(torch.device(_DEVICE))
+            reported = backend.get_error()
+            name = str(getattr(reported, "name", reported))
+            if name in ("SUCCESS", "TIMEOUT"):
+                # NOTE: torch learns of errors from its Work objects, which replays of graphs do not make.
+                name = communicator_error(backend._comm_ptr())
+            if name:
+                return name
+        return ""
+
+
+def communicator_error(communicator: int, library: Any = None) -> str:
+    """The asynchronous error of a communicator (its address; 0: not connected yet), or "". library: NCCL's; None: the
+    one that torch has loaded."""
+    if communicator == 0:
+        return ""
+    error = ctypes.c_int(0)
+    library = ctypes.CDLL("libnccl.so.2") if library is None else library
+    failed = library.ncclCommGetAsyncError(ctypes.c_void_p(communicator), ctypes.byref(error))
+    code = failed or error.value
+    return "" if code in (_SUCCESS, _IN_PROGRESS) else _ERRORS.get(code, f"error {code}")
 
 
 class NcclGather:

@@ -26,6 +26,15 @@ class NcclBoundary:
         self._stage, self._index, self._size = rail.rank(), tp.rank(), tp.size()
         self._sending, self._receiving = _STREAM(priority=-1), _STREAM(priority=-1)
 
+    def connect(self) -> None:
+        """Exchanges a message with the neighbours. NCCL makes the communicator of two ranks at their first message; all
+        ranks call this before free memory is counted."""
+        message = torch.zeros(1, device="cuda")
+        if self._stage:
+            self._rail.recv([message], self._stage - 1, 0).wait()
+        if self._stage < self._rail.size() - 1:
+            self._rail.send([message], self._stage + 1, 0).wait()
+
     def send(self, x: Tensor, own: bool = False) -> None:
         """Sends a copy of this rank's share, whose memory the allocator keeps until the send has ended."""
         share = x.reshape(-1).clone() if own else self._padded(x)[self._index].clone()

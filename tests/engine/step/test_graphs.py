@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laddertron.engine.step.cuda_graphs import CudaRecorder, GraphsError, collectives_refuse, graphed
 from laddertron.engine.step.memory import MOST_GRAPHED, graph_sizes
+from laddertron.topology.comm.ledger import Ledger
 from recorded_graph import TapeRecorder
 
 Ranks = Callable[..., list[Any]]
@@ -160,7 +161,7 @@ def test_a_cuda_graph_repeats_its_work() -> None:
     device = torch.device("cuda")
     x, out = torch.ones(64, device=device), torch.zeros(64, device=device)
     weight = torch.randn(64, 64, device=device)
-    recorder = CudaRecorder(device)
+    recorder = CudaRecorder(device, Ledger())
     replay = recorder.record(lambda: out.copy_(weight @ x))  # type: ignore[arg-type]
     x.copy_(torch.randn(64))
     replay()

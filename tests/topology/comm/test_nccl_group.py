@@ -81,11 +81,16 @@ class Event:
 
 
 def waiting(error: str = "SUCCESS", timeout_s: float = 1e-4) -> tuple[DeviceWait, Ledger]:
+    """Over two groups, of which the second has the error."""
     ledger = Ledger()
     ledger.started = 9
-    backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=error))
-    group = SimpleNamespace(_get_backend=lambda device: backend)
-    return DeviceWait(group, ledger, [timeout_s], Roll(Store({"laddertron/place/0/1": "9"}), 0, HOSTS[:3])), ledger
+
+    def group_of(name: str) -> Any:
+        backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=name), _comm_ptr=lambda: 0)
+        return SimpleNamespace(_get_backend=lambda device: backend)
+
+    groups = [group_of("SUCCESS"), group_of(error)]
+    return DeviceWait(groups, ledger, [timeout_s], Roll(Store({"laddertron/place/0/1": "9"}), 0, HOSTS[:3])), ledger
 
 
 def test_a_wait_ends_with_its_event() -> None:
@@ -103,6 +108,31 @@ def test_a_wait_in_vain_names_the_rank(error: str, kind: type, monkeypatch: pyte
     with pytest.raises(kind, match=r"gather \(collective 9\).*rank 2 on node-b does not answer"):
         wait(Event(float("inf")), "gather")
     assert ledger.waiting == "gather"
+
+
+def test_a_communicator_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch knows of no error, because a replay makes no Work; NCCL's own answer names the lost peer at once."""
+    asked: list[int] = []
+
+    class Library:
+        def __init__(self, result: int, error: int) -> None:
+            self._result, self._error = result, error
+
+        def ncclCommGetAsyncError(self, communicator: Any, error: Any) -> int:
+            asked.append(communicator.value)
+            error._obj.value = self._error
+            return self._result
+
+    cases = {(0, 0): "", (0, 7): "", (0, 6): "REMOTE_ERROR", (2, 0): "SYSTEM_ERROR", (0, 99): "error 99"}
+    assert {case: nccl.communicator_error(4096, Library(*case)) for case in cases} == cases
+    assert nccl.communicator_error(0) == ""
+    assert asked == [4096] * len(cases)
+    wait, _ = waiting(timeout_s=1e6)
+    monkeypatch.setattr(nccl, "GRACE_S", 0.05)
+    monkeypatch.setattr(nccl, "_ASK_S", 0.0)
+    monkeypatch.setattr(nccl, "communicator_error", lambda communicator: "REMOTE_ERROR")
+    with pytest.raises(PeerLost, match="NCCL reports REMOTE_ERROR"):
+        wait(Event(float("inf")), "gather")
 
 
 def test_what_carries_messages() -> None:
@@ -238,7 +268,7 @@ device, ledger = torch.device("cuda", 0), Ledger()
 torch.cuda.set_device(device)
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.group.WORLD
-wait = DeviceWait(group, ledger, [30.0], Roll(None, 0, ["here"]))
+wait = DeviceWait([group], ledger, [30.0], Roll(None, 0, ["here"]))
 join(group, None, wait)
 collective, x = nccl_collective(group, ledger, "node"), torch.zeros(8, 4096, dtype=torch.bfloat16, device=device)
 
@@ -247,7 +277,7 @@ def step():
     collective.start(x, "", True).wait()
     collective.start(x).wait()
 
-recorder = CudaRecorder(device)
+recorder = CudaRecorder(device, ledger)
 replay = recorder.record(step)
 x.zero_()
 for _ in range(5):

@@ -89,6 +89,28 @@ def test_sent_rows_are_kept_until_they_are_gone(monkeypatch: pytest.MonkeyPatch)
     assert order.faults == []
 
 
+@pytest.mark.parametrize(("stage", "calls"), [(0, ["send 1"]), (1, ["recv 0", "send 2"]), (2, ["recv 1"])])
+def test_stages_connect_before_free_memory_is_counted(
+    monkeypatch: pytest.MonkeyPatch, stage: int, calls: list[str]
+) -> None:
+    """One message with each neighbour, so that NCCL makes its communicators now."""
+    made: list[str] = []
+
+    class Rail(NcclGroup):
+        def send(self, tensors: Any, peer: int, tag: int) -> Any:
+            made.append(f"send {peer}")
+            return super().send(tensors, peer, tag)
+
+        def recv(self, tensors: Any, peer: int, tag: int) -> Any:
+            made.append(f"recv {peer}")
+            return super().recv(tensors, peer, tag)
+
+    with checked(monkeypatch, *MODULES) as order:
+        nccl_boundary.NcclBoundary(Rail(order, stage, 3), NcclGroup(order, 0, 2), Ledger()).connect()
+    assert made == calls
+    assert order.faults == []
+
+
 @pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize("how", ["flat", "two_level", "deterministic"])
 def test_sums_are_there_before_they_are_read(monkeypatch: pytest.MonkeyPatch, how: str, capturing: bool) -> None:
@@ -145,18 +167,21 @@ def test_a_recorded_step_comes_after_what_it_reads(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(order))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: type("Graph", (), {"replay": None}))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: type("Graph", (), {"replay": lambda graph: None})())
         monkeypatch.setattr(torch.cuda, "graph", graph)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        reduce = nccl.nccl_collective(NcclGroup(order, 0, 2), Ledger(), "net")
-        rows = torch.zeros(4, 8)
+        reduce, rows = nccl.nccl_collective(NcclGroup(order, 0, 2), ledger := Ledger(), "net"), torch.zeros(4, 8)
 
         def compute() -> None:
             rows.copy_(reduce.start(rows * 2).wait())
 
-        CudaRecorder(torch.device("cpu")).record(compute)
+        replay = CudaRecorder(torch.device("cpu"), ledger).record(compute)
         rows.add_(1)
+        assert ledger.started == 2  # by two runs to warm up; the capture started none
+        for _ in range(3):
+            replay()
     assert order.faults == []
+    assert ledger.started == 5
 
 
 def test_the_stand_in_runs_point_to_point_on_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterat
     config, group = of_layers(whole, args.layers, args.context), lone_group(case.ranks)
     try:
         rank = Rank.make(case, config, group, device, max(args.batch))
-        recorder = CudaRecorder(device) if device.type == "cuda" else None
+        recorder = CudaRecorder(device, Ledger()) if device.type == "cuda" else None
         for batch in args.batch:
             yield from _batch(rank, batch, args, recorder, whole.num_layers)
     finally:
