@@ -137,13 +137,62 @@ class Reuse:
     """Whether the blocks are from the prefix cache, not from another choice of the request."""
 
 
+LEAST_PREFIX = 4
+"""Blocks; a sequence does not wait for a shorter prefix, which is often that of a template."""
+MOST_DEFERRALS = 8
+
+
+class PendingBlocks:
+    """Blocks that running sequences will fill with known tokens, by digest, and the waiting sequences deferred until
+    these are planned. A sequence that fills them leaves them to the next one if it ends or is preempted before."""
+
+    def __init__(self) -> None:
+        self._owners: dict[bytes, Sequence] = {}
+        self._deferred: dict[bytes, list[Sequence]] = {}
+        self.ready: list[Sequence] = []
+        """Sequences whose blocks are planned or lost their owner."""
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def claim(self, sequence: Sequence, digests: Seq[bytes]) -> None:
+        for digest in digests:
+            self._owners.setdefault(digest, sequence)
+
+    def planned(self, digests: Seq[bytes]) -> None:
+        """Removes blocks that a plan fills."""
+        for digest in digests:
+            if self._owners.pop(digest, None) is not None:
+                self.ready += self._deferred.pop(digest, ())
+
+    def disclaim(self, sequence: Sequence, digests: Seq[bytes]) -> None:
+        """Removes blocks that this sequence will not fill."""
+        self.planned([digest for digest in digests if self._owners.get(digest) is sequence])
+
+    def defer(self, sequence: Sequence, rank: int, digests: Seq[bytes], planned: int) -> bool:
+        """Defers the sequence until the longest pending prefix of `digests`, of which `planned` blocks are planned, is
+        planned. False if it must not wait: for a short prefix, for sequences of a worse rank, which may stall, or too
+        often."""
+        count = planned
+        for digest in digests[planned:]:
+            owner = self._owners.get(digest)
+            if owner is None or owner.rank > rank:
+                break
+            count += 1
+        if count < max(LEAST_PREFIX, planned + 1) or sequence.deferrals == MOST_DEFERRALS:
+            return False
+        sequence.deferrals += 1
+        self._deferred.setdefault(digests[count - 1], []).append(sequence)
+        return True
+
+
 class Residency:
     """The slots and blocks of all sequences. `running` is sorted by `Sequence.order`; its last one is preempted
     first."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.block_size, self.caching = limits.block_size, limits.enable_prefix_caching
-        self.pool = BlockPool(limits.num_blocks)
+        self.pool, self.pending = BlockPool(limits.num_blocks), PendingBlocks()
         self.running: list[Sequence] = []
         self.slots = list(range(limits.max_num_seqs))
         self.released: list[int] = []
@@ -170,6 +219,13 @@ class Residency:
             return Reuse(tuple(group.prompt_blocks[:full]), last, group.prompt_blocks[full] if last % size else None)
         return Reuse(tuple(shared), len(shared) * size, None, True)
 
+    def defer(self, sequence: Sequence, rank: int) -> bool:
+        """Whether the sequence, which would be admitted with `rank`, waits for blocks that others are about to fill."""
+        if not self.pending or sequence.chain is None or not (reuse := self.reuse(sequence)).cached:
+            return False
+        full = (len(sequence.tokens) - 1) // self.block_size
+        return self.pending.defer(sequence, rank, sequence.chain.digests[:full], len(reuse.shared))
+
     def need(self, sequence: Sequence, reuse: Reuse) -> int:
         """Blocks that admission takes from `pool.available`: enough for all known tokens, so that a prompt never
         stalls."""
@@ -183,6 +239,7 @@ class Residency:
         sequence.blocks = [*reuse.shared, *self.pool.take(fresh)]
         sequence.room = len(sequence.blocks) * self.block_size
         sequence.registered = len(reuse.shared)
+        self.pending.claim(sequence, sequence.digests()[sequence.registered :])
         sequence.computed = reuse.start
         sequence.proven = False
         sequence.slot = heapq.heappop(self.slots)
@@ -202,6 +259,7 @@ class Residency:
         """Frees slot and blocks. The caller sets the new state and removes the sequence from `running`. Blocks from
         which no token was sampled are not cached: the ranks zero non-finite values in them without a report."""
         self.register(sequence)
+        self.pending.disclaim(sequence, sequence.digests()[sequence.registered :])
         self.pool.give_back(sequence.blocks)
         if not (sequence.proven or sequence.inflight):
             self.pool.forget(self.pool.doubtful(sequence.digests()))
@@ -222,6 +280,7 @@ class Residency:
             digests = chain.upto(full, sequence.tokens)
             for i in range(sequence.registered, full):
                 self.pool.register(sequence.blocks[i], digests[i])
+            self.pending.planned(digests[sequence.registered : full])
             sequence.registered = full
 
     def hold(self, sequence: Sequence) -> None:

@@ -127,6 +127,11 @@ class Sequence:
     room: int = 0
     """Positions that fit in `blocks`: len(blocks) * block_size."""
     registered: int = 0
+    deferrals: int = 0
+    """How often it waited for blocks that another sequence was about to fill."""
+    deferred: bool = False
+    key: float = 0.0
+    """Its place in its flow."""
     failed: bool = False
     """Whether its logits were non-finite, or its constraints allowed no token."""
     proven: bool = False
@@ -212,12 +217,18 @@ class Flow(Share):
             heapq.heapify(self._order)
         self.items[sequence.number] = sequence
         self._latest = max(self._latest, group.arrival)  # a clock set back must not reorder requests
-        heapq.heappush(self._order, (self._latest + ageing_s * group.request.order, sequence.number))
+        sequence.key = self._latest + ageing_s * group.request.order
+        self.resume(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Returns a sequence that was deferred to its place."""
+        heapq.heappush(self._order, (sequence.key, sequence.number))
 
     def first(self) -> Sequence | None:
-        """The first waiting sequence; None if none waits."""
-        if not self.items:
-            return None
-        while self._order[0][1] not in self.items:
+        """The first waiting sequence that is not deferred; None if there is none."""
+        while self._order:
+            sequence = self.items.get(self._order[0][1])
+            if sequence is not None and not sequence.deferred:
+                return sequence
             heapq.heappop(self._order)
-        return self.items[self._order[0][1]]
+        return None

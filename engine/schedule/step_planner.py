@@ -195,8 +195,10 @@ class Planner:
         """Preempts running sequences of a worse rank if the next waiting sequence lacks a slot or blocks."""
         residency = self.residency
         running, pool = residency.running, residency.pool
-        turn = self.waiting.peek(plan.now)
-        if turn is None or not running or running[-1].rank <= turn.rank or turn.sequence.inflight:
+        if not running or running[-1].rank <= self.waiting.best_rank:
+            return
+        turn = self._next(plan)
+        if turn is None or running[-1].rank <= turn.rank or turn.sequence.inflight:
             return
         head, rank = turn.sequence, turn.rank
         if head.group.request.priority != rank:
@@ -217,6 +219,20 @@ class Planner:
                 plan.invited = turn
                 return
 
+    def _next(self, plan: StepPlan) -> Turn | None:
+        """The next waiting sequence, but none whose next blocks another one is about to compute: these are deferred
+        until the blocks are planned, because no step reads what another sequence writes in it."""
+        residency, waiting = self.residency, self.waiting
+        for sequence in residency.pending.ready:
+            waiting.resume(sequence)
+        residency.pending.ready.clear()
+        while (turn := waiting.peek(plan.now)) is not None:
+            sequence = turn.sequence
+            if sequence.inflight or not residency.defer(sequence, turn.rank):
+                break
+            sequence.deferred = True
+        return turn
+
     def _spare(self) -> int:
         """Blocks that admission leaves free, so that running sequences do not preempt the new one at once."""
         running = len(self.residency.running)
@@ -236,7 +252,7 @@ class Planner:
         residency = self.residency
         while plan.budget and residency.slots and plan.payload < MOST_PAYLOAD:
             invited = plan.invited is not None
-            turn = plan.invited or self.waiting.peek(plan.now)
+            turn = plan.invited or self._next(plan)
             if turn is None or (below is not None and turn.rank >= below):
                 return
             sequence = turn.sequence

@@ -10,6 +10,7 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from math import inf
 from typing import NamedTuple
 
 from ..request import FinishReason, Request, TokenLogprob, TokensEvent
@@ -117,8 +118,19 @@ class _Class:
         owner.waiting += 1
         self.arrivals[sequence.number] = sequence
 
+    def resume(self, sequence: Sequence) -> None:
+        """Returns a deferred sequence to its place."""
+        sequence.deferred = False
+        if self.arrivals.get(sequence.number) is sequence:
+            flow = sequence.group.flow
+            flow.resume(sequence)
+            owner = self.owners[flow.owner.name]
+            owner.turns.add(flow, False)
+            self.turns.add(owner, False)
+
     def head(self) -> Sequence | None:
-        return self.resumed[0] if self.resumed else self.turns.first()
+        """The first waiting sequence that is not deferred."""
+        return next((sequence for sequence in self.resumed if not sequence.deferred), None) or self.turns.first()
 
     def taken(self, flow: Flow) -> None:
         """Records that the flow's first sequence was admitted."""
@@ -181,17 +193,24 @@ class WaitingQueues:
         self._class(sequence.group.request.priority).remove(sequence)
 
     def peek(self, now: float) -> Turn | None:
-        waiting = [candidate for candidate in self._classes if len(candidate)]
+        waiting = {turn: head for turn in self._classes if len(turn) and (head := turn.head()) is not None}
         if not waiting:
             return None
-        best = waiting[0]
-        aged = [
-            other for other in waiting[1:] if now - other.oldest() >= self.ageing_s * (other.priority - best.priority)
-        ]
+        best, *others = waiting
+        aged = [other for other in others if now - other.oldest() >= self.ageing_s * (other.priority - best.priority)]
         turn = min(aged, key=_Class.oldest) if aged and self._passed_over >= AGED_TURN - 1 else best
-        head = turn.head()
-        assert head is not None
-        return Turn(head, best.priority, bool(aged))
+        return Turn(waiting[turn], best.priority, bool(aged))
+
+    @property
+    def best_rank(self) -> float:
+        """A lower bound of the rank of the next turn."""
+        return min((waiting.priority for waiting in self._classes if len(waiting)), default=inf)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Makes a sequence with `deferred` set, which `peek` does not return, the one that it was before; ignores one
+        that has ended."""
+        if sequence.deferred and sequence.state == "waiting":
+            self._class(sequence.group.request.priority).resume(sequence)
 
     def pop(self, turn: Turn) -> None:
         """Takes a turn that `peek` returned, now or earlier; its sequence must still wait."""

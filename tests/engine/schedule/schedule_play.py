@@ -8,7 +8,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from fake_model import VOCAB, Answer, FakeRunner, answer, is_poisoned, logprob
-from laddertron.engine.batch import Batch, StepResult, encode
+from laddertron.engine.batch import Batch, StepResult, decode, encode
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParams, TokensEvent
 from laddertron.engine.schedule.limits import RequestTooLarge
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
@@ -139,12 +139,21 @@ def check_books(scheduler: Scheduler) -> None:
         id(s) for g in scheduler._open.groups.values() for s in g.sequences if s.state == "waiting"
     }
     assert all(group.unforked == sum(s.fresh for s in group.sequences) for group in residency.holders.values())
+    pending = residency.pending
+    unfilled = {digest for s in residency.running for digest in s.digests()[s.registered :]}
+    assert set(pending._owners) <= unfilled, "a block is pending that nobody fills"
+    assert set(pending._deferred) <= set(pending._owners), "a sequence waits for a block that nobody fills"
+    assert all(owner.state == "running" for owner in pending._owners.values())
+    deferred = [s for part in (*pending._deferred.values(), pending.ready) for s in part if s.state == "waiting"]
+    assert sorted(map(id, deferred)) == sorted(id(s) for s in waiting if s.deferred)
 
 
 def check_nothing_left(scheduler: Scheduler) -> None:
     """Idle again: all blocks free or cached, all slots free, nobody remembered."""
     check_books(scheduler)
     assert not scheduler._residency.running
+    assert not scheduler._residency.pending._owners
+    assert not scheduler._residency.pending._deferred
     assert not len(scheduler._waiting)
     assert scheduler.snapshot()["kv_cache_usage_ratio"] == 0.0
     assert not scheduler._open.groups
@@ -246,6 +255,20 @@ class Play:
         assert not self.scheduler.has_work, "work is left, and nothing can be planned"
         self.ledger.close()
         check_nothing_left(self.scheduler)
+
+
+def times_computed(game: Play) -> Counter[tuple[int, ...]]:
+    """How often the plans compute each full block of a prompt; a block is named by all tokens up to its end."""
+    slots: dict[int, tuple[tuple[int, ...], int]] = {}
+    counts: Counter[tuple[int, ...]] = Counter()
+    size = game.limits.block_size
+    for batch in map(decode, game.plans):
+        slots |= {sequence.slot: (sequence.tokens, sequence.prompt_len) for sequence in batch.admitted}
+        for chunk in batch.chunks:
+            tokens, length = slots[chunk.slot]
+            ends = range(size, length + 1, size)
+            counts.update(tokens[:end] for end in ends if chunk.start < end <= chunk.start + chunk.count)
+    return counts
 
 
 def _limits(choices: Choices) -> SchedulerLimits:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from laddertron.engine.request import BATCH, INTERACTIVE, Request, SamplingParams
-from laddertron.engine.schedule.kv_manager import BlockPool
+from laddertron.engine.schedule.kv_manager import LEAST_PREFIX, MOST_DEFERRALS, BlockPool, PendingBlocks
 from laddertron.engine.schedule.sequence import DigestChain, RequestGroup, Sequence, end_position
 from laddertron.engine.schedule.waiting_queue import WaitingQueues
 from schedule_play import waiting_in
@@ -235,3 +235,27 @@ def test_any_order_of_calls_keeps_the_line(run_seed: int) -> None:
         assert len(queues) == len(there)
         assert {s.number for s in waiting_in(queues)} == set(there)
         assert queues.oldest_arrival() == min((s.group.arrival for s in there.values()), default=None)
+
+
+def test_a_sequence_waits_for_pending_blocks_a_bounded_number_of_times() -> None:
+    """For a prefix of LEAST_PREFIX blocks and more, to its last pending block, MOST_DEFERRALS times; never for one
+    whose rank is worse."""
+    queues, pending = WaitingQueues(5.0), PendingBlocks()
+    owner, waiter = waiting(queues, 0, "A"), waiting(queues, 1, "A")
+    digests = [bytes([number]) for number in range(LEAST_PREFIX + 2)]
+    pending.claim(owner, digests[:LEAST_PREFIX])
+    assert not pending.defer(waiter, owner.rank, digests[1:], 0), "too short"
+    assert not pending.defer(waiter, owner.rank - 1, digests, 0), "of a worse rank"
+    assert not pending.defer(waiter, owner.rank, digests, LEAST_PREFIX), "the next block is not pending"
+    for _ in range(MOST_DEFERRALS):
+        pending.claim(owner, digests[:LEAST_PREFIX])
+        assert pending.defer(waiter, owner.rank, digests, 1)
+        pending.planned(digests[1 : LEAST_PREFIX - 1])
+        assert not pending.ready
+        pending.disclaim(waiter, digests)
+        assert not pending.ready
+        pending.disclaim(owner, digests)
+        assert pending.ready == [waiter]
+        pending.ready.clear()
+    pending.claim(owner, digests)
+    assert not pending.defer(waiter, owner.rank, digests, 0)
