@@ -9,7 +9,7 @@ import io
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -75,6 +75,8 @@ class BatchFeed(LineFlights):
         self._sink = ResultSink(self._store_group)
         self._making: set[asyncio.Task[None]] = set()
         self._deaths: dict[int, int] = {}
+        self.only: Container[int] | None = None
+        """Numbers of the lines that are computed, of those without a result; None: all."""
 
     @property
     def lost_some(self) -> bool:
@@ -91,7 +93,10 @@ class BatchFeed(LineFlights):
         finished = await self._finished()
         self._deaths = await self._store.read(lambda db: records.read_deaths(db, self.batch.id))
         with await self.input() as file:
-            lines = off_loop(read_lines(file, self._rules, finished, large=True), self._in_turn)
+            unfinished = read_lines(file, self._rules, finished, large=True)
+            if (only := self.only) is not None:
+                unfinished = (line for line in unfinished if line.number in only)
+            lines = off_loop(unfinished, self._in_turn)
             served = self._core.served_model_name
             async with contextlib.aclosing(prepared(lines, self._encoder, served, self._large)) as ready:
                 async for line, prompts in ready:

@@ -18,7 +18,7 @@ from .batch_feed import BatchFeed, Gate, damaged_results, rules_of
 from .core import Core
 from .store import records
 from .store.files import Cleaner, InputFault, Outputs, changed_input, check_digest, check_input, open_checked
-from .store.rows import BatchRow, FileRow, Status, new_id
+from .store.rows import BatchRow, FileRow, Status
 from .store.schema import Rows
 from .store.store import StoreUnavailable
 from .store.sums import CheckedFile, Damaged
@@ -170,7 +170,7 @@ class Batches:
             if batch is None or file.id not in (batch.output_file_id, batch.error_file_id):
                 raise
             log.warning("file %s is generated again: %s", file.id, error, extra={"event": "store"})
-        made = self._outputs.make(file, file.id == batch.output_file_id, partial(self._compute_damaged, batch))
+        made = self._outputs.make(batch.id, partial(self._repair, batch))
         try:
             await asyncio.wait_for(made, _REPAIR_SECONDS)
         except TimeoutError:
@@ -191,22 +191,31 @@ class Batches:
             raise
         return opened
 
-    async def _compute_damaged(self, batch: BatchRow) -> None:
+    async def _repair(self, batch: BatchRow) -> None:
+        """Makes the files of an ended batch again, both: a line that is computed again may move from one to the other.
+        Raises StoreUnavailable or OSError."""
+        with contextlib.suppress(KeyError):  # deleted meanwhile
+            if damaged := await self._damaged_lines(batch):
+                await self._compute_damaged(batch, damaged)
+            batch = await self._store.read(lambda db: records.batch_of(db, batch.id))
+            await self._make_files(batch)
+
+    async def _compute_damaged(self, batch: BatchRow, damaged: list[int]) -> None:
         """Computes the lines of a completed batch whose results are damaged, if its input and the model are what they
-        were; else their results become errors in the files. Raises StoreUnavailable or OSError."""
-        if not (damaged := await self._damaged_lines(batch)):
-            return
+        were. Raises StoreUnavailable or OSError."""
         try:
             if batch.status != "completed":
                 raise InputFault("batch_ended", f"it is {batch.status}")
             await self._check_input(batch)
+            results = await self._store.read(lambda db: records.count_results(db, batch.id))
             feed = self._feed(batch)
+            if sum(results) < batch.completed + batch.failed:  # a file was deleted, and its lines' results with it
+                feed.only = frozenset(damaged)
             try:
                 await self._run(batch.id, feed)
             finally:
                 await feed.stop()
         except (InputFault, Damaged) as fault:
-            self._store.report(damaged_results(batch, damaged))
             log.error("batch %s: they cannot be computed again: %s", batch.id, fault)
 
     # a batch's life
@@ -383,11 +392,8 @@ class Batches:
 
         def work(rows: Rows) -> BatchRow:
             row = records.batch_of(rows.db, batch.id)
-            names: dict[str, Any] = {
-                "output_file_id": row.output_file_id or (new_id("file-") if row.completed else None),
-                "error_file_id": row.error_file_id or (new_id("file-") if row.failed else None),
-            }
-            lines, counted = records.count_results(rows.db, batch.id), row.completed + row.failed
+            names: dict[str, Any] = dict(records.file_names(row, row.completed, row.failed))
+            lines, counted = sum(records.count_results(rows.db, batch.id)), row.completed + row.failed
             if not row.total:  # cancelled before its lines were counted
                 names["total"] = counted
             if outcome == "completed" and not lines == counted == row.total:
@@ -409,12 +415,6 @@ class Batches:
         return damaged
 
     async def _finalise(self, batch: BatchRow) -> BatchRow:
-        if errors := await self._store.read(lambda db: records.unreadable_results(db, batch.id)):
-            self._store.report(damaged_results(batch, [error.number for error in errors]))
-            epoch = self._store.generation
-            batch = await self._store.write(lambda rows: records.fail_results(rows, batch.id, errors, epoch))
-        named = [file_id for file_id in (batch.output_file_id, batch.error_file_id) if file_id is not None]
-        made = {name: await self._outputs.write(batch.id, name, name == batch.output_file_id) for name in named}
         now = self._clock.stamp()
         status: Status = "completed"
         if batch.errors:
@@ -423,15 +423,40 @@ class Batches:
             status = "cancelled"
         elif batch.expired_at is not None:
             status = "expired"
+        return await self._make_files(batch, status=status, **{f"{status}_at": now})
 
-        def work(rows: Rows) -> BatchRow:
-            for file_id, (size, sums) in made.items():
-                kind = "output" if file_id == batch.output_file_id else "error"
-                name = f"{batch.id}_{kind}.jsonl"
-                until = None if batch.output_seconds is None else now + batch.output_seconds
-                file = FileRow(file_id, batch.owner, "batch_output", name, size, now, batch.id, until)
+    async def _make_files(self, batch: BatchRow, **values: Any) -> BatchRow:
+        """Replaces results that are damaged by errors, writes the output and error files and stores their rows and the
+        batch's `values`. Raises StoreUnavailable, OSError or KeyError."""
+        if errors := await self._store.read(lambda db: records.unreadable_results(db, batch.id)):
+            self._store.report(damaged_results(batch, [error.number for error in errors]))
+            epoch = self._store.generation
+            batch = await self._store.write(lambda rows: records.fail_results(rows, batch.id, errors, epoch))
+        results = await self._store.read(lambda db: records.count_results(db, batch.id))
+        names = {column: name for column, name in records.file_names(batch, *results).items() if name is not None}
+        made = {
+            name: await self._outputs.write(batch.id, name, column == "output_file_id")
+            for column, name in names.items()
+        }
+        now = self._clock.stamp()
+        until = None if batch.output_seconds is None else now + batch.output_seconds
+
+        def work(rows: Rows) -> BatchRow | None:
+            if (stored := records.get_batch(rows.db, batch.id)) is None:
+                return None
+            for column, name in names.items():
+                if getattr(stored, column) != getattr(batch, column):  # the file was deleted meanwhile
+                    continue
+                size, sums = made.pop(name)
+                filename = f"{batch.id}_{column.partition('_')[0]}.jsonl"
+                file = FileRow(name, batch.owner, "batch_output", filename, size, now, batch.id, until)
                 records.add_file(rows, file, sums)
-            stamp: dict[str, Any] = {f"{status}_at": now}
-            return records.change_batch(rows, batch.id, ("finalizing",), status=status, **stamp)
+                values[column] = name
+            return records.change_batch(rows, batch.id, **values)
 
-        return await self._store.write(work)
+        ended = await self._store.write(work)
+        for name in made:
+            await self._store.remove_bytes(name)
+        if ended is None:
+            raise KeyError(batch.id)
+        return ended

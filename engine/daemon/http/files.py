@@ -150,8 +150,8 @@ def files_router(services: Services) -> APIRouter:
     async def content(request: Request, file_id: str) -> StreamingResponse:
         """The file's bytes, or those of one range (206)."""
         file = await services.find(records.get_file, "file", file_id, request)
-        given = _range(request.headers.get("range", ""), file.bytes)
-        begin, end = given or (0, file.bytes)
+        part = request.headers.get("range", "")
+        begin, end = _range(part, file.bytes) or (0, file.bytes)
         try:
             opened = await services.batches.content(file, begin, end)
         except FileNotFoundError:
@@ -160,12 +160,17 @@ def files_router(services: Services) -> APIRouter:
             raise damaged(error) from error
         except (OSError, StoreUnavailable) as error:
             raise unstored(f"the file could not be generated ({error})") from error
-        end = min(end, opened.size) if given else opened.size
-        headers = {"content-length": str(max(0, end - begin)), "accept-ranges": "bytes"}
+        try:
+            given = _range(part, opened.size)  # it may have another size than before, if it was generated
+        except ApiError:
+            opened.close()
+            raise
+        begin, end = given or (0, opened.size)
+        headers = {"content-length": str(end - begin), "accept-ranges": "bytes"}
         if given:
             headers["content-range"] = f"bytes {begin}-{end - 1}/{opened.size}"
-        part, kind = _read(services, opened, begin, end), "application/octet-stream"
-        return StreamingResponse(part, 206 if given else 200, headers, kind)
+        data, kind = _read(services, opened, begin, end), "application/octet-stream"
+        return StreamingResponse(data, 206 if given else 200, headers, kind)
 
     return router
 

@@ -6,15 +6,14 @@ import asyncio
 import hashlib
 import logging
 import sqlite3
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from . import records
 from .disk import Files, NewFile
 from .rows import FileRow
-from .schema import Rows
 from .store import Store, StoreUnavailable
 from .sums import BlockSums, CheckedFile, Damaged
 
@@ -126,33 +125,20 @@ def write_lines(db: sqlite3.Connection, batch_id: str, ok: bool, path: Path, fil
 
 
 class Outputs:
-    """Makes output and error files. Concurrent requests for a file share one task. For the store's event loop."""
+    """Writes output and error files. Concurrent requests for those of a batch share one task. For the store's event
+    loop."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._making: dict[str, asyncio.Task[None]] = {}
 
-    async def make(self, file: FileRow, ok: bool, prepare: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Calls `prepare`, makes a batch's output file (`ok`) or error file, and stores its row. Raises what `prepare`
-        raises, OSError or StoreUnavailable."""
-        task = self._making.get(file.id)
+    async def make(self, batch_id: str, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Makes the files of a batch by `make`, unless they are being made. Raises what it raises."""
+        task = self._making.get(batch_id)
         if task is None:
-            task = self._making[file.id] = asyncio.create_task(self._make(file, ok, prepare))
-            task.add_done_callback(lambda done: self._made(file.id, done))
+            task = self._making[batch_id] = asyncio.create_task(make())
+            task.add_done_callback(lambda done: self._made(batch_id, done))
         await asyncio.shield(task)  # a client that leaves must not take the file from the others
-
-    async def _make(self, file: FileRow, ok: bool, prepare: Callable[[], Awaitable[object]] | None) -> None:
-        if prepare is not None:
-            await prepare()
-        size, sums = await self.write(file.batch_id or "", file.id, ok)
-
-        def work(rows: Rows) -> bool:
-            if present := records.get_file(rows.db, file.id) is not None:
-                records.add_file(rows, replace(file, bytes=size), sums)
-            return present
-
-        if not await self._store.write(work):  # deleted meanwhile
-            await self._store.remove_bytes(file.id)
 
     async def write(self, batch_id: str, file_id: str, ok: bool) -> tuple[int, str]:
         """Writes a file of a batch; returns its bytes and the checksums of its blocks. Raises OSError or
@@ -164,7 +150,7 @@ class Outputs:
     def tasks(self) -> list[asyncio.Task[None]]:
         return list(self._making.values())
 
-    def _made(self, file_id: str, task: asyncio.Task[None]) -> None:
-        del self._making[file_id]
+    def _made(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        del self._making[batch_id]
         if not task.cancelled():
             task.exception()  # every client may have left: asyncio would log that it was never retrieved

@@ -218,8 +218,8 @@ def change_batch(rows: Rows, batch_id: str, only_if: Sequence[Status] = (), **va
 
 def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int, day: int | None = 0) -> BatchRow:
     """Stores results of lines that have none yet, and counts them in the batch and in its owner's usage of `day` (None:
-    nothing was computed). Ignores a second result of a line. A damaged result is replaced, its tokens being counted
-    already."""
+    nothing was computed). Ignores a second result of a line. A damaged result is replaced; the tokens of an answer are
+    counted already."""
     batch, done, tokens, replaced = batch_of(rows.db, batch_id), [0, 0], Tokens(), False
     for result in results:
         line = {"custom_id": result.custom_id, "number": result.number, "ok": int(result.ok), "line": result.line}
@@ -227,29 +227,37 @@ def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int
         if rows.insert("results", row):
             done[int(result.ok)] += 1
             tokens = tokens.plus(result.tokens)
-        elif _drop_damaged(rows, batch_id, result):
-            replaced |= rows.insert("results", row)
+        elif (dropped := _drop_damaged(rows, batch_id, result)) and rows.insert("results", row):
+            replaced = True
+            if not any(answer["ok"] for answer in dropped):
+                tokens = tokens.plus(result.tokens)
     if not replaced and not any(done):
         return batch
     counts: dict[str, Any] = {"completed": batch.completed + done[1], "failed": batch.failed + done[0]}
     if replaced:
-        counts = _counts(rows.db, batch_id)
+        counts = _counts(rows.db, batch)
     if day is not None and any(done):
         add_usage(rows, batch.owner, day, sum(done), tokens)
     used: Any = zip(("input_tokens", "cached_tokens", "output_tokens"), tokens.plus(batch.tokens), strict=True)
     return change_batch(rows, batch_id, **counts, **dict(used))
 
 
-def _counts(db: sqlite3.Connection, batch_id: str) -> dict[str, Any]:
-    counts = dict(db.execute("SELECT ok, count(*) FROM results WHERE batch_id = ? GROUP BY ok", (batch_id,)).fetchall())
-    return {"completed": counts.get(1, 0), "failed": counts.get(0, 0)}
+def _counts(db: sqlite3.Connection, batch: BatchRow) -> dict[str, Any]:
+    """Counts the results of a batch; lines without one were in the file that was deleted."""
+    completed, failed = count_results(db, batch.id)
+    gone = max(0, batch.completed + batch.failed - completed - failed)
+    if batch.output_file_id is None:
+        return {"completed": completed + gone, "failed": failed}
+    return {"completed": completed, "failed": failed + gone}
 
 
-def _drop_damaged(rows: Rows, batch_id: str, result: Result) -> int:
-    """Deletes damaged rows that have the key of a result; returns their number."""
+def _drop_damaged(rows: Rows, batch_id: str, result: Result) -> list[sqlite3.Row]:
+    """Deletes damaged rows that have the key of a result; returns them."""
     query = "SELECT * FROM results WHERE batch_id = ? AND (custom_id = ? OR number = ?)"
     bad = [row for row in rows.db.execute(query, (batch_id, result.custom_id, result.number)) if not _readable(row)]
-    return sum(rows.delete("results", {"batch_id": batch_id, "number": row["number"]}) for row in bad)
+    for row in bad:
+        rows.delete("results", {"batch_id": batch_id, "number": row["number"]})
+    return bad
 
 
 def add_usage(rows: Rows, owner: str, day: int, requests: int, tokens: Tokens) -> None:
@@ -318,8 +326,11 @@ def _unreadable(batch_id: str, row: sqlite3.Row) -> Result:
     return Result(name, number, False, error_line(name, f"{batch_id[-12:]}-{number}", error).decode())
 
 
-def count_results(db: sqlite3.Connection, batch_id: str) -> int:
-    return int(db.execute("SELECT count(*) FROM results WHERE batch_id = ?", (batch_id,)).fetchone()[0])
+def count_results(db: sqlite3.Connection, batch_id: str) -> tuple[int, int]:
+    """The number of a batch's answers, and of its errors."""
+    query = "SELECT count(CASE WHEN ok = 1 THEN 1 END), count(*) FROM results WHERE batch_id = ?"
+    answers, results = db.execute(query, (batch_id,)).fetchone()
+    return answers, results - answers
 
 
 def unreadable_results(db: sqlite3.Connection, batch_id: str) -> list[Result]:
@@ -329,12 +340,20 @@ def unreadable_results(db: sqlite3.Connection, batch_id: str) -> list[Result]:
 
 def fail_results(rows: Rows, batch_id: str, errors: Sequence[Result], epoch: int) -> BatchRow:
     """Replaces results of lines by errors, and counts replaced answers as failed."""
+    batch = batch_of(rows.db, batch_id)
     for error in errors:
         key = {"batch_id": batch_id, "number": error.number}
         rows.delete("results", key)
         rows.insert("results", {**key, "custom_id": error.custom_id, "epoch": epoch, "ok": 0, "line": error.line})
-    name = batch_of(rows.db, batch_id).error_file_id or new_id("file-")
-    return change_batch(rows, batch_id, error_file_id=name, **_counts(rows.db, batch_id))
+    return change_batch(rows, batch_id, **_counts(rows.db, batch))
+
+
+def file_names(batch: BatchRow, answers: int, errors: int) -> dict[str, str | None]:
+    """The batch's columns that name its files: a file that has lines and no name yet gets one."""
+    return {
+        "output_file_id": batch.output_file_id or (new_id("file-") if answers else None),
+        "error_file_id": batch.error_file_id or (new_id("file-") if errors else None),
+    }
 
 
 def result_lines(db: sqlite3.Connection, batch_id: str, ok: bool) -> Iterator[bytes]:

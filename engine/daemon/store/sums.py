@@ -125,7 +125,8 @@ class CheckedFile(io.RawIOBase):
 
     def check(self, begin: int = 0, end: int | None = None) -> None:
         """Checks the blocks of bytes `begin` to `end`. Raises Damaged."""
-        for index in range(begin // BLOCK_BYTES, -(-(self.size if end is None else end) // BLOCK_BYTES)):
+        end = self.size if end is None else min(end, self.size)
+        for index in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             self._read_block(index)
 
     def close(self) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from daemon_tools import LIMITS, MortalJob, Served, deployment, line, lines_of, served, submit, wait_batch
+from laddertron.engine.daemon.store.check import check_store
 from openai import OpenAI
 from test_app_batches import completed, many
 from tiny_text import write_folder
@@ -200,9 +203,11 @@ def test_a_result_that_cannot_be_read_is_computed_again(folder: Path, tmp_path: 
         assert choices_of(lines_of(client, ended.output_file_id)) == choices_of(lines_in(before))
         assert len(lines_of(client, again.output_file_id)) == 6
         assert len(daemon.jobs[0].submitted) - ran == 8
-        left = lines_of(client, edited.output_file_id)
-        assert {name for name, entry in left.items() if entry["error"] is None} == {"r-0", "r-5"}
-        assert {left[f"r-{n}"]["error"]["code"] for n in range(1, 5)} == {"result_unreadable"}
+        assert lines_of(client, edited.output_file_id).keys() == {"r-0", "r-5"}
+        left = lines_of(client, client.batches.retrieve(edited.id).error_file_id)
+        assert {name: entry["error"]["code"] for name, entry in left.items()} == {
+            f"r-{n}": "result_unreadable" for n in range(1, 5)
+        }
 
 
 def lines_in(data: bytes) -> dict[str, Any]:
@@ -225,3 +230,88 @@ def test_an_export_of_a_store_with_an_unreadable_result_is_rebuilt(folder: Path,
     with served(config, folder) as daemon:
         counts = wait_batch(daemon.client(), batch.id).request_counts
         assert (counts.completed, counts.failed) == (COUNT, 0)
+
+
+def allows(tokens: int) -> list[MortalJob]:
+    return [MortalJob(replace(LIMITS, max_model_len=tokens))]
+
+
+SHORT, LONG = "say 1", "long " * 60
+
+
+@pytest.mark.parametrize("others", [0, 3], ids=["no-other-line", "other-lines"])
+@pytest.mark.parametrize("first", [100, 512], ids=["error-then-answer", "answer-then-error"])
+def test_a_line_computed_again_with_the_other_outcome_is_in_one_file(
+    folder: Path, tmp_path: Path, first: int, others: int
+) -> None:
+    """The results of the long lines are damaged and their file is gone; a daemon with another limit computes them. The
+    file that they move to may not exist before; if it does, it is intact."""
+    data = b"".join(line(f"long-{n}", LONG) for n in range(2))
+    data += b"".join(line(f"{n}", SHORT) + line(f"bad-{n}", model="another") for n in range(others))
+    config = deployment(tmp_path)
+    with served(config, folder, lambda: allows(first)) as daemon:
+        batch = wait_batch(daemon.client(), submit(daemon.client(), data).id)
+        assert batch.status == "completed"
+    counts, total = batch.request_counts, 2 + 2 * others
+    assert (counts.completed, counts.failed) == ((others, others + 2) if first == 100 else (others + 2, others))
+    assert alter(tmp_path, "UPDATE results SET line = '{}' WHERE custom_id LIKE 'long%'") == 2
+    source = batch.error_file_id if first == 100 else batch.output_file_id
+    (tmp_path / "data" / "files" / source).unlink()
+    with served(config, folder, lambda: allows(612 - first)) as daemon:
+        client = daemon.client()
+        if not others:  # its size was not 0 when the range was asked for
+            with pytest.raises(openai.APIStatusError, match="the file has 0 bytes"):
+                client.files.content(source, extra_headers={"range": "bytes=5-9"})
+        assert len(lines_of(client, source)) == others
+        batch = client.batches.retrieve(batch.id)
+        answers, errors = both(client, batch)
+        assert answers.keys() | errors.keys() == {json.loads(raw)["custom_id"] for raw in data.splitlines()}
+        assert len(answers) + len(errors) == total
+        assert {"long-0", "long-1"} <= (answers if first == 100 else errors).keys()
+        used = [entry["response"]["body"]["usage"]["completion_tokens"] for entry in answers.values()]
+        assert batch.usage.output_tokens == sum(used) + (0 if first == 100 else 2 * 8)  # they were computed
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (total, len(answers), len(errors))
+        assert {file.id for file in client.files.list()} >= {batch.output_file_id, batch.error_file_id}
+    checked = check_store(tmp_path / "data")
+    assert (checked.wrong, checked.files) == ([], 3 if others else 1 + len({source, *moved_to(batch)}))
+
+
+def moved_to(batch: Any) -> set[str]:
+    return {name for name in (batch.output_file_id, batch.error_file_id) if name is not None}
+
+
+def test_a_line_that_cannot_be_computed_again_is_an_error_in_the_error_file(folder: Path, tmp_path: Path) -> None:
+    config = deployment(tmp_path)
+    with served(config, folder) as daemon:
+        batch = wait_batch(daemon.client(), submit(daemon.client(), many(6)).id)
+    assert alter(tmp_path, "UPDATE results SET ok = 0 WHERE number = 2") == 1  # in neither file's rows
+    assert alter(tmp_path, "UPDATE results SET line = '{}' WHERE number = 4") == 1
+    for name in (batch.input_file_id, batch.output_file_id):
+        (tmp_path / "data" / "files" / name).unlink()
+    with served(config, folder) as daemon:
+        client = daemon.client()
+        assert lines_of(client, batch.output_file_id).keys() == {"r-0", "r-2", "r-4", "r-5"}
+        batch = client.batches.retrieve(batch.id)
+        errors = lines_of(client, batch.error_file_id)
+        assert {name: entry["error"]["code"] for name, entry in errors.items()} == dict.fromkeys(
+            ("r-1", "r-3"), "result_unreadable"
+        )
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 4, 2)
+
+
+def test_lines_of_a_deleted_file_are_not_computed_again_with_a_damaged_one(folder: Path, tmp_path: Path) -> None:
+    config = deployment(tmp_path)
+    with served(config, folder, lambda: allows(100)) as daemon:
+        client = daemon.client()
+        batch = wait_batch(client, submit(client, many(5) + line("long", LONG) + line("bad", model="x")).id)
+        client.files.delete(batch.output_file_id)
+    assert alter(tmp_path, "UPDATE results SET line = '{}' WHERE custom_id = 'long'") == 1
+    (tmp_path / "data" / "files" / batch.error_file_id).unlink()
+    with served(config, folder) as daemon:
+        client = daemon.client()
+        assert lines_of(client, batch.error_file_id).keys() == {"bad"}
+        batch = client.batches.retrieve(batch.id)
+        assert lines_of(client, batch.output_file_id).keys() == {"long"}
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (6, 1)
+        assert len(daemon.jobs[0].submitted) == 1
