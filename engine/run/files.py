@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..openai.batch_input import MAX_LINE_BYTES
-from .journal import ANSWERS, ERRORS, Journal, LineCheck, Mark, Marks, journal_of, mark_of, read_journal
+from .journal import ANSWERS, ERRORS, Journal, LineCheck, Mark, Marks, file_of, journal_of, mark_of, read_journal
 from .past import LINE_BYTES, OpenOutput, Past, RunFileError, read_past, whole_lines
 
 _GROUP_BYTES = 1 << 18
@@ -138,8 +138,7 @@ def open_run(
     this time. `model`: digest of what answers; answers of another one are refused. Raises RunFileError."""
     if "-" in (str(source), str(answers), str(errors)):
         raise RunFileError("'-' cannot be used: a run must be able to read its files again to resume; name files")
-    outdated = answers.parent / f"{answers.name.removesuffix('.jsonl')}.outdated.jsonl"
-    log = journal_of(answers)
+    outdated, log = file_of(answers, "outdated"), journal_of(answers)
     if any(_same(*pair) for pair in combinations((source, answers, errors), 2)):
         raise RunFileError(f"input, output and errors must be three files: {source}, {answers}, {errors}")
     if resume and overwrite:
@@ -189,7 +188,8 @@ def open_run(
                 os.write(opened[1], raw)
         total = _count_lines(file)
         try:
-            journal = Journal(log, Marks(kept, [mark_of(raw) for raw in past.errors]))
+            there = os.path.relpath(errors.resolve(), log.resolve().parent)
+            journal = Journal(log, Marks(kept, [mark_of(raw) for raw in past.errors], errors_file=there))
         except OSError as error:
             raise RunFileError(f"{log} cannot be written: {error.strerror}") from error
         stack.pop_all()

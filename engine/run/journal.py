@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..daemon.store.disk import NewFile
-from ..daemon.store.frames import Damage, frames, read_groups
+from ..daemon.store.frames import Damage, ExportError, first_value, frames, read_groups
 
 _SUM_BYTES = 8
-ANSWERS, ERRORS = "answers", "errors"
+ANSWERS, ERRORS, _ERRORS_FILE = "answers", "errors", "errors_file"
 
 
 class Mark(NamedTuple):
@@ -33,14 +33,30 @@ class Marks(NamedTuple):
     answers: list[Mark]
     errors: list[Mark]
     incomplete: bool = False
+    errors_file: str = ""
+    """The path of the file of errors, relative to the journal's folder; "" if it cannot be read."""
 
 
 def mark_of(raw: bytes) -> Mark:
     return Mark(len(raw), hashlib.blake2b(raw, digest_size=_SUM_BYTES).hexdigest())
 
 
+def _named(answers: Path) -> Path:
+    """The output itself, whose other files are where it is, by whatever symbolic link it was named."""
+    return answers.resolve() if answers.is_symlink() else answers
+
+
 def journal_of(answers: Path) -> Path:
-    return answers.parent / f"{answers.name.removesuffix('.jsonl')}.journal"
+    path = _named(answers)
+    return path.with_name(f"{path.name}.journal")
+
+
+def file_of(answers: Path, kind: str) -> Path:
+    """OUT.errors.jsonl of OUT.jsonl, for the kind `errors`; of an output without that suffix OUT.errors: no two outputs
+    have the same file."""
+    path = _named(answers)
+    name, suffix = path.name.removesuffix(".jsonl"), path.suffix if path.suffix == ".jsonl" else ""
+    return path.with_name(f"{name}.{kind}{suffix}")
 
 
 def read_journal(path: Path) -> Marks | None:
@@ -57,7 +73,10 @@ def read_journal(path: Path) -> Marks | None:
             marks[name] += [Mark(*line) for line in lines]
     if not groups and path.stat().st_size:
         raise ValueError(f"{path} is not the journal of a run: move it away, or name another output")
-    return Marks(marks[ANSWERS], marks[ERRORS], bool(damaged))
+    errors_file = ""
+    with contextlib.suppress(ExportError):
+        errors_file = str(first_value(path).get(_ERRORS_FILE, ""))
+    return Marks(marks[ANSWERS], marks[ERRORS], bool(damaged), errors_file)
 
 
 class LineCheck:
@@ -79,12 +98,13 @@ class LineCheck:
         return self.suspicious and not (self._known and mark_of(raw) in self._known)
 
 
-def damaged_lines(answers: Path, errors: Path) -> tuple[int, list[str]]:
+def damaged_lines(answers: Path) -> tuple[int, list[str]]:
     """Compares the output files of a run with its journal. Returns the number of intact lines, and what is wrong.
     Raises OSError or ValueError."""
     log = journal_of(answers)
     _refuse_written(answers)
     marks, intact = read_journal(log) or Marks([], []), 0
+    errors = log.parent / marks.errors_file if marks.errors_file else file_of(answers, ERRORS)
     wrong = [f"{log}: some of its frames cannot be read"] if marks.incomplete else []
     for path, lines in ((answers, marks.answers), (errors, marks.errors)):
         left = set(lines)
@@ -118,13 +138,14 @@ class Journal:
     def __init__(self, path: Path, marks: Marks) -> None:
         self._path, self._group = path, 0
         with NewFile(path.resolve(), os) as file:
-            file.write(self._frames({ANSWERS: marks.answers, ERRORS: marks.errors}))
+            lines = {ANSWERS: marks.answers, ERRORS: marks.errors}
+            file.write(self._frames(lines, {_ERRORS_FILE: marks.errors_file}))
             file.keep_access()
             file.commit()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
-    def _frames(self, marks: Mapping[str, Sequence[Mark]]) -> bytes:
-        made = list(frames(self._group, ([name, lines] for name, lines in marks.items()), {}, joined=True))
+    def _frames(self, marks: Mapping[str, Sequence[Mark]], extra: Mapping[str, str] = {}) -> bytes:
+        made = list(frames(self._group, ([name, lines] for name, lines in marks.items()), extra, joined=True))
         self._group += len(made)
         return b"".join(made)
 

@@ -24,6 +24,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from ...engine.run.journal import file_of
 from ...engine.run.progress import Snapshot, Summary
 from ...topology.comm.ledger import overlap_ratio
 
@@ -31,8 +32,8 @@ _BAR_SECONDS, _LINE_SECONDS = 0.1, 10.0
 
 
 def default_errors(output: Path) -> Path:
-    """The default file for failed lines: OUT.errors.jsonl."""
-    return output.parent / f"{output.name.removesuffix('.jsonl')}.errors.jsonl"
+    """The default file for failed lines: OUT.errors.jsonl, or OUT.errors if the output has not that suffix."""
+    return file_of(output, "errors")
 
 
 def clock(seconds: float) -> str:

@@ -11,7 +11,7 @@ from ....engine.config.load import read
 from ....topology.hardware.fabric import counted
 from ..errors import FAILED, OK, ended_by
 from ..fabric_source import set_option
-from ..run_view import default_errors, progress_console, say_error
+from ..run_view import progress_console, say_error
 
 
 @click.command()
@@ -38,7 +38,7 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
 
     if journal_of(Path(config)).is_file():
         with ended_by(ValueError, end=click.ClickException):
-            intact, wrong = damaged_lines(Path(config), default_errors(Path(config)))
+            intact, wrong = damaged_lines(Path(config))
         return _report(config, counted(intact, "line"), wrong)
     daemon = read(config, overrides).deployment.daemon
     export_dir = None if daemon.export_dir is None else Path(daemon.export_dir)

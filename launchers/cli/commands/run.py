@@ -280,7 +280,11 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
     type=click.Path(path_type=Path),
     help="Answers, one per line, in the order of completion.",
 )
-@click.option("--errors", type=click.Path(path_type=Path), help="File for failed lines.  [default: OUT.errors.jsonl]")
+@click.option(
+    "--errors",
+    type=click.Path(path_type=Path),
+    help="File for failed lines.  [default: OUT.errors.jsonl for OUT.jsonl]",
+)
 @click.option(
     "--resume",
     is_flag=True,

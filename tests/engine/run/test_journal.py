@@ -6,12 +6,23 @@ import fcntl
 import json
 import os
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_job import FakeJob
-from laddertron.engine.run.journal import ANSWERS, Journal, LineCheck, Marks, damaged_lines, journal_of, read_journal
+from laddertron.engine.run.journal import (
+    ANSWERS,
+    ERRORS,
+    Journal,
+    LineCheck,
+    Marks,
+    damaged_lines,
+    file_of,
+    journal_of,
+    read_journal,
+)
 from laddertron.engine.run.past import RunFileError
 from laddertron.engine.text.tokenizer import TextModel
 from laddertron.launchers.cli.__main__ import main
@@ -62,12 +73,12 @@ def test_a_bit_of_an_answer_that_flips_is_noticed(bench: Bench, run_seed: int) -
             bench.output.write_bytes(data)
         else:
             flip(bench.output, rng)
-        assert damaged_lines(bench.output, bench.errors)[1]
+        assert damaged_lines(bench.output)[1]
         summary = bench.run(plain, resume=True)
         assert (summary.requests, summary.reason) == (COUNT + 1, None)
         assert summary.ok in (1, 2), (run_seed, round_)
         assert choices(bench) == want, (run_seed, round_)
-        assert damaged_lines(bench.output, bench.errors) == (COUNT + 1, [])
+        assert damaged_lines(bench.output) == (COUNT + 1, [])
         assert aside.exists() or bench.output.read_bytes()[: len(whole) - 200] == whole[: len(whole) - 200]
 
 
@@ -85,7 +96,7 @@ def test_a_bit_of_an_error_line_or_of_the_journal_that_flips(bench: Bench, run_s
         flip(log, rng)
         assert bench.run(lambda: FakeJob(LIMITS, fail=frozenset({7})), resume=True).reason is None
         assert choices(bench) == want
-        assert damaged_lines(bench.output, bench.errors) == (COUNT + 1, [])
+        assert damaged_lines(bench.output) == (COUNT + 1, [])
 
 
 def test_lines_that_the_user_moved_removed_or_added_are_no_damage(bench: Bench) -> None:
@@ -96,7 +107,7 @@ def test_lines_that_the_user_moved_removed_or_added_are_no_damage(bench: Bench) 
     assert not bench.output.with_name("out.outdated.jsonl").exists()
     journal_of(bench.output).unlink()
     assert bench.run(plain, resume=True).skipped == COUNT + 1
-    assert damaged_lines(bench.output, bench.errors) == (COUNT + 1, [])
+    assert damaged_lines(bench.output) == (COUNT + 1, [])
 
 
 def test_the_journal_contains_no_answer_and_is_small(bench: Bench) -> None:
@@ -169,3 +180,44 @@ def test_lines_that_were_written_at_the_second_try_are_no_damage(bench: Bench) -
     assert not LineCheck(bench.output, marks.answers).suspicious
     bench.output.write_bytes(bench.output.read_bytes().replace(b"t1", b"u1"))
     assert LineCheck(bench.output, marks.answers).suspicious
+
+
+def test_no_two_outputs_share_a_file(tmp_path: Path) -> None:
+    """The journal, the errors and the outdated answers of each; but all paths of one output have the same."""
+    outputs = [tmp_path / name for name in ("a", "a.jsonl", "a.jsonl.jsonl", "a.json", ".jsonl", "b/a")]
+    files = [file for out in outputs for file in (out, journal_of(out), file_of(out, ERRORS), file_of(out, "outdated"))]
+    assert len(set(files)) == len(files) == 24
+    (link := tmp_path / "link").symlink_to("a.jsonl")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    assert journal_of(link) == journal_of(tmp_path / "a.jsonl")
+    assert file_of(link, ERRORS) == tmp_path / "a.errors.jsonl"
+    assert journal_of(tmp_path / "folder" / "a.jsonl").resolve() == journal_of(link)
+
+
+def test_two_runs_whose_outputs_differ_in_the_suffix_keep_their_journals(bench: Bench) -> None:
+    """Also if the later one replaces its files; the errors of the first are elsewhere, where check-store reads them."""
+    (folder := bench.output.with_name("elsewhere")).mkdir()
+    bench.errors = folder / "e.jsonl"
+    failing = partial(FakeJob, LIMITS, fail=frozenset({7}))
+    bench.run(failing, overwrite=True)
+    first = bench.output
+    bench.output = first.with_name("out")
+    bench.errors = file_of(bench.output, ERRORS)
+    for _ in range(2):
+        bench.run(failing, overwrite=True)
+    for output in (first, bench.output):
+        assert damaged_lines(output) == (COUNT + 1, [])
+    flip(folder / "e.jsonl", random.Random(1))
+    assert [str(folder) in wrong for wrong in damaged_lines(first)[1]] == [True, True]
+    assert damaged_lines(bench.output) == (COUNT + 1, [])
+
+
+def test_an_output_has_one_journal_by_whatever_path(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bench.output
+    (link := real.with_name("link.jsonl")).symlink_to(real)
+    monkeypatch.chdir(real.parent)
+    for name in (link, Path("link.jsonl"), Path(real.name)):
+        assert damaged_lines(name) == (COUNT + 1, [])
+        bench.output = name
+        assert bench.run(plain, resume=True).skipped == COUNT + 1
+    assert len(list(real.parent.glob("*.journal"))) == 1
