@@ -343,7 +343,7 @@ def test_a_damaged_batch_row_does_not_delete_the_other_file_s_results(tmp_path: 
         db.execute("UPDATE batches SET output_file_id = 'file-ouu'")
         file = FileRow("file-out", "me", "batch_output", "o.jsonl", 2, 0, batch_id="batch_1")
         assert records.drop_file(rows, file) is None
-        assert records.count_results(db, "batch_1") == 1
+        assert records.count_results(db, "batch_1") == (0, 1)
 
 
 def test_a_sum_of_a_row_covers_names_types_and_values() -> None:
