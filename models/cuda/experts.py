@@ -1,7 +1,9 @@
 """A mixture of experts on a GPU by Triton kernels, equivalent to models/experts.py: routing, and the products of this
 rank's experts.
 
-Rows are grouped by expert on the device. No size is read on the host, so a step with experts can be captured.
+Rows are grouped by expert on the device. No size is read on the host, so a step with experts can be captured. Large
+steps compute the grouped pairs in pieces: each expert's weights are read once, and pieces after this rank's last pair
+cost their launches only.
 N: rows, D: hidden size, E: experts of this rank, k: slots a row, F: feed-forward size of an expert (this rank's share);
 a pair is a row and one of its slots. Importing this needs Triton.
 """
@@ -23,7 +25,7 @@ from torch import Tensor
 from ..config.experts import Router
 from ..weights.quantised import EXPERT_DEPTH
 from .kernels import _silu_and_mul
-from .workspace import expert_rows
+from .workspace import expert_pairs
 
 jit: Any = triton.jit
 
@@ -84,11 +86,11 @@ def choose(
 
 @partial(jit, do_not_specialize=["pairs", "tiles"])
 def group(
-    starts, owners, order, numbers, pairs, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    starts, owners, order, places, numbers, pairs, tiles, EXPERTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Program e writes the pairs of numbers [pairs] that chose expert e, in ascending order, into order from starts[e]
-    on; the last entry of starts [EXPERTS + 1] is the number of all such pairs. owners [tiles]: the expert of each tile
-    of at most ROWS pairs, or -1."""
+    on, and into places [pairs] where each of them is in order; the last entry of starts [EXPERTS + 1] is the number of
+    all such pairs. owners [tiles]: the expert of each tile of at most ROWS pairs, or -1."""
     expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
     before, own = 0, 0
     for first in range(0, pairs, BLOCK):
@@ -98,7 +100,9 @@ def group(
     to = before
     for first in range(0, pairs, BLOCK):
         hit = (tl.load(numbers + first + lane, first + lane < pairs, other=-1) == expert).to(tl.int32)
-        tl.store(order + to + tl.cumsum(hit, 0) - hit, first + lane, hit > 0)
+        place = to + tl.cumsum(hit, 0) - hit
+        tl.store(order + place, first + lane, hit > 0)
+        tl.store(places + first + lane, place, hit > 0)
         to += tl.sum(hit, 0)
     tl.store(starts + expert, before)
     end = _tiles_before(before + own, expert + 1, ROWS)
@@ -119,11 +123,11 @@ def _tiles_before(pairs, expert, ROWS: tl.constexpr):
 
 
 @jit
-def _places(starts, expert, tile, ROWS: tl.constexpr):
-    """Positions of a tile's rows in the sorted order, and a mask of the rows that belong to the expert."""
+def _places(starts, expert, tile, begin, end, ROWS: tl.constexpr):
+    """Places of a tile's rows in the sorted order, and a mask of the expert's among places begin to end."""
     first = tl.load(starts + expert)
     place = first + (tile - _tiles_before(first, expert, ROWS)) * ROWS + tl.arange(0, ROWS)
-    return place, place < tl.load(starts + expert + 1)
+    return place, (place >= begin) & (place < tl.minimum(end, tl.load(starts + expert + 1)))
 
 
 @jit
@@ -138,16 +142,18 @@ def _widened(
     return codes
 
 
-@jit
+@partial(jit, do_not_specialize=["begin", "end", "skipped"])
 def up(
-    inner, x, weight, scale, starts, owners, order, WIDTH: tl.constexpr, INNER: tl.constexpr, SLOTS: tl.constexpr,
-    SCALES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    inner, x, weight, scale, starts, owners, order, begin, end, skipped, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    SLOTS: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, f) writes silu(gate) * up of tile t's rows of x [N, WIDTH], column block f, into inner [pairs, INNER]
-    in sorted order. weight [E, 2 * INNER, WIDTH]; scale [E, 2 * INNER, SCALES] if it is fp8."""
-    expert = tl.load(owners + tl.program_id(0))
+    """Program (t, f) writes silu(gate) * up of the rows of x [N, WIDTH] of tile skipped + t, column block f, into inner
+    [end - begin, INNER]: the places begin to end of the sorted order. weight [E, 2 * INNER, WIDTH]; scale
+    [E, 2 * INNER, SCALES] if it is fp8."""
+    tile = skipped + tl.program_id(0)
+    expert = tl.load(owners + tile)
     if expert >= 0:
-        place, here = _places(starts, expert, tl.program_id(0), ROWS)
+        place, here = _places(starts, expert, tile, begin, end, ROWS)
         row = (tl.load(order + place, here, other=0) // SLOTS).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         there = column < INNER
@@ -166,21 +172,22 @@ def up(
             b = tl.load(gates + INNER * WIDTH + at[:, None], held, other=0.0)
             b = _widened(b, scale, first + INNER, there, start, kind, WIDTH, SCALES)
             raised = tl.dot(a, b, raised, input_precision="ieee")
-        to = inner + place.to(tl.int64)[:, None] * INNER + column[None, :]
+        to = inner + (place - begin).to(tl.int64)[:, None] * INNER + column[None, :]
         tl.store(to, _silu_and_mul(gate.to(kind), raised.to(kind)), here[:, None] & there[None, :])
 
 
-@jit
+@partial(jit, do_not_specialize=["begin", "end", "skipped"])
 def down(
-    out, inner, weight, scale, starts, owners, order, WIDTH: tl.constexpr, INNER: tl.constexpr, SCALES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    out, inner, weight, scale, starts, owners, begin, end, skipped, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    SCALES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, d) multiplies tile t's rows of inner [pairs, INNER] by weight [E, WIDTH, INNER], column block d, and
-    writes them to their pairs in out [pairs, WIDTH]. scale [E, WIDTH, SCALES] if the weight is fp8."""
-    expert = tl.load(owners + tl.program_id(0))
+    """Program (t, d) multiplies the rows of inner [end - begin, INNER] of tile skipped + t by weight
+    [E, WIDTH, INNER], column block d, into out [end - begin, WIDTH]. scale [E, WIDTH, SCALES] if the weight is fp8."""
+    tile = skipped + tl.program_id(0)
+    expert = tl.load(owners + tile)
     if expert >= 0:
-        place, here = _places(starts, expert, tl.program_id(0), ROWS)
-        pair = tl.load(order + place, here, other=0).to(tl.int64)
+        place, here = _places(starts, expert, tile, begin, end, ROWS)
+        row = (place - begin).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         there = column < WIDTH
         first = expert.to(tl.int64) * WIDTH + column
@@ -189,28 +196,39 @@ def down(
         for start in range(0, INNER, DEPTH):
             at = start + tl.arange(0, DEPTH)
             inside = at < INNER
-            rows = inner + place.to(tl.int64)[:, None] * INNER + at[None, :]
+            rows = inner + row[:, None] * INNER + at[None, :]
             a = tl.load(rows, here[:, None] & inside[None, :], other=0.0)
             b = tl.load(base + at[:, None], there[None, :] & inside[:, None], other=0.0)
             b = _widened(b, scale, first, there, start, a.dtype, INNER, SCALES)
             total = tl.dot(a, b, total, input_precision="ieee")
-        to = out + pair[:, None] * WIDTH + column[None, :]
+        to = out + row[:, None] * WIDTH + column[None, :]
         tl.store(to, total.to(out.dtype.element_ty), here[:, None] & there[None, :])
 
 
-@jit
-def add_up(out, given, numbers, weights, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (n, d) writes column block d of row n of out [N, WIDTH]: the sum of given [N, SLOTS, WIDTH] times weights
-    over the slots that this rank computed, in fp32, in the order of slots."""
+@partial(jit, do_not_specialize=["begin", "end", "pairs"])
+def add_up(
+    out, sums, given, places, numbers, weights, begin, end, pairs, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
+    SLOT_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (n, d) adds up column block d of row n: given [end - begin, WIDTH], the places begin to end, times
+    weights over the slots that this rank computed, in fp32, in the order of experts, so that pieces do not change the
+    bits. The sum starts from sums [N, WIDTH] (fp32) unless begin is 0, and is written to it, or with the last of
+    `pairs` to out."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    total = tl.zeros((BLOCK,), tl.float32)
-    for slot in tl.static_range(SLOTS):
-        pair = row * SLOTS + slot
-        if tl.load(numbers + pair) >= 0:
-            y = tl.load(given + pair * WIDTH + column, inside, other=0.0)
-            total += y.to(tl.float32) * tl.load(weights + pair)
-    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), inside)
+    inside, slot = column < WIDTH, tl.arange(0, SLOT_BLOCK)
+    own = tl.load(numbers + row * SLOTS + slot, slot < SLOTS, other=-1) >= 0
+    place = tl.load(places + row * SLOTS + slot, own, other=0)
+    place = tl.where(own & (place >= begin) & (place < end), place, end)
+    weight = tl.load(weights + row * SLOTS + slot, own, other=0.0)
+    total = tl.load(sums + row * WIDTH + column, inside & (begin > 0), other=0.0)
+    for _ in tl.static_range(SLOTS):
+        at = tl.min(place, 0)
+        if at < end:
+            y = tl.load(given + (at - begin).to(tl.int64) * WIDTH + column, inside, other=0.0)
+            total += y.to(tl.float32) * tl.sum(tl.where(place == at, weight, 0.0), 0)
+        place = tl.where(place == at, end, place)
+    tl.store(sums + row * WIDTH + column, total, inside & (end < pairs))
+    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), inside & (end >= pairs))
 
 
 class TritonChoice:
@@ -254,35 +272,37 @@ class GroupedExperts:
         self._scales, self._compiled = scales, False
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        _, width, inner = self._down.shape
         if not self._compiled:  # compiles the kernels of every tile at the first call, during warm-up
             self._compiled = True
             for tile in self._tiles[1:]:
                 self._compute(x[:1], chosen[:1], weight[:1], tile)
-        k = chosen.shape[1]
-        tile = self._tiles[-1 if 2 * len(x) * k >= self._tiles[-1] * self._routed else 0]
-        most = expert_rows(k, width, inner, x.element_size())
-        parts = [
-            self._compute(x[at : at + most], chosen[at : at + most], weight[at : at + most], tile)
-            for at in range(0, len(x), most)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        tile = self._tiles[-1 if 2 * chosen.numel() >= self._tiles[-1] * self._routed else 0]
+        return self._compute(x, chosen, weight, tile)
 
     def _compute(self, x: Tensor, chosen: Tensor, weight: Tensor, tile: int) -> Tensor:
         (count, width, inner), pairs, k = self._down.shape, chosen.numel(), chosen.shape[1]
         tiles = pairs // tile + min(count, pairs)
-        starts, owners, order = (chosen.new_empty(size) for size in (count + 1, tiles, pairs))
-        group[(count,)](starts, owners, order, chosen, pairs, tiles, EXPERTS=count, ROWS=tile, BLOCK=_SCANNED)
-        sizes = {"ROWS": tile, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
-        raised, each = x.new_empty((pairs, inner)), x.new_empty((pairs, width))
+        starts, owners, order, places = (chosen.new_empty(size) for size in (count + 1, tiles, pairs, pairs))
+        group[(count,)](starts, owners, order, places, chosen, pairs, tiles, EXPERTS=count, ROWS=tile, BLOCK=_SCANNED)
+        shape = {"WIDTH": width, "INNER": inner, "ROWS": tile, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
+        most = min(pairs, expert_pairs(width, inner, x.element_size()))
+        raised, products, out = x.new_empty((most, inner)), x.new_empty((most, width)), torch.empty_like(x)
+        sums = weight if most == pairs else x.new_empty(x.shape, dtype=torch.float32)
         (first, firsts), (second, seconds) = ((x, 0) if s is None else (s, s.shape[2]) for s in self._scales)
-        up[(tiles, triton.cdiv(inner, _COLUMNS))](
-            raised, x, self._gate_up, first, starts, owners, order, WIDTH=width, INNER=inner, SLOTS=k, SCALES=firsts,
-            **sizes,
-        )  # fmt: skip
-        down[(tiles, triton.cdiv(width, _COLUMNS))](
-            each, raised, self._down, second, starts, owners, order, WIDTH=width, INNER=inner, SCALES=seconds, **sizes
-        )
-        out = torch.empty_like(x)
-        add_up[(len(x), triton.cdiv(width, _SCANNED))](out, each, chosen, weight, WIDTH=width, SLOTS=k, BLOCK=_SCANNED)
+        for begin in range(0, pairs, most):
+            end = min(pairs, begin + most)
+            # A place p is in a tile from p // tile - 1 to p // tile plus the number of the expert.
+            skipped = max(0, begin // tile - 1)
+            used = min(tiles, (end - 1) // tile + min(count, end)) - skipped
+            up[(used, triton.cdiv(inner, _COLUMNS))](
+                raised, x, self._gate_up, first, starts, owners, order, begin, end, skipped, SLOTS=k, SCALES=firsts,
+                **shape,
+            )  # fmt: skip
+            down[(used, triton.cdiv(width, _COLUMNS))](
+                products, raised, self._down, second, starts, owners, begin, end, skipped, SCALES=seconds, **shape
+            )
+            add_up[(len(x), triton.cdiv(width, _SCANNED))](
+                out, sums, products, places, chosen, weight, begin, end, pairs, WIDTH=width, SLOTS=k,
+                SLOT_BLOCK=triton.next_power_of_2(k), BLOCK=_SCANNED,
+            )  # fmt: skip
         return out

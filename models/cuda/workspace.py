@@ -23,7 +23,7 @@ LATENT_ITEMS = 16_384
 """The most work items in a plan of attention over latents, a constant of the library."""
 _MIB = 1 << 20
 EXPERT_SPACE = 256 * _MIB
-"""Limit of the buffers of experts' outputs: steps that need more compute their rows in pieces."""
+"""Limit of the buffers of experts' outputs: steps that need more compute their pairs in pieces."""
 WRAPPER_BYTES = 8 * _MIB
 """Bytes that each wrapper allocates for its plan, a constant of the library."""
 
@@ -50,16 +50,19 @@ def kernels_missing() -> str | None:
     )
 
 
-def expert_rows(slots: int, width: int, inner: int, itemsize: int) -> int:
-    """Rows whose experts are computed at once; each slot has `inner` values between the products and `width` after."""
-    return int(max(16, EXPERT_SPACE // (slots * (width + inner) * itemsize) // 16 * 16))
+def expert_pairs(width: int, inner: int, itemsize: int) -> int:
+    """Pairs of a row and an expert that are computed at once; each has `inner` values between the products and `width`
+    after."""
+    return int(max(16, EXPERT_SPACE // ((width + inner) * itemsize) // 16 * 16))
 
 
 def expert_bytes(rows: int, slots: int, width: int, inner: int, itemsize: int) -> int:
-    """Bytes of the expert buffers for a step of `rows` rows, including each slot's expert, number, weight and order."""
-    at_once = min(rows, expert_rows(slots, width, inner, itemsize))
-    joined = rows * width * itemsize if at_once < rows else 0
-    return int(slots * (at_once * (width + inner) * itemsize + rows * 5 * 4) + joined)
+    """Bytes of the expert buffers for a step of `rows` rows, including each slot's expert, number, weight, order and
+    place, and with several pieces the fp32 sums between them."""
+    pairs = rows * slots
+    at_once = min(pairs, expert_pairs(width, inner, itemsize))
+    sums = rows * width * 4 if at_once < pairs else 0
+    return int(at_once * (width + inner) * itemsize + pairs * 6 * 4 + sums)
 
 
 def partial_bytes(heads: int, kv_heads: int, head_dim: int, sequences: int = 0) -> int:

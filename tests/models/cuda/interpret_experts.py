@@ -117,14 +117,23 @@ def fp8_products() -> dict[str, bool]:
 
 
 def in_pieces() -> bool:
-    """More rows than are computed at once."""
-    gate_up, down = normal(2, 16, 16), normal(2, 16, 8)
-    chosen = torch.randint(-1, 2, (50, 2), generator=DICE, dtype=torch.int32)
-    x, weight = normal(50, 16), torch.rand(50, 2, generator=DICE)
-    want = GroupedExperts(gate_up, down, 2)(x, chosen, weight)
-    with patch("laddertron.models.cuda.experts.expert_rows", lambda *_: 16):
-        got = GroupedExperts(gate_up, down, 2)(x, chosen, weight)
-    return bool((got - want).abs().max() < 1e-6 * want.abs().max())  # another order of summation
+    """More pairs than are computed at once: the same bits, for pieces that end within a tile, all pairs in the first
+    piece, and one expert in several pieces."""
+    gate_up, down, same = normal(5, 16, 16), normal(5, 16, 8), True
+    for kind in ("random", "few", "one"):
+        chosen = torch.rand(50, 5, generator=DICE).argsort(1)[:, :3].int()
+        if kind == "few":
+            chosen[5:] = -1
+        elif kind == "one":
+            chosen[:] = torch.tensor([-1, 3, -1])
+        x, weight = normal(50, 16), torch.rand(50, 3, generator=DICE)
+        for tile in TILES:
+            experts = GroupedExperts(gate_up, down, 5, (tile,))
+            want = experts(x, chosen, weight)
+            for most in (16, 24, 64):
+                with patch("laddertron.models.cuda.experts.expert_pairs", lambda *_, most=most: most):
+                    same &= torch.equal(experts(x, chosen, weight), want)
+    return same
 
 
 def latents() -> dict[str, float]:
