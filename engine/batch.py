@@ -111,29 +111,29 @@ class StepResult:
 def encode_result(result: StepResult, ids_alone: bool = False) -> bytes:
     """Encodes a result for ranks that do not sample; `decode_result` is the inverse. ids_alone: leaves out the fields
     that only rank 0 reports."""
-    found: dict[str, object] = {"tokens": list(result.tokens)}
+    fields: dict[str, object] = {"tokens": list(result.tokens)}
     if not ids_alone:
-        found |= {"nonfinite": sorted(result.nonfinite)} if result.nonfinite else {}
-        found |= {"failures": sorted(result.failures.items())} if result.failures else {}
-        found |= {"logprobs": sorted(result.logprobs.items())} if result.logprobs else {}
-        found |= {"prompt_logprobs": sorted(result.prompt_logprobs.items())} if result.prompt_logprobs else {}
-    return json.dumps(found, separators=(",", ":")).encode()  # TokenLogprob is a tuple
+        fields |= {"nonfinite": sorted(result.nonfinite)} if result.nonfinite else {}
+        fields |= {"failures": sorted(result.failures.items())} if result.failures else {}
+        fields |= {"logprobs": sorted(result.logprobs.items())} if result.logprobs else {}
+        fields |= {"prompt_logprobs": sorted(result.prompt_logprobs.items())} if result.prompt_logprobs else {}
+    return json.dumps(fields, separators=(",", ":")).encode()  # TokenLogprob is a tuple
 
 
 def decode_result(data: bytes) -> StepResult:
     """Decodes a result. Raises ValueError, KeyError or TypeError for data that `encode_result` did not write."""
-    found = json.loads(data)
+    fields = json.loads(data)
 
     def scored(entry: list[Any]) -> TokenLogprob:
         made = TokenLogprob(*entry)
         return made._replace(top=tuple((token, p) for token, p in made.top))
 
     return StepResult(
-        found["tokens"],
-        frozenset(found.get("nonfinite", ())),
-        {slot: scored(entry) for slot, entry in found.get("logprobs", ())},
-        {slot: [scored(entry) for entry in entries] for slot, entries in found.get("prompt_logprobs", ())},
-        {slot: str(why) for slot, why in found.get("failures", ())},
+        fields["tokens"],
+        frozenset(fields.get("nonfinite", ())),
+        {slot: scored(entry) for slot, entry in fields.get("logprobs", ())},
+        {slot: [scored(entry) for entry in entries] for slot, entries in fields.get("prompt_logprobs", ())},
+        {slot: str(why) for slot, why in fields.get("failures", ())},
     )
 
 

@@ -27,8 +27,8 @@ _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?"
 
 def hints(section: Any) -> dict[str, Any]:
     """Key -> annotation of a section's class, in order, with the marks of `Annotated`."""
-    found = get_type_hints(section, include_extras=True)
-    return {f.name: found[f.name] for f in dataclasses.fields(section)}
+    resolved = get_type_hints(section, include_extras=True)
+    return {f.name: resolved[f.name] for f in dataclasses.fields(section)}
 
 
 def located(where: str, path: str, text: str) -> str:
@@ -45,18 +45,18 @@ def bind(tree: Table, base: Path, cwd: Path) -> tuple[Deployment, dict[str, str]
     data = _plain(tree, Deployment, "", places)
     try:
         (deployment,) = reader(Deployment).validate_json(json.dumps([data]))
-        found = []
+        problems = []
     except ValidationError as error:
         order = {path: number for number, path in enumerate(places)}
-        found = [_located(problem, tree) for problem in error.errors(include_url=False)]
-        found.sort(key=lambda item: order.get(".".join(item[1]), len(order)))
-        for _, keys, _ in found:  # read again without them: the rules between the others are still checked
+        problems = [_located(problem, tree) for problem in error.errors(include_url=False)]
+        problems.sort(key=lambda item: order.get(".".join(item[1]), len(order)))
+        for _, keys, _ in problems:  # read again without them: the rules between the others are still checked
             _drop(data, keys)
         data.setdefault("model", {}).setdefault("path", "/")
         (deployment,) = reader(Deployment).validate_json(json.dumps([data]))
-    deepest = {keys: depth for depth, keys, _ in sorted(found)}
+    deepest = {keys: depth for depth, keys, _ in sorted(problems)}
     # of a union, what the variant says that went furthest
-    lines = dict.fromkeys(line for depth, keys, line in found if depth == deepest[keys])
+    lines = dict.fromkeys(line for depth, keys, line in problems if depth == deepest[keys])
     return _absolute(deployment, "", places, base, cwd), places, list(lines), frozenset(map(".".join, deepest))
 
 
@@ -65,7 +65,7 @@ def _plain(tree: Tree, hint: Any, path: str, places: dict[str, str]) -> Any:
     if isinstance(tree, Items):
         return [_plain(item, None, path, places) for item in tree.items]
     if isinstance(tree, Table):
-        known = hints(hint) if dataclasses.is_dataclass(hint) else {}
+        key_hints = hints(hint) if dataclasses.is_dataclass(hint) else {}
         names = get_origin(hint) is Mapping
         data = {}
         for key, (where, value) in tree.entries.items():
@@ -75,7 +75,7 @@ def _plain(tree: Tree, hint: Any, path: str, places: dict[str, str]) -> Any:
             if names and isinstance(value, Scalar) and value.tag in ("int", "float"):
                 data[key] = value.text
             else:
-                data[key] = _plain(value, known.get(key), child, places)
+                data[key] = _plain(value, key_hints.get(key), child, places)
         return data
     number = tree.text.replace("_", "")
     match tree.tag:
@@ -139,13 +139,13 @@ def _located(problem: ErrorDetails, tree: Tree) -> tuple[int, tuple[str, ...], s
     return depth, tuple(keys), located(where, ".".join(keys), text)
 
 
-def _unknown(keys: list[str], known: list[str]) -> str:
+def _unknown(keys: list[str], valid_keys: list[str]) -> str:
     *section, key = keys
     if advice := REMOVED.get(".".join(keys)):
         return f"removed: {advice}"
     elsewhere = (name for name, cls in hints(Deployment).items() if [name] != section and key in hints(cls))
-    hint = next((f" (did you mean {name}.{key}?)" for name in elsewhere), did_you_mean(key, known))
-    return f"unknown key, allowed: {', '.join(known)}{hint}"
+    hint = next((f" (did you mean {name}.{key}?)" for name in elsewhere), did_you_mean(key, valid_keys))
+    return f"unknown key, allowed: {', '.join(valid_keys)}{hint}"
 
 
 def _removed_value(keys: list[str], tree: Tree) -> str | None:
@@ -215,10 +215,10 @@ _SYNONYMS = {
 }
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    if (meant := _SYNONYMS.get(word.lower())) in known:
+def did_you_mean(word: str, choices: list[str]) -> str:
+    if (meant := _SYNONYMS.get(word.lower())) in choices:
         return f" (did you mean {meant}?)"
-    near = difflib.get_close_matches(word.lower().replace("-", "_")[:64], known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word.lower().replace("-", "_")[:64], choices, n=1, cutoff=0.6)
     return f" (did you mean {near[0]}?)" if near else ""
 
 

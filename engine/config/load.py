@@ -54,10 +54,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
 
 def read(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> LoadedDeployment:
     """Like `load`, with the places of the keys. `working`: the working directory, if not the process's."""
-    found = draft(path, overrides, working)
-    if found.faults:
-        raise ConfigError(found.faults)
-    return found.loaded
+    drafted = draft(path, overrides, working)
+    if drafted.faults:
+        raise ConfigError(drafted.faults)
+    return drafted.loaded
 
 
 def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> Draft:

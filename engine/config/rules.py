@@ -25,9 +25,9 @@ class Rule:
 def broken_rules(d: Deployment) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields (keys, message) of each rule that the deployment violates."""
     for rule in RULES:
-        if found := rule.broken(d):
+        if values := rule.broken(d):
             sections = {"model": d.model, "parallel": d.parallel, "launch": d.launch, "engine": d.engine}
-            yield rule.keys, rule.message.format(found=found, daemon=d.daemon, metrics=d.metrics, **sections)
+            yield rule.keys, rule.message.format(found=values, daemon=d.daemon, metrics=d.metrics, **sections)
 
 
 def is_loopback(host: str) -> bool:

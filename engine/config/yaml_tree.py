@@ -200,6 +200,6 @@ def _put(table: Table, keys: list[str], where: str, value: Tree) -> Table:
         below = table.entries.get(head)
         inner = below[1] if below is not None and isinstance(below[1], Table) else Table(where, {})
         value = _put(inner, rest, where, value)
-    kept = table.entries.get(head)
+    previous = table.entries.get(head)
     # a section keeps its own place in the file: only the key that was set is blamed on --set
-    return Table(table.where, {**table.entries, head: (kept[0] if rest and kept else where, value)})
+    return Table(table.where, {**table.entries, head: (previous[0] if rest and previous else where, value)})

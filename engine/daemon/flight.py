@@ -12,7 +12,7 @@ from ..openai.choice import Delta
 from ..openai.responses import Answer
 from ..request import BATCH, Request, TokensEvent
 
-NEAR = 8
+SUSPECT_TOKENS = 8
 """Tokens a choice: a request that has advanced no further is at the same position. The last tokens before a death may
 not have been reported, and a rank that runs out of memory dies a little earlier when batched."""
 ISOLATION_DEATHS = GUILTY_DEATHS = 2
@@ -100,11 +100,11 @@ class Flight:
 
     @property
     def isolated(self) -> bool:
-        return self.suspicion.isolated(self.answer.place, NEAR * self.choices)
+        return self.suspicion.isolated(self.answer.place, SUSPECT_TOKENS * self.choices)
 
     def died(self, alone: bool) -> None:
         """Records that a rank died while this flight was in its step; `alone`: no other flight was."""
-        self.suspicion.died(self.answer.place, NEAR * self.choices, alone)
+        self.suspicion.died(self.answer.place, SUSPECT_TOKENS * self.choices, alone)
 
     def again(self) -> None:
         """Prepares the next attempt: it resumes after the answer's last token, under ids of its own."""

@@ -100,10 +100,10 @@ class Collector:
 
     def figures(self) -> tuple[Values, Histograms]:
         with self._lock:
-            values = {name: dict(found) for name, found in self._values.items()}
+            values = {name: dict(series) for name, series in self._values.items()}
             histograms = {
-                name: {labels: (list(b.counts), b.total) for labels, b in found.items()}
-                for name, found in self._histograms.items()
+                name: {labels: (list(b.counts), b.total) for labels, b in series.items()}
+                for name, series in self._histograms.items()
             }
             self._ranks.fill(values, histograms, self._clock(), RANK_UP_S)
         return values, histograms
@@ -118,9 +118,9 @@ class Collector:
 
 
 def _fitting(name: str, labels: Labels) -> Labels:
-    wanted = CATALOGUE[name].labels
-    if len(labels) != len(wanted):
-        raise ValueError(f"{name} has labels {wanted}, not {labels}")
+    label_names = CATALOGUE[name].labels
+    if len(labels) != len(label_names):
+        raise ValueError(f"{name} has labels {label_names}, not {labels}")
     return labels
 
 

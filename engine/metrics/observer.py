@@ -143,8 +143,8 @@ class Observer:
         """Counts a failed launch: its kind (a closed set), the reason, and the cause (engine/job.py: CULPRIT)."""
         kind = kind if kind in FAILURE_KINDS else "other"
         self.series.add("engine_restarts_total", 1.0, str(replica), kind)
-        found = (culprit.get(name) for name in CULPRIT)
-        labels = (str(replica), kind, *("" if value is None else str(value) for value in found))
+        causes = (culprit.get(name) for name in CULPRIT)
+        labels = (str(replica), kind, *("" if value is None else str(value) for value in causes))
         if (before := self._failed.get(replica)) is not None:
             self.series.put("engine_last_failure_timestamp_seconds", None, *before)
         self._failed[replica] = labels

@@ -58,13 +58,13 @@ class RequestSpans:
             "laddertron.interactive": times.interactive,
         }
         kind, name = trace.SpanKind.SERVER, f"{attributes['gen_ai.operation.name']} {self._model}"
-        whole = self._tracer.start_span(name, context, kind, attributes, start_time=_ns(times.arrived))
-        inside = trace.set_span_in_context(whole)
+        request_span = self._tracer.start_span(name, context, kind, attributes, start_time=_ns(times.arrived))
+        inside = trace.set_span_in_context(request_span)
         for stage, start, end in _stages(times):
             self._tracer.start_span(stage, inside, start_time=_ns(start)).end(_ns(end))
         if times.finish in _FAILED:
-            whole.set_status(trace.Status(trace.StatusCode.ERROR, times.finish))
-        whole.end(_ns(times.ended))
+            request_span.set_status(trace.Status(trace.StatusCode.ERROR, times.finish))
+        request_span.end(_ns(times.ended))
 
     def close(self) -> None:
         """Sends what is left."""

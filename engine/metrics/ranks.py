@@ -180,9 +180,9 @@ def _fits(row: MetricRow) -> bool:
     series = REPORTED.get(row.series)
     if series is None:
         return False
-    wanted = sum(name not in ("replica", "rank", "node") for name in series.labels)
+    expected = sum(name not in ("replica", "rank", "node") for name in series.labels)
     buckets = len(series.bounds) + 1 if series.kind == "histogram" else 0
-    return len(row.labels) == wanted and len(row.counts) == buckets and (series.kind == "gauge" or row.value >= 0)
+    return len(row.labels) == expected and len(row.counts) == buckets and (series.kind == "gauge" or row.value >= 0)
 
 
 def _sum(row: MetricRow, base: MetricRow | None) -> MetricRow:

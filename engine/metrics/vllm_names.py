@@ -30,12 +30,12 @@ _REASONS = {reason: reason for reason in ("stop", "length")} | {"cancelled": "ab
 
 def vllm_series() -> dict[str, Series]:
     """Each as vLLM exports it, by the name that it has in catalogue.py: with model_name, without replica."""
-    found = {}
+    series_by_name = {}
     for own, name in NAMES.items():
         series = CATALOGUE[own]
         labels = ("model_name", *(label for label in series.labels if label != "replica"))
-        found[own] = replace(series, name=name, labels=labels, prefix=PREFIX)
-    return found
+        series_by_name[own] = replace(series, name=name, labels=labels, prefix=PREFIX)
+    return series_by_name
 
 
 def summed(values: Values, histograms: Histograms, model: str) -> tuple[Values, Histograms]:
@@ -43,13 +43,13 @@ def summed(values: Values, histograms: Histograms, model: str) -> tuple[Values, 
     sums: Values = {}
     counts: Histograms = {}
     for name, series in vllm_series().items():
-        found: defaultdict[Labels, float] = defaultdict(float)
+        totals: defaultdict[Labels, float] = defaultdict(float)
         for labels, value in values[name].items():
-            found[_relabelled(CATALOGUE[name], labels, model)] += value
+            totals[_relabelled(CATALOGUE[name], labels, model)] += value
         if name == "request_success_total":
             for reason in dict.fromkeys(_REASONS.get(reason, "error") for reason in FINISH_REASONS):
-                found[model, reason] += 0.0
-        sums[name] = dict(found)
+                totals[model, reason] += 0.0
+        sums[name] = dict(totals)
         counts[name] = {}
         for labels, (buckets, total) in histograms[name].items():
             key = _relabelled(CATALOGUE[name], labels, model)
@@ -75,6 +75,6 @@ def made(values: Values, model: str, block_size: int) -> Iterator[Metric]:
 
 def _relabelled(series: Series, labels: Labels, model: str) -> Labels:
     named = zip(series.labels, labels, strict=True)
-    kept = (_REASONS.get(value, "error") if name == "finished_reason" else value for name, value in named
+    label_values = (_REASONS.get(value, "error") if name == "finished_reason" else value for name, value in named
             if name != "replica")  # fmt: skip
-    return (model, *kept)
+    return (model, *label_values)

@@ -170,7 +170,7 @@ def open_run(
         if not resume:
             for descriptor in opened:
                 os.ftruncate(descriptor, 0)
-        past, kept = Past(), list[Mark]()
+        past, current_marks = Past(), list[Mark]()
         if resume:
             before, lost = marks or Marks([], []), marks is None
             old = OpenOutput(
@@ -178,9 +178,9 @@ def open_run(
             )
             bad = OpenOutput(errors, opened[1], LineCheck(errors, None if lost else before.errors, before.incomplete))
             past = read_past(file, old, bad, model, max_line_bytes)
-            kept += past.marks
+            current_marks += past.marks
         if past.outdated or past.damaged:
-            opened[0], kept = _set_aside(old, outdated, past.outdated)
+            opened[0], current_marks = _set_aside(old, outdated, past.outdated)
         if resume:
             # within the locked file: replacing it would lose the lock; what is lost by dying here is found again
             os.ftruncate(opened[1], 0)
@@ -189,7 +189,7 @@ def open_run(
         total = _count_lines(file)
         try:
             there = os.path.relpath(errors.resolve(), log.resolve().parent)
-            journal = Journal(log, Marks(kept, [mark_of(raw) for raw in past.errors], errors_file=there))
+            journal = Journal(log, Marks(current_marks, [mark_of(raw) for raw in past.errors], errors_file=there))
         except OSError as error:
             raise RunFileError(f"{log} cannot be written: {error.strerror}") from error
         stack.pop_all()
@@ -267,7 +267,7 @@ def _set_aside(output: OpenOutput, aside: Path, outdated: Container[str]) -> tup
     replacing = _open_locked(part)
     try:
         os.ftruncate(replacing, 0)
-        with open(replacing, "wb", closefd=False) as kept, aside.open("ab") as old:
+        with open(replacing, "wb", closefd=False) as rewritten, aside.open("ab") as old:
             mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
             os.fchmod(replacing, mode)
             os.fchmod(old.fileno(), mode & os.fstat(old.fileno()).st_mode)  # never opened to more readers
@@ -275,9 +275,9 @@ def _set_aside(output: OpenOutput, aside: Path, outdated: Container[str]) -> tup
                 if line is None or line.get("id") in outdated:
                     old.write(raw if raw.endswith(b"\n") else raw + b"\n")
                 else:
-                    kept.write(raw)
+                    rewritten.write(raw)
                     marks.append(mark_of(raw))
-            for file in (kept, old):
+            for file in (rewritten, old):
                 file.flush()
                 os.fsync(file.fileno())
         part.replace(home)

@@ -90,9 +90,9 @@ class LineCheck:
         if marks:
             with path.open("rb") as file:
                 present = self._known & {mark_of(raw) for raw in file} if self._known else set()
-            whole = path.stat().st_size == sum(mark.size for mark in self._known or ())
+            intact = path.stat().st_size == sum(mark.size for mark in self._known or ())
             # a set: lines that could not be written at once are in the journal twice
-            self.suspicious |= len(present) < len(self._known or ()) and (whole or bool(present))
+            self.suspicious |= len(present) < len(self._known or ()) and (intact or bool(present))
 
     def is_damaged(self, raw: bytes) -> bool:
         return self.suspicious and not (self._known and mark_of(raw) in self._known)

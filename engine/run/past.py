@@ -50,38 +50,38 @@ def read_past(file: BinaryIO, answers: OpenOutput, errors: OpenOutput, model: st
     """Reads earlier results; changes the files only to remove a torn last line. Raises RunFileError for answers of
     another model."""
     lines = {digest[:LINE_BYTES] for digest, _, _ in line_digests(file, max_line_bytes)}
-    done, kept, others, failed = set[bytes](), [], dict[str, bytes](), set[bytes]()
+    done, current, others, failed = set[bytes](), [], dict[str, bytes](), set[bytes]()
     marks, damaged = list[Mark](), 0
     for number, (line, raw) in enumerate(whole_lines(answers), 1):
         if line is None:
             damaged += 1
             continue
         marks.append(mark_of(raw))
-        found = _NAME.fullmatch(str(line.get("id")))
-        if found is None or found[2] != model:
-            raise RunFileError(f"{answers.path}:{number}: {_another_model(found and found[2], model)}")
-        if (digest := bytes.fromhex(found[1])) in lines:
+        match = _NAME.fullmatch(str(line.get("id")))
+        if match is None or match[2] != model:
+            raise RunFileError(f"{answers.path}:{number}: {_another_model(match and match[2], model)}")
+        if (digest := bytes.fromhex(match[1])) in lines:
             done.add(digest)
         else:
-            others[found[0]] = key_of(str(line["custom_id"]))
+            others[match[0]] = key_of(str(line["custom_id"]))
     for line, raw in whole_lines(errors):
         if line is None:
             continue
-        body, found = (line["response"] or {}).get("body") or {}, _NAME.fullmatch(str(line.get("id")))
-        if found is None or found[2] != model or (body.get("error") or {}).get("code") not in _LASTING:
+        body, match = (line["response"] or {}).get("body") or {}, _NAME.fullmatch(str(line.get("id")))
+        if match is None or match[2] != model or (body.get("error") or {}).get("code") not in _LASTING:
             continue
-        if (digest := bytes.fromhex(found[1])) in lines:
+        if (digest := bytes.fromhex(match[1])) in lines:
             done.add(digest)
-            kept.append(raw)
+            current.append(raw)
         else:
             failed.add(key_of(str(line["custom_id"])))
-    wanted = failed.union(others.values())
-    asked = _keys(file, max_line_bytes, wanted) if wanted else set()
+    keys = failed.union(others.values())
+    asked = _keys(file, max_line_bytes, keys) if keys else set()
     file.seek(0)
     # NOTE: an answer whose line is no longer in the input stays: nothing replaces it.
     outdated = frozenset(name for name, key in others.items() if key in asked)
     changed = len(outdated) + len(failed & asked)
-    return Past(frozenset(done), tuple(kept), outdated, changed, tuple(marks), damaged)
+    return Past(frozenset(done), tuple(current), outdated, changed, tuple(marks), damaged)
 
 
 def _another_model(before: str | None, now: str) -> str:
@@ -97,16 +97,16 @@ def _another_model(before: str | None, now: str) -> str:
     )
 
 
-def _keys(file: BinaryIO, max_line_bytes: int, wanted: set[bytes]) -> set[bytes]:
-    """The keys in `wanted` (see key_of) of custom_ids that are in the input."""
+def _keys(file: BinaryIO, max_line_bytes: int, requested: set[bytes]) -> set[bytes]:
+    """The keys in `requested` (see key_of) of custom_ids that are in the input."""
     file.seek(0)
-    found = set()
+    present = set()
     for _, _, raw in line_digests(file, max_line_bytes):
         with contextlib.suppress(ReadError):
             value = parse(raw)
             if isinstance(value, dict) and isinstance(name := value.get("custom_id"), str):
-                found |= wanted & {key_of(name)}
-    return found
+                present |= requested & {key_of(name)}
+    return present
 
 
 class OpenOutput(NamedTuple):

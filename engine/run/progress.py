@@ -113,14 +113,14 @@ class Communication:
 
     def seconds(self) -> tuple[float | None, float | None]:
         """(hidden, exposed) of all-reduces, means over the ranks that count them."""
-        found = self._means("collective_seconds_total", lambda op, _, exposure: exposure if op == "all_reduce" else "")
-        return (found.get("hidden", 0.0), found.get("exposed", 0.0)) if self._last else (None, None)
+        means = self._means("collective_seconds_total", lambda op, _, exposure: exposure if op == "all_reduce" else "")
+        return (means.get("hidden", 0.0), means.get("exposed", 0.0)) if self._last else (None, None)
 
     def layers(self) -> tuple[LayerTime, ...]:
         """Seconds by kind of layer and link class, the longest in flight first."""
-        found = self._means("layer_collective_seconds_total", lambda *labels: labels)
-        places = {(layer, link) for layer, link, _ in found}
-        times = [LayerTime(*at, found.get((*at, "hidden"), 0.0), found.get((*at, "exposed"), 0.0)) for at in places]
+        means = self._means("layer_collective_seconds_total", lambda *labels: labels)
+        places = {(layer, link) for layer, link, _ in means}
+        times = [LayerTime(*at, means.get((*at, "hidden"), 0.0), means.get((*at, "exposed"), 0.0)) for at in places]
         return tuple(sorted(times, key=lambda t: (-t.hidden_seconds - t.exposed_seconds, t.layer, t.link)))
 
     def drafts(self) -> tuple[int, int]:
@@ -130,10 +130,10 @@ class Communication:
         return drafted, accepted
 
     def computed(self) -> tuple[RankKind, ...]:
-        found = Counter(
+        ranks_by_kind = Counter(
             row.labels for report in self._last.values() for row in report.rows if row.series == "rank_info"
         )
-        return tuple(RankKind(ranks, *labels) for labels, ranks in found.most_common())
+        return tuple(RankKind(ranks, *labels) for labels, ranks in ranks_by_kind.most_common())
 
     def _means(self, series: str, key: Callable[[str, str, str], K]) -> dict[K, float]:
         """Increase of a series since before the first request, mean over the ranks, by `key` of a row's labels."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 NO_ID = -1
-_FAR = np.int64(2**62)
+_SENTINEL = np.int64(2**62)
 
 MAIN = np.dtype([("best", "<f8"), ("peak", "<f8"), ("mass", "<f8"), ("best_id", "<i4"), ("bad", "<i4")])
 """A row's part of the gather: the rank's best score (with noise) and its id, its peak, its mass relative to that
@@ -44,9 +44,9 @@ class Filters:
 def winner(score: Array, ids: Array) -> tuple[Array, Array]:
     """Over axis 0 (ranks): the id of the best score, the lowest of equals, and the rank that has it."""
     top = score == score.max(0)
-    held = np.where(top & (ids >= 0), ids.astype(np.int64), _FAR)
-    rank = held.argmin(0)
-    return held[rank, np.arange(held.shape[1])], rank
+    best_ids = np.where(top & (ids >= 0), ids.astype(np.int64), _SENTINEL)
+    rank = best_ids.argmin(0)
+    return best_ids[rank, np.arange(best_ids.shape[1])], rank
 
 
 def total_mass(peak: Array, mass: Array, scale: Array) -> tuple[Array, Array]:
@@ -74,7 +74,7 @@ def merge(lists: Array) -> tuple[Array, Array, Array]:
     whether they are the whole vocabulary."""
     tp, rows, k = lists.shape
     flat = lists.transpose(1, 0, 2).reshape(rows, tp * k)
-    order = np.lexsort((np.where(flat["id"] < 0, _FAR, flat["id"]), -flat["x"]), axis=-1)
+    order = np.lexsort((np.where(flat["id"] < 0, _SENTINEL, flat["id"]), -flat["x"]), axis=-1)
     merged = np.take_along_axis(flat, order, 1)
     cut_short = (order % k == k - 1) & (merged["id"] >= 0)
     complete = ~cut_short.any(1)
@@ -92,11 +92,11 @@ def prefix(x: Array, peak: Array, mass: Array, filters: Filters, safe: Array, co
     weight = np.exp(z)
     upto = np.cumsum(weight, 1)
     before = np.concatenate([np.zeros((rows, 1)), upto], 1)  # the last entry: mass before the first unknown id
-    top_k = np.where(filters.top_k > 0, filters.top_k, _FAR)
+    top_k = np.where(filters.top_k > 0, filters.top_k, _SENTINEL)
 
     by_p = filters.top_p < 1.0
-    known = np.minimum(np.minimum(top_k, safe), width)
-    least = np.take_along_axis(before, known[:, None], 1)[:, 0]
+    limit = np.minimum(np.minimum(top_k, safe), width)
+    least = np.take_along_axis(before, limit[:, None], 1)[:, 0]
     most = np.where((top_k <= safe) | complete, least, np.maximum(mass, least))
     kept_least = _first(before >= (filters.top_p * least)[:, None], by_p)
     kept_most = _first(before >= (filters.top_p * most)[:, None], by_p)
@@ -104,15 +104,15 @@ def prefix(x: Array, peak: Array, mass: Array, filters: Filters, safe: Array, co
 
     # The total is known for a row without top_k; with a large top_k only bounds of it are.
     low = np.where(filters.top_k > 0, kept_least, kept_most)
-    kept = np.maximum(np.minimum(np.minimum(top_k, kept_min_p), kept_most), 1)
+    counts = np.maximum(np.minimum(np.minimum(top_k, kept_min_p), kept_most), 1)
     kept_at_least = np.maximum(np.minimum(np.minimum(top_k, kept_min_p), low), 1)
-    certain = (kept == kept_at_least) & (kept <= safe) | complete
-    return np.minimum(kept, width), certain
+    certain = (counts == kept_at_least) & (counts <= safe) | complete
+    return np.minimum(counts, width), certain
 
 
 def _first(dropped: Array, applies: Array) -> Array:
     """Index of the first True of each row; far beyond the end if there is none or the filter does not apply."""
-    return np.where(applies & dropped.any(1), dropped.argmax(1), _FAR)
+    return np.where(applies & dropped.any(1), dropped.argmax(1), _SENTINEL)
 
 
 def passes_filters(x: Array, count: Array, mass_before: Array, peak: Array, mass: Array, filters: Filters) -> Array:

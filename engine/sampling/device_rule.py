@@ -77,7 +77,7 @@ def in_turns(rule: Callable[..., Tensor], x: Tensor, *others: Tensor) -> Tensor:
     """rule(x, *others) of all rows [R, V], a bounded number at a time: it may take some 60 bytes a logit, and finds
     those that the layers have left."""
     step = max(1, SORTED_LOGITS // x.shape[1])
-    parts = [rule(*(each[at : at + step] for each in (x, *others))) for at in range(0, len(x), step)]
+    parts = [rule(*(tensor[at : at + step] for tensor in (x, *others))) for at in range(0, len(x), step)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -101,7 +101,7 @@ class DeviceEdits:
 
         def dense(at: Sequence[Ints], values: Sequence[Floats] | None = None) -> Tensor:
             """[E, n] with these values, or True, at these columns of each row: what crosses is as long as they are."""
-            rows = np.repeat(np.arange(len(at)), [len(each) for each in at])
+            rows = np.repeat(np.arange(len(at)), [len(columns) for columns in at])
             where = upload(np.stack([rows, np.concatenate(at)]), device)
             kind = torch.bool if values is None else torch.float32
             given = np.ones(len(rows), np.bool_) if values is None else np.concatenate(values)

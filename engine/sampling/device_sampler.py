@@ -32,7 +32,7 @@ Replay = Callable[[], None]
 Record = Callable[[Callable[[], None]], Replay]
 """CudaRecorder.record of engine/step/cuda_graphs.py."""
 
-_FAR = 2**62
+_SENTINEL = 2**62
 _FIELDS = 9
 """Fields of a recorded row: seed, position, choice, no limit; 1 / T, no reference, no limit, as bits; slot, whether it
 has noise."""
@@ -107,9 +107,9 @@ class DeviceDraw:
         count = len(x)
         fields = self._inputs[: _FIELDS * count].view(_FIELDS, count)
         if self._columns:
-            found = self._measure(x, fields[:4], fields[4:7].view(torch.float64), NOISE)
-            noisy, peak = fields[8] > 0, found[0]
-            score, at = torch.where(noisy, found[2:4], found[:2])
+            measured = self._measure(x, fields[:4], fields[4:7].view(torch.float64), NOISE)
+            noisy, peak = fields[8] > 0, measured[0]
+            score, at = torch.where(noisy, measured[2:4], measured[:2])
         else:
             score = peak = torch.full((count,), -torch.inf, dtype=torch.float64, device=self._device)
             at = torch.zeros_like(peak)
@@ -142,8 +142,8 @@ class DeviceDraw:
         read = self._fetch(self._found[: ranks + 2 * size])
 
         def without_padding() -> npt.NDArray[Any]:
-            found = read()
-            return np.concatenate([found[:ranks], *found[ranks:].reshape(2, size)[:, :count]])
+            values = read()
+            return np.concatenate([values[:ranks], *values[ranks:].reshape(2, size)[:, :count]])
 
         return without_padding
 
@@ -198,24 +198,24 @@ class DeviceDraw:
         filtered = len(fixed.filtered)
         if not filtered and not len(fixed.scored):
             return x, x
-        whole = self._whole(torch.cat([x[fixed.filtered].float(), raw[fixed.scored].float()]))
+        gathered = self._whole(torch.cat([x[fixed.filtered].float(), raw[fixed.scored].float()]))
         if filtered:
             first = min(self._shard.first, self._vocab)
-            some = self._filter(whole[:filtered], fixed.filters, first, self._columns, *fixed.searched)
+            some = self._filter(gathered[:filtered], fixed.filters, first, self._columns, *fixed.searched)
             x = x.float().index_copy(0, fixed.filtered, some)
-        return x, whole[filtered:]
+        return x, gathered[filtered:]
 
     def _whole(self, x: Tensor) -> Tensor:
         """Gathers rows of the whole vocabulary, fp32 [R, V], from every rank's [R, columns]."""
         rows, width = len(x), self._width + self._width % 2  # two of them are an int64, which gathers carry
         padded = torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-torch.inf)
         every = self._gather(padded.view(torch.int64).flatten()).view(torch.float32).view(-1, rows, width)
-        each = every[:, :, : self._width].transpose(0, 1)
+        shards = every[:, :, : self._width].transpose(0, 1)
         if len(every) == 1:
-            return each.flatten(1)[:, : self._vocab]
+            return shards.flatten(1)[:, : self._vocab]
         # NOTE: of memory of its own: a view of one row has another stride, by which Triton would compile again.
-        joined = each.new_empty((rows, len(every) * self._width))
-        joined.view(each.shape).copy_(each)
+        joined = shards.new_empty((rows, len(every) * self._width))
+        joined.view(shards.shape).copy_(shards)
         return joined[:, : self._vocab]
 
     def _fixed(self, plan: SamplingPlan, edits: Sequence[SlotEdits]) -> _Fixed:
@@ -274,6 +274,6 @@ def _winner(every: Tensor) -> tuple[Tensor, Tensor]:
     """Scores, ids and peaks of all ranks, [tp, 3, B], the floats as their bits -> the ids [B] of the best scores, the
     lowest of equals, and which rows have a peak that is not finite (1) or none (2); their ids are 0."""
     score, ids, peak = every[:, 0].view(torch.float64), every[:, 1], every[:, 2].view(torch.float64)
-    held = torch.where((score == score.amax(0)) & (ids >= 0), ids, _FAR).amin(0)
+    best_ids = torch.where((score == score.amax(0)) & (ids >= 0), ids, _SENTINEL).amin(0)
     bad = torch.where((~(peak < torch.inf)).any(0), 1, torch.where(peak.amax(0) == -torch.inf, 2, 0))
-    return torch.where(bad > 0, 0, held), bad
+    return torch.where(bad > 0, 0, best_ids), bad

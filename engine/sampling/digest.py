@@ -22,5 +22,5 @@ def row_digests(x: Tensor, first: int = 0) -> Digests:
     mixed = (x.contiguous().view(_BITS[x.element_size()]).long() & 0xFFFFFFFF) + columns * _GOLDEN
     for shift, factor in _ROUNDS:
         mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
-    found: Digests = (mixed ^ (mixed >> 31 & (1 << 33) - 1)).sum(1).cpu().numpy().view(np.uint64)
-    return found
+    digests: Digests = (mixed ^ (mixed >> 31 & (1 << 33) - 1)).sum(1).cpu().numpy().view(np.uint64)
+    return digests

@@ -31,23 +31,23 @@ WINDOW = 1 << 15
 """Number of last tokens that are searched."""
 
 
-def look_up(known: npt.NDArray[np.int32], most: int) -> list[int]:
+def look_up(ids: npt.NDArray[np.int32], most: int) -> list[int]:
     """At most `most` drafts after known [n]: the ids after the latest of the longest matches of its end, repeated if
     they are too few. [] if nothing matches. A pure function, so every rank gets the same."""
-    known = known[-WINDOW:]
-    count = len(known)
+    ids = ids[-WINDOW:]
+    count = len(ids)
     if most < 1 or count <= SHORTEST:
         return []
-    found = np.flatnonzero((known[1:-1] == known[-1]) & (known[:-2] == known[-2])) + SHORTEST
+    matches = np.flatnonzero((ids[1:-1] == ids[-1]) & (ids[:-2] == ids[-2])) + SHORTEST
     for length in range(SHORTEST + 1, LONGEST + 1):
-        longer = found[found >= length]
-        longer = longer[known[longer - length] == known[count - length]]
+        longer = matches[matches >= length]
+        longer = longer[ids[longer - length] == ids[count - length]]
         if not len(longer):
             break
-        found = longer
-    if not len(found):
+        matches = longer
+    if not len(matches):
         return []
-    behind = known[found[-1] :]
+    behind = ids[matches[-1] :]
     drafts: list[int] = np.resize(behind, most).tolist()
     return drafts
 

@@ -34,27 +34,27 @@ def _key(x, column):
 
 
 @jit
-def _found(level, first, state, sums, row, chunks, top_k, top_p, CHUNKS: tl.constexpr):
+def _search_state(level, first, state, sums, row, chunks, top_k, top_p, CHUNKS: tl.constexpr):
     """State of the search in row `row` after the levels from `first` to before `level`: the key's digits so far; the
     count or mass of all keys before those that begin with them; the count or mass from which keys are dropped; top_k's
     key, 0 until it is found. state [R, 4] and sums [R, chunks, 16] are the previous level's."""
     digit, chunk, at = tl.arange(0, 16), tl.arange(0, CHUNKS), state + row * 4
-    found, before = tl.load(at).to(tl.int64), tl.load(at + 1)
+    prefix, before = tl.load(at).to(tl.int64), tl.load(at + 1)
     limit, floor = tl.load(at + 2), tl.load(at + 3).to(tl.int64)
     where = sums + (row * chunks + chunk[:, None]) * 16 + digit[None, :]
-    held = tl.sum(tl.load(where, (chunk < chunks)[:, None] & (digit < 16)[None, :], other=0.0), 0)
+    totals = tl.sum(tl.load(where, (chunk < chunks)[:, None] & (digit < 16)[None, :], other=0.0), 0)
     if level == LEVELS + 1:
-        limit = tl.where(top_p < 1.0, top_p * tl.sum(held, 0), float("inf"))
+        limit = tl.where(top_p < 1.0, top_p * tl.sum(totals, 0), float("inf"))
     higher = digit[None, :] > digit[:, None]
-    each = before + tl.sum(tl.where(higher, held[None, :], 0.0), 1)
-    chosen = tl.min(tl.where(each < limit, digit, 15), 0)
-    found, before = found * 16 + chosen, tl.sum(tl.where(digit == chosen, each, 0.0), 0)
+    cumulative = before + tl.sum(tl.where(higher, totals[None, :], 0.0), 1)
+    chosen = tl.min(tl.where(cumulative < limit, digit, 15), 0)
+    prefix, before = prefix * 16 + chosen, tl.sum(tl.where(digit == chosen, cumulative, 0.0), 0)
     begins = level == first  # before it there is nothing but what memory held
     ends = begins | (level == LEVELS)
     limit = tl.where(begins, tl.where(top_k > 0, top_k, float("inf")), limit)
-    floor = tl.where(begins, 0, tl.where(ends, found, floor))
-    found, before = tl.where(ends, 0, found), tl.where(ends, 0.0, before)
-    return found, before, limit, floor
+    floor = tl.where(begins, 0, tl.where(ends, prefix, floor))
+    prefix, before = tl.where(ends, 0, prefix), tl.where(ends, 0.0, before)
+    return prefix, before, limit, floor
 
 
 @partial(jit, do_not_specialize=["chunks", "level", "first"])
@@ -67,23 +67,23 @@ def search(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scale, top_k = tl.load(filters + row * 4), tl.load(filters + row * 4 + 1)
     top_p, peak = tl.load(filters + row * 4 + 2), tl.load(peaks + row).to(tl.float64)
-    found, before, limit, floor = _found(level, first, state, sums, row, chunks, top_k, top_p, CHUNKS)
+    prefix, before, limit, floor = _search_state(level, first, state, sums, row, chunks, top_k, top_p, CHUNKS)
     digit, shift = tl.arange(0, 16), 4 * (LEVELS - 1 - level % LEVELS)
-    held = tl.zeros((TILE, 16), tl.float64)
+    totals = tl.zeros((TILE, 16), tl.float64)
     for start in range(0, CHUNK, TILE):
         column = chunk * CHUNK + start + tl.arange(0, TILE)
         inside = column < columns
         logits = tl.load(x + row * stride + column, inside, other=0.0)
         key = _key(logits, column)
-        inside &= (key >= floor) & ((key >> (shift + 4)) == found)
+        inside &= (key >= floor) & ((key >> (shift + 4)) == prefix)
         if tl.max(inside.to(tl.int32), 0) > 0:
             weight = tl.where(level < LEVELS, 1.0, tl.exp((logits.to(tl.float64) - peak) * scale))
             mine = ((key >> shift) & 15).to(tl.int32)[:, None] == digit[None, :]
-            held += tl.where(inside[:, None] & mine, weight[:, None], 0.0)
-    tl.store(new_sums + (row * chunks + chunk) * 16 + digit, tl.sum(held, 0))
+            totals += tl.where(inside[:, None] & mine, weight[:, None], 0.0)
+    tl.store(new_sums + (row * chunks + chunk) * 16 + digit, tl.sum(totals, 0))
     if chunk == 0:
         at = new_state + row * 4
-        tl.store(at, found.to(tl.float64))
+        tl.store(at, prefix.to(tl.float64))
         tl.store(at + 1, before)
         tl.store(at + 2, limit)
         tl.store(at + 3, floor.to(tl.float64))
@@ -98,12 +98,12 @@ def drop(
     row = tl.program_id(0).to(tl.int64)
     scale, top_k, top_p = tl.load(filters + row * 4), tl.load(filters + row * 4 + 1), tl.load(filters + row * 4 + 2)
     peak = tl.load(peaks + row).to(tl.float64)
-    found, _, _, floor = _found(level, first, state, sums, row, chunks, top_k, top_p, CHUNKS)
+    prefix, _, _, floor = _search_state(level, first, state, sums, row, chunks, top_k, top_p, CHUNKS)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     logits = tl.load(x + row * stride + at + column, column < own, other=0.0)
     key = _key(logits, at + column)
-    kept = (key >= found) & (key >= floor) & ((logits.to(tl.float64) - peak) * scale >= tl.load(filters + row * 4 + 3))
-    some = tl.where(kept, logits, float("-inf"))
+    keep = (key >= prefix) & (key >= floor) & ((logits.to(tl.float64) - peak) * scale >= tl.load(filters + row * 4 + 3))
+    some = tl.where(keep, logits, float("-inf"))
     tl.store(out + row * own + column, tl.where(peak - peak == 0.0, some, logits), column < own)
 
 

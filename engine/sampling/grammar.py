@@ -248,9 +248,9 @@ class GrammarSlots(Grammars):
     def admit(self, slot: int, spec: str, output: Sequence[int]) -> None:
         prototype = self._prototypes.pop(spec, None) or self._compiled(spec)
         self._prototypes[spec] = prototype
-        held = sum(each.seconds for each in self._prototypes.values())
-        while len(self._prototypes) > MAX_PROTOTYPES or (held > _HELD_SECONDS and len(self._prototypes) > 1):
-            held -= self._prototypes.popitem(last=False)[1].seconds
+        seconds = sum(prototype.seconds for prototype in self._prototypes.values())
+        while len(self._prototypes) > MAX_PROTOTYPES or (seconds > _HELD_SECONDS and len(self._prototypes) > 1):
+            seconds -= self._prototypes.popitem(last=False)[1].seconds
         state = self._slots[slot] = GrammarState(prototype.matcher.deep_copy(), self._blanks)
         for token in output:
             state.advance(token)

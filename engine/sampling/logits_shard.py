@@ -118,8 +118,8 @@ class TorchShard:
         # One copy to the device for each type and one back: on a GPU copies are the cost of a small scan.
         ints = np.stack([rows[name].astype(np.int64) for name in ("seed", "position", "choice", "limit_id")])
         reals = np.stack([rows[name].astype(np.float64) for name in ("inv_temperature", "reference", "limit")])
-        found = self.measure(x, torch.from_numpy(ints).to(x.device), torch.from_numpy(reals).to(x.device), flags)
-        peak, at, best, best_at, mass, count = found.cpu().numpy()
+        measured = self.measure(x, torch.from_numpy(ints).to(x.device), torch.from_numpy(reals).to(x.device), flags)
+        peak, at, best, best_at, mass, count = measured.cpu().numpy()
         rows["peak"], rows["best"], rows["count"] = peak, best, count
         rows["bad"] = ~(peak < np.inf)
         rows["peak_id"] = np.where(peak > -np.inf, at + self.first, -1)
@@ -252,23 +252,23 @@ class SharedShard:
         self.top, self.gumbel = self._whole.top, self._whole.gumbel
 
     def scan(self, logits: Logits, picked: npt.NDArray[np.int64], rows: Rows) -> None:
-        found = np.stack([rows] * len(self._shares))
-        found["peak"], found["best"], found["peak_id"], found["best_id"] = -np.inf, -np.inf, NO_ID, NO_ID
+        scans = np.stack([rows] * len(self._shares))
+        scans["peak"], scans["best"], scans["peak_id"], scans["best_id"] = -np.inf, -np.inf, NO_ID, NO_ID
         for name in ("mass", "count", "bad"):
-            found[name] = 0
-        for at, (shard, part) in enumerate(zip(self._shares, found, strict=True)):
+            scans[name] = 0
+        for at, (shard, part) in enumerate(zip(self._shares, scans, strict=True)):
             own = slice(at * self._each, min((at + 1) * self._each, logits.raw.shape[1]))
             if own.start < own.stop:
                 changed = None if logits.changed is None else logits.changed[:, own]
                 shard.scan(Logits(logits.raw[:, own], changed, logits.where), picked, part)
         own_peak = np.isnan(rows["reference"])
-        _, relative = total_mass(found["peak"], found["mass"], rows["inv_temperature"])
-        rows["mass"] = np.where(own_peak, relative, tree_sum(found["mass"]))
+        _, relative = total_mass(scans["peak"], scans["mass"], rows["inv_temperature"])
+        rows["mass"] = np.where(own_peak, relative, tree_sum(scans["mass"]))
         for value in ("peak", "best"):
-            ids, share = winner(found[value], found[f"{value}_id"])
+            ids, share = winner(scans[value], scans[f"{value}_id"])
             rows[f"{value}_id"] = np.where(ids > np.iinfo(np.int32).max, NO_ID, ids)
-            rows[value] = found[value][share, np.arange(len(rows))]
-        rows["count"], rows["bad"] = found["count"].sum(0), found["bad"].any(0)
+            rows[value] = scans[value][share, np.arange(len(rows))]
+        rows["count"], rows["bad"] = scans["count"].sum(0), scans["bad"].any(0)
 
 
 def make_shard(first: int, device: torch.device) -> LogitsShard:

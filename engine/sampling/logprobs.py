@@ -43,16 +43,16 @@ class Scorer:
         self._shard.scan(logits, rows, work)
         head["peak"] = np.where(work["bad"] != 0, np.nan, work["peak"])
         head["mass"] = work["mass"]
-        held = min(top, self.columns)
-        if held:
-            columns = self._shard.top(logits, rows, held)
-            tops["x"][:, :held] = pick(raw, rows, columns)
-            tops["id"][:, :held] = columns + self.first
+        count = min(top, self.columns)
+        if count:
+            columns = self._shard.top(logits, rows, count)
+            tops["x"][:, :count] = pick(raw, rows, columns)
+            tops["id"][:, :count] = columns + self.first
         return head, tops
 
-    def report(self, head: Array, tops: Array, ids: Array, raw: Array, wanted: Array) -> list[TokenLogprob]:
+    def report(self, head: Array, tops: Array, ids: Array, raw: Array, top_counts: Array) -> list[TokenLogprob]:
         """From the gathered summaries [tp, S] and [tp, S, top]: of ids [S] with untouched logits raw [S], each with
-        its `wanted` likeliest. A row of non-finite logits has NaN and no likeliest."""
+        its `top_counts` likeliest. A row of non-finite logits has NaN and no likeliest."""
         peak, mass = total_mass(head["peak"], head["mass"], np.ones(1))
         with np.errstate(divide="ignore", invalid="ignore"):
             total = np.where(np.isfinite(peak), peak + np.log(mass), np.nan)
@@ -61,7 +61,7 @@ class Scorer:
         if tops.shape[2]:
             merged, *_ = merge(tops)
             likeliest = merged["x"] - total[:, None]
-            counts = np.minimum(wanted, (merged["id"] >= 0).sum(1))
+            counts = np.minimum(top_counts, (merged["id"] >= 0).sum(1))
             counts[np.isnan(total)] = 0
             best = [
                 list(zip(merged["id"][i, :n].tolist(), likeliest[i, :n].tolist(), strict=True))
@@ -86,9 +86,9 @@ class Scorer:
     def _score(self, raw: Tensor, targets: npt.NDArray[np.int64], top: int) -> list[TokenLogprob]:
         head, tops = self.summary(raw, np.arange(len(targets)), top)
         own = targets - self.first
-        (held,) = np.nonzero((own >= 0) & (own < self.columns))
-        if len(held):
-            head["best"][held] = pick(raw, held, own[held, None])[:, 0]
+        (owned,) = np.nonzero((own >= 0) & (own < self.columns))
+        if len(owned):
+            head["best"][owned] = pick(raw, owned, own[owned, None])[:, 0]
         head, tops = self._exchange([head, tops])
         return self.report(head, tops, targets, head["best"].max(0).astype(np.float64), np.full(len(targets), top))
 

@@ -75,14 +75,14 @@ def scan(x, stride, rows, scales, best, at, columns, first, count, BLOCK: tl.con
     noise = _gumbel(seed, position, choice, (column + first).to(tl.uint32))
     score = logits * scale + noise
     broken = tl.max((inside & (score != score)).to(tl.int32), 0)
-    found, where = tl.max(
+    value, where = tl.max(
         tl.where(inside & (score == score), score, float("-inf")),
         0,
         return_indices=True,
         return_indices_tie_break_left=True,
     )
     out = row * tl.num_programs(1) + block
-    tl.store(best + out, tl.where(broken > 0, float("nan"), found))
+    tl.store(best + out, tl.where(broken > 0, float("nan"), value))
     tl.store(at + out, block * BLOCK + where)
 
 
@@ -95,5 +95,5 @@ def noisiest(x: Tensor, scale: Tensor, rows: Tensor, first: int) -> tuple[Tensor
     best = torch.empty((count, blocks), dtype=torch.float64, device=x.device)
     at = torch.empty((count, blocks), dtype=torch.int64, device=x.device)
     scan[(count, blocks)](x, x.stride(0), rows, scale, best, at, columns, first, count, BLOCK=BLOCK, **EXACT)
-    found, block = best.max(1)
-    return found, at.gather(1, block[:, None])[:, 0]
+    value, block = best.max(1)
+    return value, at.gather(1, block[:, None])[:, 0]

@@ -103,17 +103,17 @@ def apply(x: Tensor, rows: Ints, edits: Sequence[SlotEdits], positions: Sequence
     _add(x, rows, [e.bias_columns for e in edits], [e.bias for e in edits])
     for row, e in zip(rows.tolist(), edits, strict=True):
         if e.allowed is not None:
-            kept = torch.from_numpy(e.allowed).to(x.device)
-            values = x[row, kept]
+            allowed = torch.from_numpy(e.allowed).to(x.device)
+            values = x[row, allowed]
             x[row] += -torch.inf  # added, so that NaN and +inf still show
-            x[row, kept] = values
+            x[row, allowed] = values
     forbidden = [e.forbidden(p) for e, p in zip(edits, positions, strict=True)]
     _add(x, rows, forbidden, [np.full(len(c), -np.inf, np.float32) for c in forbidden])
 
 
 def _places(rows: Ints, columns: Sequence[Ints], device: torch.device) -> tuple[Tensor, Tensor]:
-    each = np.repeat(rows, [len(c) for c in columns])
-    return torch.from_numpy(each).to(device), torch.from_numpy(np.concatenate(columns)).to(device)
+    repeated_rows = np.repeat(rows, [len(c) for c in columns])
+    return torch.from_numpy(repeated_rows).to(device), torch.from_numpy(np.concatenate(columns)).to(device)
 
 
 def _add(x: Tensor, rows: Ints, columns: Sequence[Ints], added: Sequence[Floats]) -> None:

@@ -47,8 +47,10 @@ class DesyncError(RuntimeError):
         if per_node:
             nodes = sorted({rank // per_node for rank in ranks})
             last = f" to {{}} of {tp}" if per_node > 1 else f" of {tp}"
-            each = [f"node {n} (rank {n * per_node}{last.format((n + 1) * per_node - 1)})" for n in nodes]
-            what = f"{' and '.join(each)} chose other experts for the same rows {'than the others' * majority}".rstrip()
+            named = [f"node {n} (rank {n * per_node}{last.format((n + 1) * per_node - 1)})" for n in nodes]
+            what = (
+                f"{' and '.join(named)} chose other experts for the same rows {'than the others' * majority}".rstrip()
+            )
             what = what if stage is None else f"of stage {stage}, {what}"
         elif majority:
             what = f"{who} of {tp} drew other ids than the majority"
@@ -191,14 +193,14 @@ class Sampler:
         draw, self._under_way = self._under_way, None
         if draw is None:
             raise RuntimeError("finish without start: no draw is under way")
-        plan, found = draw.plan, draw.read()
+        plan, gathered = draw.plan, draw.read()
         count, top = len(plan.at), plan.most_logprobs
-        ranks = len(found) - 2 * count - len(plan.scored) * (1 + 2 * top)
-        digests, *routings = found[:ranks].reshape(-1, 1 if self._routing is None else 2).T.copy()
+        ranks = len(gathered) - 2 * count - len(plan.scored) * (1 + 2 * top)
+        digests, *routings = gathered[:ranks].reshape(-1, 1 if self._routing is None else 2).T.copy()
         self._agreed(digests.view("<u8"), draw.step)
-        for each in routings:
-            self._routed_alike(each, draw.step)
-        drawn, bad, scores = np.split(found[ranks:], [count, 2 * count])
+        for routing in routings:
+            self._routed_alike(routing, draw.step)
+        drawn, bad, scores = np.split(gathered[ranks:], [count, 2 * count])
         ids = drawn.astype(np.int32)
         for row, edits in zip(plan.edited.tolist(), draw.edits, strict=True):
             edits.append(int(ids[row]))
@@ -218,10 +220,10 @@ class Sampler:
         return self._tools.scorer.score(logits_TV[:, : self.columns], targets.astype(np.int64), top)
 
     def _add_digests(self, sampled: Sampled, logits_BV: Tensor, slots: Sequence[int]) -> None:
-        wanted = [row for row, slot in enumerate(slots) if slot in self._slots.digested]
-        if not wanted:
+        digested = [row for row, slot in enumerate(slots) if slot in self._slots.digested]
+        if not digested:
             return
-        for row, digest in zip(wanted, self.digests(logits_BV[wanted]).tolist(), strict=True):
+        for row, digest in zip(digested, self.digests(logits_BV[digested]).tolist(), strict=True):
             item = sampled.logprobs[row]
             if item is not None:
                 sampled.logprobs[row] = item._replace(digest=digest)
@@ -230,8 +232,8 @@ class Sampler:
         """Digests of rows of logits over the whole vocabulary, from this rank's [T, len(shard)]; the same on every
         rank. Takes one gather."""
         own = row_digests(logits_TV[:, : self.columns], self._slots.first)
-        whole: Digests = self._exchange([own])[0].sum(0)
-        return whole
+        summed: Digests = self._exchange([own])[0].sum(0)
+        return summed
 
     def flush(self) -> None:
         """Verifies the ids of the last step by an empty gather. Raises DesyncError."""
@@ -248,19 +250,19 @@ class Sampler:
     def _agreed(self, digests: Array, step: int) -> None:
         """digests [tp]: from the gather of sampling step `step`, of the previous step. If they differ, all ranks see it
         and gather once more to find the cause. Raises DesyncError."""
-        found = rule.disagreement(digests)
-        if found is None:
+        disagreement = rule.disagreement(digests)
+        if disagreement is None:
             return
         if self._seen:
             (routed,) = self._exchange([np.frombuffer(self._seen, "<u8")])
-            for number, each in enumerate(routed.T):
-                self._routed_alike(each, step - 1, number if len(routed.T) > 1 else None)
-        raise DesyncError(*found, step=step - 1, tp=len(digests))
+            for number, routing in enumerate(routed.T):
+                self._routed_alike(routing, step - 1, number if len(routed.T) > 1 else None)
+        raise DesyncError(*disagreement, step=step - 1, tp=len(digests))
 
     def _routed_alike(self, routed: Array, step: int, stage: int | None = None) -> None:
         """routed [tp]: digests of the experts chosen in a step, in one pipeline stage. Raises DesyncError."""
-        if (found := rule.disagreement(routed)) is not None:
-            raise DesyncError(*found, step, len(routed), self._per_node, stage)
+        if (disagreement := rule.disagreement(routed)) is not None:
+            raise DesyncError(*disagreement, step, len(routed), self._per_node, stage)
 
     def _exchange(self, parts: list[Array]) -> list[Array]:
         """Gathers several arrays at once: each part [...] is returned as [tp, ...]."""

@@ -134,14 +134,14 @@ class SlotTable:
         if not state["live"].all():
             raise ValueError(f"slot {at[~state['live']][0]} is empty: admit a sequence before sampling it")
         filtered = np.flatnonzero(state["filtered"])
-        wanted = state["candidates"][filtered]
+        candidates = state["candidates"][filtered]
         noisy = (rows["flags"] & NOISE) != 0
         plan = SamplingPlan(
             at=at,
             offset=_offsets(at),
             rows=rows,
             filters=Filters(rows["inv_temperature"], state["top_k"], state["top_p"], state["log_min_p"]),
-            groups=tuple((filtered[wanted == k], int(k)) for k in np.unique(wanted)),
+            groups=tuple((filtered[candidates == k], int(k)) for k in np.unique(candidates)),
             scored=np.flatnonzero(state["logprobs"] >= 0),
             logprobs=state["logprobs"],
             edited=np.flatnonzero(state["edited"]),
@@ -188,15 +188,15 @@ def resolve_row(params: SamplingParams, vocab_size: int, row: Rows, state: Array
     row["inv_temperature"] = 0.0 if greedy else 1.0 / params.temperature
     row["seed"] = params.seed
     row["reference"] = np.nan
-    wanted = FEWEST_CANDIDATES
-    while wanted < min(top_k, MAX_CANDIDATES):
-        wanted *= 2
+    candidates = FEWEST_CANDIDATES
+    while candidates < min(top_k, MAX_CANDIDATES):
+        candidates *= 2
     if not greedy and not filtered:
         row["flags"] = NOISE
-    elif filtered and params.top_p < 1.0 and (top_k == 0 or top_k > wanted):
+    elif filtered and params.top_p < 1.0 and (top_k == 0 or top_k > candidates):
         row["flags"] = MASS
     state["live"], state["filtered"] = True, filtered
     state["top_k"], state["top_p"] = top_k, params.top_p
     state["log_min_p"] = math.log(params.min_p) if params.min_p > 0.0 else -np.inf
-    state["candidates"] = wanted
+    state["candidates"] = candidates
     state["logprobs"] = -1 if params.logprobs is None else params.logprobs

@@ -78,7 +78,7 @@ class Step:
 
     def _failures(self, bad: npt.NDArray[np.bool_], main: Array) -> dict[int, str]:
         """The reasons for which rows with finite logits have no allowed id: the request's own constraints."""
-        slots, found = self.tools.slots, {}
+        slots, reasons = self.tools.slots, {}
         for row in np.flatnonzero(bad).tolist():
             slot = int(self.plan.at[row])
             grammar = slots.grammars.state(slot) if slots.grammars is not None and slot in slots.grammatical else None
@@ -86,8 +86,8 @@ class Step:
             if why is None and not main["bad"][:, row].any() and row in self.plan.edited:
                 why = NOTHING_LEFT
             if why is not None:
-                found[row] = why
-        return found
+                reasons[row] = why
+        return reasons
 
     # ---- before the gather ----
 
@@ -97,10 +97,10 @@ class Step:
             return Logits(raw)
         changed = raw[torch.from_numpy(edited).to(raw.device)].float()
         names = self.plan.at[edited].tolist()
-        held = np.flatnonzero([slot in slots.edits for slot in names])
-        if len(held):
-            positions = self.rows["position"][edited[held]].tolist()
-            apply(changed, held, self._edits(edited[held].tolist()), positions)
+        with_edits = np.flatnonzero([slot in slots.edits for slot in names])
+        if len(with_edits):
+            positions = self.rows["position"][edited[with_edits]].tolist()
+            apply(changed, with_edits, self._edits(edited[with_edits].tolist()), positions)
         where = np.full(len(self.plan.at), -1, np.int64)
         where[edited] = np.arange(len(edited))
         ids = range(self.first, self.first + self.columns)
@@ -124,14 +124,14 @@ class Step:
 
     def _edits(self, rows: list[int]) -> list[SlotEdits]:
         """The edits of each row: the slot's, extended by the drafts before the row."""
-        found: list[SlotEdits] = []
+        edits: list[SlotEdits] = []
         for row in rows:
             if self.plan.offset[row] and self.fed is not None:
-                found.append(found[-1].fork())
-                found[-1].append(int(self.fed[row]))
+                edits.append(edits[-1].fork())
+                edits[-1].append(int(self.fed[row]))
             else:
-                found.append(self.tools.slots.edits[int(self.plan.at[row])])
-        return found
+                edits.append(self.tools.slots.edits[int(self.plan.at[row])])
+        return edits
 
     def _main(self) -> Array:
         """This rank's MAIN entries [B]."""
@@ -159,11 +159,11 @@ class Step:
         """This rank's CANDIDATE entries [R, K]."""
         out: Array = np.zeros((len(rows), k), CANDIDATE)
         out["x"], out["id"] = -np.inf, NO_ID
-        held = min(k, self.columns)
-        if held and len(rows):
-            columns = self.tools.shard.top(self.logits, rows, held)
-            out["x"][:, :held], out["raw"][:, :held] = self._values(rows, columns)
-            out["id"][:, :held] = columns + self.first
+        count = min(k, self.columns)
+        if count and len(rows):
+            columns = self.tools.shard.top(self.logits, rows, count)
+            out["x"][:, :count], out["raw"][:, :count] = self._values(rows, columns)
+            out["id"][:, :count] = columns + self.first
         return out
 
     def _values(self, rows: Array, columns: Array) -> tuple[Array, Array]:
@@ -182,9 +182,9 @@ class Step:
         scored = self.plan.scored
         head, tops = self.tools.scorer.summary(self.logits.raw, scored, int(self.plan.logprobs.max()))
         own = main["best_id"][scored].astype(np.int64) - self.first
-        held = np.flatnonzero(own >= 0)
-        if len(held):
-            head["best"][held] = pick(self.logits.raw, scored[held], own[held, None])[:, 0]
+        owned = np.flatnonzero(own >= 0)
+        if len(owned):
+            head["best"][owned] = pick(self.logits.raw, scored[owned], own[owned, None])[:, 0]
         return [head, tops]
 
     # ---- after the gather ----
@@ -196,8 +196,8 @@ class Step:
             merged, safe, complete = rule.merge(lists)
             if self.tools.nested:
                 merged, safe, complete = merged[:, :k], np.minimum(safe, k), merged["id"][:, k - 1] == NO_ID
-            kept, certain = rule.prefix(merged["x"], self.peak[rows], self.mass[rows], filters, safe, complete)
-            self._draw(rows[certain], merged[certain], kept[certain])
+            counts, certain = rule.prefix(merged["x"], self.peak[rows], self.mass[rows], filters, safe, complete)
+            self._draw(rows[certain], merged[certain], counts[certain])
             # With only one of top_k and top_p an id can be decided by itself; with both, the k-th id must be known.
             both = (filters.top_k > 0) & (filters.top_p < 1.0)
             self._walk(rows[~certain & ~both])
@@ -206,15 +206,15 @@ class Step:
             if len(rows):
                 (lists,) = self.tools.exchange([self._candidates(rows, k)])
 
-    def _draw(self, rows: Array, merged: Array, kept: Array) -> None:
-        """Samples the best of each row's first `kept` merged candidates, with noise added."""
+    def _draw(self, rows: Array, merged: Array, counts: Array) -> None:
+        """Samples the best of each row's first `counts` merged candidates, with noise added."""
         if len(rows) == 0:
             return
-        merged = merged[:, : kept.max()]
+        merged = merged[:, : counts.max()]
         ids = merged["id"].astype(np.int64)
         noise = self.tools.shard.gumbel(self.rows[rows], ids)
         score = merged["x"].astype(np.float64) * self.rows["inv_temperature"][rows][:, None] + noise
-        score[(np.arange(merged.shape[1])[None] >= kept[:, None]) | (ids < 0)] = -np.inf
+        score[(np.arange(merged.shape[1])[None] >= counts[:, None]) | (ids < 0)] = -np.inf
         self.ids[rows], at = rule.winner(score.T, ids.T)
         self.raw[rows] = merged["raw"][np.arange(len(rows)), at]
 
@@ -229,16 +229,16 @@ class Step:
         raw: Array = np.zeros(len(rows))
         judged = False
         while len(rows):
-            (found,) = self.tools.exchange([self._before(rows, limit, limit_id)])
+            (gathered,) = self.tools.exchange([self._before(rows, limit, limit_id)])
             inside: Array = np.zeros(len(rows), np.bool_)
             if judged:
-                count, mass = found["count"].sum(0), rule.tree_sum(found["mass"])
+                count, mass = gathered["count"].sum(0), rule.tree_sum(gathered["mass"])
                 filters = self.plan.filters.take(rows)
                 inside = rule.passes_filters(limit, count, mass, self.peak[rows], self.mass[rows], filters)
             self.ids[rows[inside]], self.raw[rows[inside]] = limit_id[inside], raw[inside]
-            best, rank = rule.winner(found["best"], found["best_id"])
-            held = rank, np.arange(len(rows))
-            limit, limit_id, raw = found["x"][held], best, found["raw"][held].astype(np.float64)
+            best, rank = rule.winner(gathered["best"], gathered["best_id"])
+            winners = rank, np.arange(len(rows))
+            limit, limit_id, raw = gathered["x"][winners], best, gathered["raw"][winners].astype(np.float64)
             rows, limit, limit_id, raw = rows[~inside], limit[~inside], limit_id[~inside], raw[~inside]
             judged = True
 
@@ -254,9 +254,9 @@ class Step:
         self.tools.shard.scan(self.logits, rows, work)
         for name in ("best", "best_id", "mass", "count"):
             out[name] = work[name]
-        held = np.flatnonzero(work["best_id"] >= 0)
-        if len(held):
-            columns = work["best_id"][held].astype(np.int64)[:, None] - self.first
-            x, raw = self._values(rows[held], columns)
-            out["x"][held], out["raw"][held] = x[:, 0], raw[:, 0]
+        nonempty = np.flatnonzero(work["best_id"] >= 0)
+        if len(nonempty):
+            columns = work["best_id"][nonempty].astype(np.int64)[:, None] - self.first
+            x, raw = self._values(rows[nonempty], columns)
+            out["x"][nonempty], out["raw"][nonempty] = x[:, 0], raw[:, 0]
         return out

@@ -219,8 +219,8 @@ def build(
         eos_token_ids=share.config.eos_token_ids,
     )
     pages = share.ops.pages
-    held = pages.file if isinstance(pages, HeldPages) and pages.whole else -1
-    return Built(runner, share.config, model_limits, limits, tuple(warnings), share.samples, held)
+    retained_fd = pages.file if isinstance(pages, HeldPages) and pages.whole else -1
+    return Built(runner, share.config, model_limits, limits, tuple(warnings), share.samples, retained_fd)
 
 
 def _sampler(

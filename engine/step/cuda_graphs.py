@@ -31,12 +31,12 @@ class GraphsError(Refusal, ValueError):
 
 
 def graphed(
-    wanted: bool | str, device: str, capturable: bool, attention: str, collectives: str | None
+    setting: bool | str, device: str, capturable: bool, attention: str, collectives: str | None
 ) -> tuple[bool, str]:
     """Whether to record decode steps, and the reason. wanted: engine.cuda_graphs; capturable: whether `attention` can
     be recorded; collectives: the reason why the rest cannot, or None. Raises GraphsError if graphs are required but
     impossible."""
-    if wanted is False:
+    if setting is False:
         return False, "off, as configured"
     if device != "cuda":
         reason = f"the device is a {device}"
@@ -46,14 +46,14 @@ def graphed(
         reason = collectives
     else:
         return True, "on"
-    if wanted is True:
+    if setting is True:
         raise GraphsError(f"engine.cuda_graphs=true: {reason}; use auto or false")
     return False, f"off: {reason}"
 
 
-def fell_back(device: torch.device, wanted: str | bool, got: bool) -> bool:
+def fell_back(device: torch.device, setting: str | bool, got: bool) -> bool:
     """Whether a GPU runs without graphs although the configuration allows them, which deserves a warning."""
-    return device.type == "cuda" and wanted == "auto" and not got
+    return device.type == "cuda" and setting == "auto" and not got
 
 
 def collectives_refuse(backend: str, size: int, emulated: bool) -> str | None:
@@ -196,16 +196,16 @@ class DecodeGraphs:
                 self._replays[size] = self._recorder.record(partial(self._compute, size))
                 tell(f"recording CUDA graphs, {count} of {len(self.sizes)}")
         self._model.boundary = crossing
-        held, took = self._recorder.memory() - before, time.monotonic() - began
+        used_bytes, took = self._recorder.memory() - before, time.monotonic() - began
         sizes = ", ".join(map(str, self.sizes))
-        self._say(f"CUDA graphs: decode steps of {sizes} sequences, recorded in {took:.1f} s, {self._room(held)}")
+        self._say(f"CUDA graphs: decode steps of {sizes} sequences, recorded in {took:.1f} s, {self._room(used_bytes)}")
 
-    def _room(self, held: int) -> str:
-        words = f"{held >> 20} MiB"
+    def _room(self, used_bytes: int) -> str:
+        words = f"{used_bytes >> 20} MiB"
         if self._reserved is None:
             return words
         words += f" of the {self._reserved >> 20} kept free for them"
-        return words if held <= self._reserved else f"{words}: too few; lower engine.gpu_memory_utilization"
+        return words if used_bytes <= self._reserved else f"{words}: too few; lower engine.gpu_memory_utilization"
 
     def drop(self) -> None:
         """Waits for the device and frees the recordings."""

@@ -84,10 +84,10 @@ def check_alike(communicator: Communicator, key: str, would: str) -> None:
     kernels = Kernels.find()
     tier = "torch alone" if kernels is None else kernels.tier
     own = np.frombuffer(f"{tier} (torch {torch.__version__}, laddertron {__version__})".ljust(96).encode(), np.uint8)
-    found = sorted({bytes(each).decode().strip() for each in communicator.gather(own[:96])})
-    if len(found) > 1:
+    tiers = sorted({bytes(gathered).decode().strip() for gathered in communicator.gather(own[:96])})
+    if len(tiers) > 1:
         raise CapacityError(
-            f"{key}: ranks compute in the CPU tiers {' and '.join(found)}, and would {would} differently: set "
+            f"{key}: ranks compute in the CPU tiers {' and '.join(tiers)}, and would {would} differently: set "
             f"{cpu_tier.VARIABLE} to one that all of them have, in launch.env, and install the same versions"
         )
 
@@ -117,43 +117,43 @@ class DraftModel:
     def propose(
         self,
         chunks: Iterable[Chunk],
-        wanted: Mapping[int, int],
+        counts: Mapping[int, int],
         tokens: NDArray[np.int32],
         length: NDArray[np.int64],
         layout: Layout,
     ) -> dict[int, list[int]]:
-        """Computes prompts as far as the step does, and makes `wanted` drafts for each slot. Writes them into `tokens`
+        """Computes prompts as far as the step does, and makes `counts` drafts for each slot. Writes them into `tokens`
         [slots, positions] after the `length` known ones."""
-        due = in_order(self._due(chunks, wanted, length))
+        due = in_order(self._due(chunks, counts, length))
         if not due:
             return {}
         logits = self._compute(*layout(due))
         for chunk in due:
             self._computed[chunk.slot] = chunk.start + chunk.count
-        found: dict[int, list[int]] = {chunk.slot: [] for chunk in due if chunk.samples}
-        for slot in found:
+        by_slot: dict[int, list[int]] = {chunk.slot: [] for chunk in due if chunk.samples}
+        for slot in by_slot:
             self._draws.follow(slot, tokens[slot, self._followed[slot] : length[slot]].tolist())
             self._followed[slot] = length[slot]
-        slots = list(found)
+        slots = list(by_slot)
         while slots:
             for slot, draft in zip(slots, self._draws.draw(logits, slots), strict=True):
-                found[slot].append(draft)
-                tokens[slot, length[slot] + len(found[slot]) - 1] = draft
-            slots = [slot for slot in slots if len(found[slot]) < wanted[slot]]
+                by_slot[slot].append(draft)
+                tokens[slot, length[slot] + len(by_slot[slot]) - 1] = draft
+            slots = [slot for slot in slots if len(by_slot[slot]) < counts[slot]]
             if slots:
                 logits = self._compute(*layout([Chunk(slot, int(self._computed[slot]), 1, True) for slot in slots]))
                 self._computed[slots] += 1
-        self._draws.rewind({slot: len(drafts) for slot, drafts in found.items()})
-        return found
+        self._draws.rewind({slot: len(drafts) for slot, drafts in by_slot.items()})
+        return by_slot
 
-    def _due(self, chunks: Iterable[Chunk], wanted: Mapping[int, int], length: NDArray[np.int64]) -> Iterable[Chunk]:
+    def _due(self, chunks: Iterable[Chunk], counts: Mapping[int, int], length: NDArray[np.int64]) -> Iterable[Chunk]:
         for chunk in chunks:
-            slot, known = chunk.slot, int(length[chunk.slot])
+            slot, written = chunk.slot, int(length[chunk.slot])
             if self._computed[slot] < 0:
                 self._computed[slot] = max(0, chunk.start - REDONE)
-            start = min(int(self._computed[slot]), known - 1)  # resumes after the last accepted draft
-            drafts = wanted[slot] > 0
-            end = known if drafts else chunk.start + chunk.count
+            start = min(int(self._computed[slot]), written - 1)  # resumes after the last accepted draft
+            drafts = counts[slot] > 0
+            end = written if drafts else chunk.start + chunk.count
             decodes = chunk.samples and chunk.count == 1
             if drafts or not decodes or end - start >= PIECE:
                 yield Chunk(slot, start, end - start, drafts)

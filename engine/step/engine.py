@@ -54,8 +54,8 @@ class CollectiveTimeouts:
         if not self.longest:
             return self.set_to
         size = max(1, tokens).bit_length()
-        known = max((s for s in self.longest if s <= size), default=min(self.longest))
-        return max(self.least, TIMEOUT_FACTOR * self.longest[known] * 2.0 ** max(0, size - known))
+        measured = max((s for s in self.longest if s <= size), default=min(self.longest))
+        return max(self.least, TIMEOUT_FACTOR * self.longest[measured] * 2.0 ** max(0, size - measured))
 
 
 class StepRunner(Protocol):
@@ -126,11 +126,11 @@ class StepProgress:
 def _timed(runner: StepRunner, batch: Batch, progress: StepProgress, hook: Ahead | None = None) -> StepResult | None:
     """Calls runner.run and records the progress of this step and of earlier pending ones."""
 
-    def ahead(known: Sequence[StepResult]) -> None:
-        for _ in known:
+    def ahead(results: Sequence[StepResult]) -> None:
+        for _ in results:
             progress.finish()
         if hook is not None:
-            hook(known)
+            hook(results)
 
     progress.start(batch.num_tokens)
     try:
@@ -210,8 +210,8 @@ class Engine:
             return self._release(self.scheduler.take_events())
         shown: list[TokensEvent] = []
 
-        def ahead(known: Sequence[StepResult]) -> None:
-            for result in known:
+        def ahead(results: Sequence[StepResult]) -> None:
+            for result in results:
                 shown.extend(self._commit(result))
             self._planned = self._plan()
 

@@ -66,7 +66,7 @@ def working_bytes(
     refused = collectives_refuse(backend, shard.size, emulated) or experts_refuse(shard.config)
     name = "flashinfer" if flashinfer else "torch"
     graphs, _ = graphed(keys.cuda_graphs, device.type, flashinfer, name, refused)
-    wanted = MemoryKeys(
+    memory_keys = MemoryKeys(
         max_num_seqs=keys.max_num_seqs,
         max_num_batched_tokens=keys.max_num_batched_tokens,
         max_model_len=length,
@@ -78,7 +78,7 @@ def working_bytes(
         standby=deployment.daemon.standby > 0,
     )
     sharing = Sharing(shard.spread, shard.per_node)
-    return working_memory(shard.config, shard.size, dtype.itemsize, wanted, sharing)
+    return working_memory(shard.config, shard.size, dtype.itemsize, memory_keys, sharing)
 
 
 def configured_kv_bytes(keys: EngineKeys, cpu: bool) -> int | None:
@@ -92,7 +92,7 @@ def check_memory(
     """Raises CapacityError if a rank's weights, KV and `working` memory exceed `free` (bytes)."""
     kv = configured_kv_bytes(keys, device.type == "cpu") or 0
     if weights + kv + sum(working.values()) > free:
-        others = "".join(f", {held >> 20} MiB for {name}" for name, held in working.items() if held)
+        others = "".join(f", {amount >> 20} MiB for {name}" for name, amount in working.items() if amount)
         raise CapacityError(
             f"a rank needs about {weights >> 20} MiB for weights and {kv >> 20} MiB for KV{others}, {free >> 20} MiB "
             f"are free: use more ranks than {size}, a smaller kv_cache_memory or another dtype"
@@ -105,10 +105,10 @@ def kv_budget(keys: EngineKeys, total: int | None, free: int, working: Mapping[s
     configured = configured_kv_bytes(keys, total is None)
     if configured is not None or total is None:
         return Budget(configured or 0, "engine.kv_cache_memory", "raise engine.kv_cache_memory to that")
-    kept = int(total * (1.0 - keys.gpu_memory_utilization))
-    left = max(0, free - kept - sum(working.values()))
-    parts = [f"{kept / GIB:.2f} unused by engine.gpu_memory_utilization={keys.gpu_memory_utilization:g}"]
-    parts += [f"{held / GIB:.2f} for {name}" for name, held in working.items() if held]
+    unused = int(total * (1.0 - keys.gpu_memory_utilization))
+    left = max(0, free - unused - sum(working.values()))
+    parts = [f"{unused / GIB:.2f} unused by engine.gpu_memory_utilization={keys.gpu_memory_utilization:g}"]
+    parts += [f"{amount / GIB:.2f} for {name}" for name, amount in working.items() if amount]
     words = f"{free / GIB:.2f} GiB free after the weights, less {', '.join(parts)}"
     return Budget(left, words, "raise engine.gpu_memory_utilization, lower engine.max_num_seqs, use more ranks")
 

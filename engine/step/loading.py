@@ -42,7 +42,7 @@ def held_weights(
     deployment, else new ones. None if memfd is unavailable. identity: what this rank has read of the model so far; the
     retained weights keep that of the rank that packed them."""
     files = sorted({stored.file for stored in source.tensors.values()})
-    stats = [(str(path), (found := path.stat()).st_size, found.st_ctime_ns, found.st_ino) for path in files]
+    stats = [(str(path), (status := path.stat()).st_size, status.st_ctime_ns, status.st_ino) for path in files]
     pipeline = communicator.pipeline
     layout = p.tensor_parallel_size, p.pipeline_parallel_size, p.pipeline_layers, p.deterministic, p.embedding
     place = communicator.rank, None if pipeline is None else pipeline.stage
@@ -51,12 +51,12 @@ def held_weights(
     label = hashlib.sha256(repr(made).encode()).hexdigest()
     if file >= 0:
         try:
-            held = HeldPages(file)
+            retained = HeldPages(file)
         except (OSError, ValueError) as error:
             log.warning("cannot map the retained weights, loading them: %s", error)
         else:
-            if held.label == label:
-                return held
+            if retained.label == label:
+                return retained
             log.warning("the retained weights do not match the checkpoint, deployment or CPU tier, loading them")
     try:
         fresh = HeldPages()
@@ -97,9 +97,9 @@ def load_weights(
     on = f"{communicator.size} rank{'s' * (communicator.size > 1)} on {nodes} node{'s' * (nodes > 1)}"
     if communicator.pipeline is not None:
         on = f"stage {communicator.pipeline.stage}: {on}"
-    held = ", the rest lay in memory" if pages is not None and pages.filled else ""
+    reused = ", the rest lay in memory" if pages is not None and pages.filled else ""
     verb = "read" if source.seed is None else "drew (load_format dummy)"
-    say(f"weights: {on} {verb} {total / 1e9:.2f} GB in {took:.1f} s{held}")
+    say(f"weights: {on} {verb} {total / 1e9:.2f} GB in {took:.1f} s{reused}")
 
 
 def give_back_freed() -> None:

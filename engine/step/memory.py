@@ -79,13 +79,13 @@ def working_memory(
         # Every sum in flight is kept in addition to the lanes' own outputs, which are subtracted when it completes.
         in_flight = (1 + copies) * (2 * lanes.delay + 1) + keys.gpu
     # A GPU's norm adds two tensors first: in memory are both, the sum and the norm, [tokens, d] each.
-    each = max(2 * copies * d + widest, 3 * copies * d if keys.gpu else 0) * value_bytes
+    per_token = max(2 * copies * d + widest, 3 * copies * d if keys.gpu else 0) * value_bytes
     tokens, logits = keys.max_num_batched_tokens, 4 * rows
     drawn = max(keys.max_num_seqs, min(tokens, keys.max_num_seqs * (1 + keys.drafts)))
     # Filters need whole rows: gathered parts and a contiguous copy; the layers' activations are free by then.
     filters = keys.max_num_seqs * (8 * shard.padded_vocab + 2 * logits) if keys.gpu else 0
     parts = {
-        "activations": max(int(tokens * each + 2 * drawn * logits), filters),
+        "activations": max(int(tokens * per_token + 2 * drawn * logits), filters),
         "all-reduces in flight": int(in_flight * tokens * d * value_bytes) if size > 1 or copies > 1 else 0,
     }
     if keys.gpu:
@@ -117,7 +117,7 @@ def working_memory(
     # conversion to fp32.
     parts["CUDA graphs"] = 0
     if sizes:
-        largest = sizes[-1] * (each + 3 * logits) + _of_experts(shard, sizes[-1], value_bytes)
+        largest = sizes[-1] * (per_token + 3 * logits) + _of_experts(shard, sizes[-1], value_bytes)
         parts["CUDA graphs"] = int(len(sizes) * GRAPH_BYTES + largest) + widened
     return parts
 

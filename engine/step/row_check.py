@@ -98,9 +98,13 @@ class RowCheck:
             trace, row = self._forward(chunks, random.choice((0, random.randrange(rows)))), 0
             for chunk in chunks:
                 sequence = going[chunk.slot].sequence
-                found = self._differs(trace, row, chunk, sequence)
-                if found is not None and (first is None or (step, found[0]) < first[:2]):
-                    first = step, found[0], Difference(case, step, trace[found[0]][0], rows, sequence, found[1])
+                diff = self._differs(trace, row, chunk, sequence)
+                if diff is not None and (first is None or (step, diff[0]) < first[:2]):
+                    first = (
+                        step,
+                        diff[0],
+                        Difference(case, step, trace[diff[0]][0], rows, sequence, diff[1]),
+                    )
                 row += chunk.count
         raise AssertionError("a case has an end")
 

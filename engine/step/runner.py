@@ -114,10 +114,10 @@ class Runner:
                 split += sum(drafted[chunk.slot] for chunk in chunks[:split])  # each decode has its drafts' rows too
                 chunks = in_order(self._with_drafts(batch, drafted))
             logits = self._forward(chunks, early, split)
-            known = self._settle()
+            settled = self._settle()
             drawing = overlaps and self._start(batch, chunks, logits, began)
             if ahead is not None and early is None:
-                ahead(() if known is None else (known,))
+                ahead(() if settled is None else (settled,))
             if drawing:
                 return None
             result = self._draw(batch, chunks, logits, drafted)
@@ -128,19 +128,19 @@ class Runner:
         """Writes drafts after the known tokens of the slots that may have some; returns their numbers by slot. None if
         no slot may have drafts in this step or the previous one."""
         last, self._speculated = self._speculated, any(chunk.drafts for chunk in batch.chunks)
-        wanted = {c.slot: min(c.drafts, max(0, int(self._end[c.slot] - self.length[c.slot]))) for c in batch.chunks}
-        found: Iterable[tuple[int, list[int]]]
+        requested = {c.slot: min(c.drafts, max(0, int(self._end[c.slot] - self.length[c.slot]))) for c in batch.chunks}
+        proposals: Iterable[tuple[int, list[int]]]
         if self._draft_model is not None:
             model = self._draft_model
-            found = model.propose(batch.chunks, wanted, self.tokens, self.length, self._layout).items()
+            proposals = model.propose(batch.chunks, requested, self.tokens, self.length, self._layout).items()
         if not (last or self._speculated):
             return None
         if self._draft_model is None:
-            found = ((s, look_up(self.tokens[s, : self.length[s]], most)) for s, most in wanted.items() if most)
-        counts = dict.fromkeys(wanted, 0)
-        for slot, drafts in found:
-            drafts, known = self.sampler.drafted(slot, drafts), int(self.length[slot])
-            self.tokens[slot, known : known + len(drafts)] = drafts
+            proposals = ((s, look_up(self.tokens[s, : self.length[s]], most)) for s, most in requested.items() if most)
+        counts = dict.fromkeys(requested, 0)
+        for slot, drafts in proposals:
+            drafts, length = self.sampler.drafted(slot, drafts), int(self.length[slot])
+            self.tokens[slot, length : length + len(drafts)] = drafts
             counts[slot] = len(drafts)
         return counts
 
@@ -177,9 +177,9 @@ class Runner:
         logits = graphs.run(layout, tokens)
         if during_collective is not None:
             during_collective()  # the whole step is queued on the device
-        whole = len(rows) == len(chunks) or not self.model.shard.samples
-        self._replayed = whole
-        return logits if whole else logits[upload(rows.numpy(), self.device)]
+        all_rows = len(rows) == len(chunks) or not self.model.shard.samples
+        self._replayed = all_rows
+        return logits if all_rows else logits[upload(rows.numpy(), self.device)]
 
     def _attentions(self) -> Iterator[AttentionBackend]:
         yield self.attention
@@ -290,14 +290,14 @@ class Runner:
             return None
         drawn = self.sampler.finish()
         slots = np.asarray(pending.slots)
-        held = np.flatnonzero(self._due[slots] >= 0)  # the other slots were released and may be reused
-        self.tokens[slots[held], pending.at[held]] = drawn.ids[held]
+        current = np.flatnonzero(self._due[slots] >= 0)  # the other slots were released and may be reused
+        self.tokens[slots[current], pending.at[current]] = drawn.ids[current]
         self._due[slots] = -1
         poisoned = {pending.slots[row] for row in np.flatnonzero(drawn.nonfinite)}
         if poisoned:
             # Another sequence may use released blocks by now. It has not read the zeroed values: backends with which
             # steps overlap read nothing after a sequence's last position (build.py).
-            self._zero_sequences(poisoned.intersection(slots[held].tolist()))
+            self._zero_sequences(poisoned.intersection(slots[current].tolist()))
             self.cache.zero_blocks(pending.blocks)
         self._observe(pending.batch, pending.began)
         return self._result(pending.batch, pending.slots, drawn, poisoned, {})
@@ -400,10 +400,10 @@ class Runner:
             count = chunk.count if chunk.prompt_logprobs else int(chunk.samples)
             if chunk.prompt_logprobs:
                 # The chunk's last position has a next token only if the prompt continues after it.
-                known = min(chunk.count, int(self.length[chunk.slot]) - chunk.start - 1)
-                targets = self.tokens[chunk.slot, chunk.start + 1 : chunk.start + 1 + known]
+                targeted = min(chunk.count, int(self.length[chunk.slot]) - chunk.start - 1)
+                targets = self.tokens[chunk.slot, chunk.start + 1 : chunk.start + 1 + targeted]
                 top = self._prompt_top[chunk.slot]
-                scored[chunk.slot] = self.sampler.score(logits[row : row + known], targets, top) if known else []
+                scored[chunk.slot] = self.sampler.score(logits[row : row + targeted], targets, top) if targeted else []
             row += count
             if chunk.samples:
                 picked.append(row - 1)

@@ -74,22 +74,22 @@ def model_config(
     return config, sharing, warnings
 
 
-def model_length(config: ModelConfig, wanted: int | None) -> int:
+def model_length(config: ModelConfig, requested: int | None) -> int:
     """The length of the longest sequence that is served. Raises CapacityError."""
     most = config.longest_context
-    if wanted is not None and wanted > most:
+    if requested is not None and requested > most:
         raise CapacityError(
-            f"model.max_model_len={wanted}: the checkpoint knows {most} positions; use at most {most}, or declare a "
+            f"model.max_model_len={requested}: the checkpoint knows {most} positions; use at most {most}, or declare a "
             "scaling in its config.json (rope_scaling)"
         )
-    return wanted or min(most, config.max_position_embeddings)
+    return requested or min(most, config.max_position_embeddings)
 
 
 def make_share(
     deployment: Deployment,
     communicator: Communicator,
     device: torch.device,
-    held: int | None = None,
+    retained_fd: int | None = None,
     salt: bytes = b"",
 ) -> Share:
     """Reads the checkpoint's headers and samples of its weights, and resolves `auto` and null. held: the descriptor of
@@ -112,12 +112,12 @@ def make_share(
     samples = {part: source.sample(salt, *share_of_node(communicator)) for part, source in sources.items()}
     stored = make_stored_products(source, shard, device, parallel.deterministic)
     pages = None
-    if held is not None and device.type == "cpu" and deployment.daemon.standby:
+    if retained_fd is not None and device.type == "cpu" and deployment.daemon.standby:
         read = repr(config), source.seed, [(sample.files, sample.fixed, sample.origin) for sample in samples.values()]
-        pages = held_weights(source, keys, parallel, communicator, held, read)
+        pages = held_weights(source, keys, parallel, communicator, retained_fd, read)
     ops = make_ops(device, dtype, keys.weights, parallel.deterministic, pages)
-    kept = frozenset[str]() if stored is None else stored.products
-    needed = source.rank_bytes(shard, dtype.itemsize, kept, ops.matrix_bytes)
+    products = frozenset[str]() if stored is None else stored.products
+    needed = source.rank_bytes(shard, dtype.itemsize, products, ops.matrix_bytes)
     if pages is not None:
         needed = max(0, needed - pages.nbytes)
     if draft is not None:

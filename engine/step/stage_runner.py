@@ -68,15 +68,15 @@ class StageRunner(Runner):
         return self._receive() if self._in_flight else None
 
     def _run_first(self, batch: Batch, ahead: Ahead | None, began: float) -> StepResult | None:
-        known = list[StepResult]()
+        results = list[StepResult]()
         if batch.chunks:
             needed = [(chunk.slot, chunk.start) for chunk in batch.chunks if chunk.count == 1]
             while any(self._due[slot] == position for slot, position in needed):
-                known.append(self._receive())
+                results.append(self._receive())
             while self._in_flight and self._pipeline.arrived():
-                known.append(self._receive())
+                results.append(self._receive())
             with torch.inference_mode():
-                self._run_chunks(batch, None if ahead is None else lambda: ahead(known))
+                self._run_chunks(batch, None if ahead is None else lambda: ahead(results))
             slots = [chunk.slot for chunk in batch.chunks if chunk.samples]
             at = self._lengthen(slots)
             self._due[slots] = at
@@ -84,9 +84,9 @@ class StageRunner(Runner):
             self._observe(batch, began)
             return None
         while self._in_flight:
-            known.append(self._receive())
+            results.append(self._receive())
         if ahead is not None:
-            ahead(known)
+            ahead(results)
         return decode_result(self._pipeline.receive_back())
 
     def _run_chunks(self, batch: Batch, during_collective: Any = None) -> StepResult:

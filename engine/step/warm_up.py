@@ -43,8 +43,8 @@ def warm_up(runner: Runner, limits: SchedulerLimits, tell: Callable[[str], None]
 def first_steps(limits: SchedulerLimits) -> Iterator[tuple[str, Batch]]:
     """Yields a prompt, then for each kind of sampling a prompt together with earlier sequences' decodes, then decodes
     alone and an empty step."""
-    each = -(-(PROMPT + 2 * len(DRAWS)) // limits.block_size)
-    room = min(limits.max_num_seqs, limits.num_blocks // each, len(DRAWS))
+    blocks_per_sequence = -(-(PROMPT + 2 * len(DRAWS)) // limits.block_size)
+    room = min(limits.max_num_seqs, limits.num_blocks // blocks_per_sequence, len(DRAWS))
     count = min(PROMPT, limits.max_num_batched_tokens - room + 1, limits.max_model_len - 2 * len(DRAWS))
     if room < 1 or count < 2:
         return  # too small for more than its own requests
@@ -55,7 +55,7 @@ def first_steps(limits: SchedulerLimits) -> Iterator[tuple[str, Batch]]:
             Batch(
                 slot,
                 admitted=(NewSequence(slot, 0, count, (0,) * count, params),),
-                blocks=((slot, tuple(range(slot * each, (slot + 1) * each))),),
+                blocks=((slot, tuple(range(slot * blocks_per_sequence, (slot + 1) * blocks_per_sequence))),),
                 chunks=(*decodes, Chunk(slot, 0, count, True)),
             ),
         )

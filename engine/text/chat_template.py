@@ -84,8 +84,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateError(f"the checkpoint's chat template refused the messages: {error.message}") from error
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            said = f"{type(error).__name__}: {error}"[:300]
-            raise TemplateError(f"the checkpoint's chat template failed on the messages: {said}") from error
+            reason = f"{type(error).__name__}: {error}"[:300]
+            raise TemplateError(f"the checkpoint's chat template failed on the messages: {reason}") from error
         return _cut_at_mark(text) if options.continue_final_message else text
 
 
@@ -102,30 +102,30 @@ def template_source(folder: Path, config: dict[str, Any]) -> str | None:
     """The template of a checkpoint folder: chat_template.jinja, else tokenizer_config.json's `chat_template` (a
     string, or a list of named ones, of which "default"), else chat_template.json; None where there is none."""
     beside = folder / "chat_template.jinja"
-    found: object = None
+    template: object = None
     if beside.is_file():
         if beside.stat().st_size > MAX_TEMPLATE_BYTES:
             raise TemplateError(f"{beside} has {beside.stat().st_size} bytes; at most {MAX_TEMPLATE_BYTES} are read")
-        found = beside.read_text(encoding="utf-8")
-    if found is None:
-        found = config.get("chat_template")
-    if found is None and (folder / "chat_template.json").is_file():
+        template = beside.read_text(encoding="utf-8")
+    if template is None:
+        template = config.get("chat_template")
+    if template is None and (folder / "chat_template.json").is_file():
         try:
             other = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
         except RecursionError:
             other = None
         if not isinstance(other, dict):
             raise TemplateError("chat_template.json is not an object with a chat_template")
-        found = other.get("chat_template")
-    if isinstance(found, list):
+        template = other.get("chat_template")
+    if isinstance(template, list):
         named = {
-            str(t["name"]): t["template"] for t in found if isinstance(t, dict) and {"name", "template"} <= t.keys()
+            str(t["name"]): t["template"] for t in template if isinstance(t, dict) and {"name", "template"} <= t.keys()
         }
         if "default" not in named:
             raise TemplateError(f'chat_template is a list of {sorted(named)} without "default": name one so')
-        found = named["default"]
-    if found is not None and not isinstance(found, str):
-        raise TemplateError(f"chat_template is a {type(found).__name__}; a string or a list of named ones is read")
-    if found is not None and len(found) > MAX_TEMPLATE_BYTES:
-        raise TemplateError(f"the chat template has {len(found)} characters; at most {MAX_TEMPLATE_BYTES} are read")
-    return found
+        template = named["default"]
+    if template is not None and not isinstance(template, str):
+        raise TemplateError(f"chat_template is a {type(template).__name__}; a string or a list of named ones is read")
+    if template is not None and len(template) > MAX_TEMPLATE_BYTES:
+        raise TemplateError(f"the chat template has {len(template)} characters; at most {MAX_TEMPLATE_BYTES} are read")
+    return template

@@ -51,10 +51,10 @@ class Pieces:
 
     def raw(self, token: int) -> bytes:
         """The bytes that a token adds to the text; empty for ids that the tokenizer does not know."""
-        known = self._raw.get(token)
-        if known is None:
-            known = self._raw[token] = self._find(token)
-        return known
+        data = self._raw.get(token)
+        if data is None:
+            data = self._raw[token] = self._find(token)
+        return data
 
     def is_byte(self, token: int) -> bool:
         """Whether a token is one raw byte of the byte fallback (`<0xAB>`)."""
@@ -103,15 +103,15 @@ def _kind(decoder: dict[str, object] | None) -> Kind:
     if [step.get("type") for step in steps] in (_FALLBACK, _FALLBACK[:-1]):
         replace, _, _, *strip = steps
         if (replace.get("pattern"), replace.get("content")) == ({"String": "▁"}, " ") and all(
-            (each.get("content"), each.get("start"), each.get("stop")) == (" ", 1, 0) for each in strip
+            (step.get("content"), step.get("start"), step.get("stop")) == (" ", 1, 0) for step in strip
         ):
             return "fallback" if strip else "unstripped"
     return "window"
 
 
 def _fallback_byte(word: str) -> int | None:
-    found = _BYTE_TOKEN.fullmatch(word)
-    return None if found is None else int(found[1], 16)
+    match = _BYTE_TOKEN.fullmatch(word)
+    return None if match is None else int(match[1], 16)
 
 
 class _Bytes:
@@ -243,14 +243,14 @@ class OutputText:
             return ""
         text, seen = self._tail + new, len(self._tail)
         if self.n_tokens > self._min_tokens:
-            found = _first_stop(text, seen, self._stops)
-            if found is not None:
-                start, self.matched = found
+            stop = _first_stop(text, seen, self._stops)
+            if stop is not None:
+                start, self.matched = stop
                 self._tail = ""
                 return text[: start + len(self.matched)] if self._include_stop else text[:start]
-        held = held_back(text, self._stops)
-        self._tail = text[len(text) - held :]
-        return text[: len(text) - held]
+        suffix = held_back(text, self._stops)
+        self._tail = text[len(text) - suffix :]
+        return text[: len(text) - suffix]
 
 
 def _first_stop(text: str, seen: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
@@ -262,10 +262,10 @@ def _first_stop(text: str, seen: int, stops: tuple[str, ...]) -> tuple[int, str]
 
 def held_back(text: str, stops: tuple[str, ...]) -> int:
     """The length of the longest end of `text` that is a proper beginning of a stop string."""
-    held = 0
+    longest = 0
     for stop in stops:
-        for length in range(min(len(stop) - 1, len(text)), held, -1):
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
             if text.endswith(stop[:length]):
-                held = length
+                longest = length
                 break
-    return held
+    return longest

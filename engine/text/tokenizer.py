@@ -111,17 +111,17 @@ class TextModel:
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The ids of each word at a text's start, and after a space if as many other ids spell it (vLLM's rule)."""
-        found: dict[tuple[int, ...], None] = {}
+        spellings: dict[tuple[int, ...], None] = {}
         for word in words:
             plain, spaced = (
                 tuple(self.tokenizer.encode(before + word.lstrip(), add_special_tokens=False).ids)
                 for before in ("", " ")
             )
             if plain:
-                found[plain] = None
+                spellings[plain] = None
                 if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                    found[spaced] = None
-        return tuple(found)
+                    spellings[spaced] = None
+        return tuple(spellings)
 
     def compile_template(self) -> None:
         """Compiles the template, once, if the checkpoint has one. Raises TemplateError."""
@@ -159,12 +159,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     """Name (bos_token, …) -> text; the files write a token as a string or as an object with `content`."""
-    found = {}
+    tokens = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+            tokens[name] = text
+    return tokens
 
 
 def _bos_rule(config: dict[str, Any]) -> bool | None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from door import LIMITS, ORIGIN, completion
 from laddertron.engine.daemon.dispatch import Dispatcher
-from laddertron.engine.daemon.flight import ISOLATION_DEATHS, NEAR, Flight, FlightOwner, Suspicion
+from laddertron.engine.daemon.flight import ISOLATION_DEATHS, SUSPECT_TOKENS, Flight, FlightOwner, Suspicion
 from laddertron.engine.job import JobState
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.openai.to_engine import to_requests
@@ -210,11 +210,11 @@ def test_suspects_run_one_after_the_other_past_their_place() -> None:
             job.lose(suspects=2)
             job.to("ready")
         assert job.aboard == ["b"], "c only waited, and waits for those that run alone"
-        advance(job, flights["b"], NEAR)
+        advance(job, flights["b"], SUSPECT_TOKENS)
         assert job.aboard == ["b"], "it is where it stood, still"
         advance(job, flights["b"], 1)
         assert job.aboard == ["a"]
-        advance(job, flights["a"], NEAR + 1)
+        advance(job, flights["a"], SUSPECT_TOKENS + 1)
         assert sorted(job.aboard) == ["a", "b", "c"]
         assert [one.owner.deaths for one in flights.values()] == [2, 2, 0]  # type: ignore[attr-defined]
 
@@ -247,9 +247,9 @@ def test_what_resumed_in_a_new_launch_is_not_queued_again_when_the_old_one_dies(
         assert job.aboard == ["b"]
         first = job.ids["b"]
         job.reload()
-        advance(job, flights["b"], NEAR + 1)
+        advance(job, flights["b"], SUSPECT_TOKENS + 1)
         assert job.aboard == ["a"]
-        advance(job, flights["a"], NEAR + 1)
+        advance(job, flights["a"], SUSPECT_TOKENS + 1)
         assert (job.former, job.aboard) == (["b"], ["a", "b"])
         job.listener.on_running([first], [])
         job.listener.on_lost(1, "as the test says", True)
@@ -307,11 +307,11 @@ def test_who_kills_alone_twice_is_given_up_and_the_others_are_cleared() -> None:
         for _ in range(2):
             job.lose(suspects=3)
         assert job.aboard == ["c"]
-        advance(job, flights["c"], NEAR + 1)
+        advance(job, flights["c"], SUSPECT_TOKENS + 1)
         assert job.aboard == ["a"]
         job.lose(suspects=1)
         assert job.aboard == ["b"]
-        advance(job, flights["b"], NEAR + 1)
+        advance(job, flights["b"], SUSPECT_TOKENS + 1)
         assert job.aboard == ["a"]
         job.lose(suspects=1)
         assert [one.owner.error for one in flights.values()] == ["quarantined", None, None]  # type: ignore[attr-defined]
@@ -327,7 +327,7 @@ def test_a_conviction_clears_those_who_wait_to_run_alone() -> None:
             job.lose(suspects=3)
         job.lose(suspects=1)  # c, before any other has run alone
         assert job.aboard == ["b"]
-        advance(job, flights["b"], NEAR + 1)
+        advance(job, flights["b"], SUSPECT_TOKENS + 1)
         assert job.aboard == ["c"]
         job.lose(suspects=1)
         assert flights["c"].owner.error == "quarantined"  # type: ignore[attr-defined]
