@@ -24,7 +24,7 @@ from ..engine.daemon.http.keys import KeyFileError, KeyRing
 from ..engine.daemon.http.logs import set_up
 from ..engine.daemon.http.server import listen
 from ..engine.daemon.http.tls import TlsFault, check_pair
-from ..engine.daemon.service import Daemon, Parts, calm_collector
+from ..engine.daemon.service import Daemon, Parts, freeze_gc
 from ..engine.daemon.store.disk import DiskError, make_folder
 from ..engine.daemon.store.disk_watch import DiskWatch
 from ..engine.daemon.store.store import StoreOptions
@@ -82,7 +82,7 @@ def serve(
         in_use = dict[str, int]()
 
         def specs(changed: Deployment) -> list[ReplicaSpec]:
-            return replica_specs(changed, _teller(watcher, changed), in_use=in_use)
+            return replica_specs(changed, _failure_reporter(watcher, changed), in_use=in_use)
 
         jobs = [Replica(spec) for spec in specs(deployment)]
     except (OSError, ValueError, KeyFileError) as error:
@@ -150,7 +150,7 @@ async def _run(
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     beside = [
-        asyncio.create_task(calm_collector(daemon)),
+        asyncio.create_task(freeze_gc(daemon)),
         asyncio.create_task(reloader.run()),
         asyncio.create_task(_say_ready(deployment, daemon, listener, scraped)),
         asyncio.create_task(_say_serving(daemon, Path(deployment.daemon.data_dir), serving)),
@@ -238,7 +238,7 @@ def _bundles(deployment: Deployment) -> FailureBundles:
     return FailureBundles(deployment, data_dir / "bundles", logs=data_dir)
 
 
-def _teller(observer: Observer, deployment: Deployment) -> Callable[[int, JobFailure], None]:
+def _failure_reporter(observer: Observer, deployment: Deployment) -> Callable[[int, JobFailure], None]:
     bundles = _bundles(deployment)
 
     def tell(replica: int, failure: JobFailure) -> None:

@@ -125,16 +125,17 @@ def prepare(
     gated: bool = False,
     stored: Fp8 | None = None,
     tree: Tree | None = None,
-    hands_on: bool = False,
+    quantised_output: bool = False,
 ) -> Product:
     """The layer's product including its norm, from loaded weights. gated: a [gate | up] layer. tree: adds a
     row-parallel product in a tree. Frees the parameter if the operators hold a repacked copy; quantised weights
-    (`stored`) are not repacked. hands_on: see Fp8.product_of."""
+    (`stored`) are not repacked. quantised_output: see Fp8.product_of."""
     weight: Tensor = layer.weight.detach()
     bias: Tensor | None = None if layer.bias is None else layer.bias.detach()
     if (
         stored is not None
-        and (quantised := stored.product_of(layer, bias, norm, gated=gated, hands_on=hands_on)) is not None
+        and (quantised := stored.product_of(layer, bias, norm, gated=gated, quantised_output=quantised_output))
+        is not None
     ):
         return quantised
     if gated:

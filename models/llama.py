@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_ODD = 0x1E3779B97F4A7C15
+_ODD_FACTOR = 0x1E3779B97F4A7C15
 """Odd, so that its multiples differ modulo 2^64. The factor of a position in the routing digest is such a multiple,
 with its high bits mixed into the low ones."""
 
@@ -259,7 +259,7 @@ class LlamaModel(nn.Module):
                 self._norm(shared),
                 gated=True,
                 stored=self.stored,
-                hands_on=self.stored is not None and down_name in self.stored.products,
+                quantised_output=self.stored is not None and down_name in self.stored.products,
             ),
             down=None if down is None else prepare(down, self.ops, stored=self.stored, tree=self.tree),
             mixture=mixture,
@@ -424,8 +424,8 @@ class LlamaModel(nn.Module):
         if self.routing is None:
             self._routing.update(chosen.to(torch.int16).numpy().tobytes())
             return
-        factors = torch.arange(1, len(chosen) + 1, device=chosen.device).mul_(_ODD)
-        factors.bitwise_xor_(factors >> 29).mul_(_ODD).bitwise_or_(1)
+        factors = torch.arange(1, len(chosen) + 1, device=chosen.device).mul_(_ODD_FACTOR)
+        factors.bitwise_xor_(factors >> 29).mul_(_ODD_FACTOR).bitwise_or_(1)
         self.routing.add_(factors.mul_(chosen + 1).sum())
 
     def routed(self) -> bytes:

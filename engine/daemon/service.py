@@ -290,7 +290,7 @@ class Daemon:
         return Services(*core, batches, int(time.time()), bodies, uploads)
 
 
-async def calm_collector(daemon: Daemon) -> None:
+async def freeze_gc(daemon: Daemon) -> None:
     """Once the daemon listens, exempts all existing objects from garbage collection, which would delay every stream by
     a tenth of a second. Only for a process that runs nothing but this daemon."""
     await daemon.started.wait()

@@ -63,7 +63,7 @@ def search(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (r, c) sums columns [c * CHUNK, (c + 1) * CHUNK) of row r: the count (levels 0 to 12, for top_k) or mass
-    (13 to 25, for top_p) of each digit of this level, into new_sums. It also writes `_found`'s state into new_state."""
+    (13 to 25, for top_p) of each digit of this level, into new_sums. It writes the search's state into new_state."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scale, top_k = tl.load(filters + row * 4), tl.load(filters + row * 4 + 1)
     top_p, peak = tl.load(filters + row * 4 + 2), tl.load(peaks + row).to(tl.float64)

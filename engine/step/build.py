@@ -129,7 +129,7 @@ def make_grammars(folder: Path, config: ModelConfig) -> Grammars:
     try:
         return GrammarSlots(folder, config.vocab_size, config.eos_token_ids)
     except (ValueError, OSError) as fault:
-        return NoGrammars(f"structured output cannot be had here: {fault}")
+        return NoGrammars(f"structured output is not available: {fault}")
 
 
 def _mute(line: str) -> None:
@@ -137,7 +137,7 @@ def _mute(line: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Voice:
+class StartLog:
     """Output of a start: the log (only on rank 0) and progress."""
 
     say: Callable[[str], None] = _mute
@@ -159,28 +159,28 @@ def build(
     CapacityError, ShapeError, StageError, WiringError, ConfigError, WeightsError, AttentionError or GraphsError."""
     give_back_freed()
     leads, keys, parallel = communicator.rank == 0, deployment.engine, deployment.parallel
-    voice = Voice(log.info, log.warning, tell) if leads else Voice(tell=tell)
+    start_log = StartLog(log.info, log.warning, tell) if leads else StartLog(tell=tell)
     if device.type == "cpu":
-        voice.say(f"CPU tier: {cpu_tier.described(cpu_tier.current(), cpu_tier.own())}")
+        start_log.say(f"CPU tier: {cpu_tier.described(cpu_tier.current(), cpu_tier.own())}")
     share = make_share(deployment, communicator, device, weights_file, salt)
-    warnings = _announce(share, parallel, device, voice)
+    warnings = _announce(share, parallel, device, start_log)
     working = _check(share, deployment, communicator, device)
 
     model = _model(share, parallel, communicator, device)
-    load_weights(model, share.source, deployment.daemon.load_timeout, communicator, progress, voice.say)
+    load_weights(model, share.source, deployment.daemon.load_timeout, communicator, progress, start_log.say)
     if communicator.size > 1:
         check_sums(communicator, share.config.hidden_size, keys.max_num_batched_tokens, share.dtype, device)
         if share.sharing.per_node > 1:
             check_sums(communicator, share.config.hidden_size, keys.max_num_batched_tokens, share.dtype, device, True)
     keep_freed()
 
-    cache, num_blocks = _cache(share, keys, communicator, device, working, voice)
+    cache, num_blocks = _cache(share, keys, communicator, device, working, start_log)
     attention, why = make_attention(keys.attention, share.shard, cache, share.dtype, bool(parallel.deterministic))
     fallback = fell_back(device, keys.attention, attention.name != "torch")
-    (voice.warn if fallback else voice.say)(f"attention: {why}")
+    (start_log.warn if fallback else start_log.say)(f"attention: {why}")
     on_device, why = drawn_on_device(communicator, device, attention, bool(parallel.deterministic))
     if device.type == "cuda":
-        voice.say(f"drawn ids: {why}")
+        start_log.say(f"drawn ids: {why}")
     sampler = _sampler(share, deployment, model, communicator, device, on_device)
     draft, pipeline = None, communicator.pipeline
     if share.draft is not None:
@@ -209,7 +209,7 @@ def build(
         max_scored_positions=max(1, SCORED_LOGITS // len(share.shard.vocab)),
         speculation=speculation_rule(keys.speculation),
     )
-    graphs = _warmed_up(runner, limits, deployment, communicator, device, working.get("CUDA graphs", 0), voice)
+    graphs = _warmed_up(runner, limits, deployment, communicator, device, working.get("CUDA graphs", 0), start_log)
     limits = replace(limits, split=split_rule(parallel, communicator, share.config, device, graphs))
     model_limits = ModelLimits(
         max_model_len=share.length,
@@ -244,18 +244,20 @@ def _sampler(
     return sampler
 
 
-def _announce(share: Share, parallel: ParallelConfig, device: torch.device, voice: Voice) -> list[str]:
+def _announce(share: Share, parallel: ParallelConfig, device: torch.device, start_log: StartLog) -> list[str]:
     """Logs the choices that follow from the share; returns warnings."""
     stage, stored, deterministic = share.stage, share.stored, parallel.deterministic
     if parallel.pipeline_parallel_size > 1:
         first = stage.first_layer
-        voice.say(f"stage {stage.index} of {stage.count}: layers {first} to {first + stage.config.num_layers - 1}")
+        start_log.say(f"stage {stage.index} of {stage.count}: layers {first} to {first + stage.config.num_layers - 1}")
     if fell_back(device, "auto", share.ops.name != "torch"):
-        voice.warn(
+        start_log.warn(
             "norms, gates and rotations: several kernels each by torch, as Triton is missing: make env ACCEL=cuda"
         )
     if skipped := [name for name in share.source.tensors if name.startswith(share.config.ignored)]:
-        voice.say(f"weights: {len(skipped)} tensors that predict more than one token are not used ({skipped[0]}, …)")
+        start_log.say(
+            f"weights: {len(skipped)} tensors that predict more than one token are not used ({skipped[0]}, …)"
+        )
     warnings = [*share.warnings, *(() if stored is None else stored.warnings)]
     if deterministic and device.type != "cpu":
         warnings.append(
@@ -320,7 +322,7 @@ def _cache(
     communicator: Communicator,
     device: torch.device,
     working: Mapping[str, int],
-    voice: Voice,
+    start_log: StartLog,
 ) -> tuple[KVCache, int]:
     """Allocates the KV cache in the free memory; returns it and the number of blocks for sequences."""
     budget = agreed_budget(keys, communicator, device, working)
@@ -331,7 +333,7 @@ def _cache(
     num_blocks = count_blocks(budget, one, keys.block_size, keys.max_num_seqs, share.length, spare)
     if communicator.pipeline is not None:
         num_blocks = communicator.pipeline.least(num_blocks)
-    voice.say(describe_budget(budget, num_blocks, keys.block_size))
+    start_log.say(describe_budget(budget, num_blocks, keys.block_size))
     return make_cache(share.shard, num_blocks + spare, keys.block_size, share.kv_dtype, device), num_blocks
 
 
@@ -342,16 +344,16 @@ def _warmed_up(
     communicator: Communicator,
     device: torch.device,
     reserved: int,
-    voice: Voice,
+    start_log: StartLog,
 ) -> DecodeGraphs | None:
     """Warms up, sets the collectives' timeouts and records graphs. reserved: bytes kept free for the graphs."""
     if compiles(device):
         # NOTE: compilation times differ between ranks: collectives still have the timeout of a load.
-        warm_up(runner, limits, voice.tell)
+        warm_up(runner, limits, start_log.tell)
         communicator.gather(np.zeros(1, np.uint8))
     timeouts = CollectiveTimeouts(FIRST_TIMEOUT_S, communicator.set_timeout)
     emulated = deployment.parallel.collective == "emulated"
-    graphs = make_graphs(runner, deployment.engine, emulated, communicator, reserved, voice)
+    graphs = make_graphs(runner, deployment.engine, emulated, communicator, reserved, start_log)
     runner.warmed_up(timeouts, graphs)
     return graphs
 
@@ -362,7 +364,7 @@ def make_graphs(
     emulated: bool,
     communicator: Communicator,
     reserved: int | None = None,
-    voice: Voice = Voice(),
+    start_log: StartLog = StartLog(),
 ) -> DecodeGraphs | None:
     """Records decode steps, if the deployment and the device support it. The cache's last block must be unassigned.
     emulated: whether collectives are emulated; reserved: bytes kept free for the graphs. Raises GraphsError."""
@@ -370,11 +372,11 @@ def make_graphs(
     refused = collectives_refuse(communicator.backend, communicator.size, emulated) or experts_refuse(model.config)
     use, why = graphed(keys.cuda_graphs, runner.device.type, isinstance(attention, Capturable), attention.name, refused)
     if fell_back(runner.device, keys.cuda_graphs, use):
-        voice.warn(
+        start_log.warn(
             f"CUDA graphs: {why}; each decode step is set off kernel by kernel, several times slower for few sequences"
         )
     elif runner.device.type == "cuda":
-        voice.say(f"CUDA graphs: {why}")
+        start_log.say(f"CUDA graphs: {why}")
     if not use or not isinstance(attention, Capturable):
         return None
     graphs = DecodeGraphs(
@@ -386,9 +388,9 @@ def make_graphs(
         most_blocks=-(-len(model.rotary.cos) // cache.block_size),
         latest=sampler.latest,
         reserved=reserved,
-        say=voice.say,
+        say=start_log.say,
     )
-    graphs.record(voice.tell)
+    graphs.record(start_log.tell)
     graphs.record_draws(sampler)
     communicator.before_close(graphs.drop)
     return graphs

@@ -222,4 +222,4 @@ def _tried(make: Callable[[], bytes]) -> bytes:
     try:
         return make()
     except Exception as error:  # the other parts are still written
-        return f"cannot be had: {error}\n".encode()
+        return f"not available: {error}\n".encode()

@@ -65,15 +65,15 @@ class Fp8:
         layer.weight_scale = nn.Parameter(torch.empty(scales, device=wide.device), requires_grad=False)
 
     def product_of(
-        self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool, hands_on: bool = False
+        self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool, quantised_output: bool = False
     ) -> Product | None:
-        """Like TorchOps.product and gated_product; None if the layer's weight is not fp8. hands_on: only another
-        product of this kind uses the output, which may therefore be Rows."""
+        """Like TorchOps.product and gated_product; None if the layer's weight is not fp8. quantised_output: only
+        another product of this kind uses the output, which may therefore be Rows."""
         weight = layer.get_parameter("weight").detach()
         if weight.dtype != FP8:
             return None
         scale = layer.get_parameter("weight_scale").detach()
-        return self.product(weight, scale, bias, norm, gated=gated, hands_on=hands_on)
+        return self.product(weight, scale, bias, norm, gated=gated, quantised_output=quantised_output)
 
     def product(
         self,
@@ -83,17 +83,17 @@ class Fp8:
         norm: Norm | None,
         *,
         gated: bool,
-        hands_on: bool = False,
+        quantised_output: bool = False,
     ) -> Product:
         """The product of weight [out, in] in fp8 with scale [out]; norm and gate as in models/ops.py."""
         if self.native:
-            return self._native(weight, scale, bias, norm, gated, hands_on)
+            return self._native(weight, scale, bias, norm, gated, quantised_output)
         matmul = _widened(weight, scale, bias, self.fused.row_linear if self.by_row else functional.linear)
         around = TorchOps().around if self.fused is None else self.fused.TritonOps().around
         return around(matmul, norm, gated=gated)
 
     def _native(
-        self, weight: Tensor, scale: Tensor, bias: Tensor | None, norm: Norm | None, gated: bool, hands_on: bool
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, norm: Norm | None, gated: bool, quantised_output: bool
     ) -> Product:
         transposed, columns = weight.t(), scale.view(1, -1)
         bound, fused, by_row = self.activation_bound, self.fused, self.by_row
@@ -119,7 +119,7 @@ class Fp8:
             rows = x if isinstance(x, Rows) else quantised(x)
             y = multiplied(rows)
             y = (y if bias is None else y + bias).to(rows.dtype)
-            if gated and hands_on and fused is not None and y.shape[1] // 2 <= fused.MOST_QUANTISED:
+            if gated and quantised_output and fused is not None and y.shape[1] // 2 <= fused.MOST_QUANTISED:
                 values, scale = fused.quantise(y, bound, True)
                 return Rows(values, scale, y.dtype)
             return gates(y) if gated else y

@@ -90,7 +90,7 @@ def why_not() -> str | None:
         with Cluster(1):
             return None
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        return f"namespaces cannot be had: {error}"
+        return f"namespaces are not available: {error}"
 
 
 class Cluster:

@@ -12,7 +12,7 @@ from .mixtures import mixture_words
 if TYPE_CHECKING:
     from .estimate import CapacityEstimate
 
-NEAR = 0.05
+TIE_SHARE = 0.05
 """Predictions that differ by less than this share are considered equal."""
 STOCK = ("standard", "split", "pipeline")
 """Layouts over two nodes that need no weights trained for them."""
@@ -72,7 +72,7 @@ def _cost_words(plan: CapacityEstimate, there: Sequence[Layout]) -> list[str]:
         said.append(f"Cheapest with these weights: {describe(mine[0])}, {_price(mine[0])}; {_keys(mine[0])}.")
     if own is not None and own.cheapest and best.cheapest:
         ratio = own.cheapest.dollars / best.cheapest.dollars
-        verdict = "equal within the model's error" if ratio < 1 + NEAR else f"{ratio:.1f}x the cheapest"
+        verdict = "equal within the model's error" if ratio < 1 + TIE_SHARE else f"{ratio:.1f}x the cheapest"
         said.append(f"This layout: {describe(own)}, {_price(own)}, {verdict}{_more(own, max_num_seqs)}.")
     return said
 
@@ -151,7 +151,7 @@ def _wiring_words(plan: CapacityEstimate) -> list[str]:
     if plan.question.config.wiring.name == "standard":
         text += (
             "; these standard weights must be retrained for it"
-            if max(gain.speedup, most.speedup) > 1 + NEAR
+            if max(gain.speedup, most.speedup) > 1 + TIE_SHARE
             else ", not worth retraining for"
         )
     times = {batch: by_key["standard", batch].time for batch in (low, high)}

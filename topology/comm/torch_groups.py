@@ -69,7 +69,7 @@ def make_torch_groups(
                 subgroups["gather"] = again.create_pg("intra", timeout=wait)
             if kind == "nccl" and len(stages) > 1:
                 subgroups["stages"] = grid.create_pg("stages", timeout=wait)
-        bootstrap.all_gather(b"")  # gloo cannot connect to a peer that is through, has ended its groups and is gone
+        bootstrap.all_gather(b"")  # gloo cannot connect to a peer that has already exited
     except BaseException:
         if mine:
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""`laddertron bundle`: everything a night call needs in one archive, from a running daemon or without one."""
+"""`laddertron bundle`: the diagnostics of a daemon in one archive, whether it runs or not."""
 
 from __future__ import annotations
 

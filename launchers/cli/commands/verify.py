@@ -1,4 +1,4 @@
-"""`laddertron verify`: that a request has the same bits alone and in any company, and under another layout."""
+"""`laddertron verify`: checks that a request has the same bits for any batch composition and layout."""
 
 from __future__ import annotations
 

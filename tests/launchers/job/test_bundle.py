@@ -1,4 +1,4 @@
-"""The archive of the night call: whom its first line names, what is in it, what is not, and that it never harms."""
+"""The archive of diagnostics: the cause in its first line, its contents, and that collecting them has no effect."""
 
 from __future__ import annotations
 

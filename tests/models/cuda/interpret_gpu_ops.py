@@ -112,8 +112,8 @@ class RowWise:
 
 
 def products() -> list[dict[str, Any]]:
-    """RowOps against torch, and whether a row has the same bits alone as in any company: sizes that are no multiple of
-    a tile, a bias, a tree of shares, fp8 with scales."""
+    """RowOps against torch, and whether a row has the same bits for any batch composition: sizes that are no multiple
+    of a tile, a bias, a tree of shares, fp8 with scales."""
     interpreter.np = RowWise()
     x, weight, bias = normal(130, 200), normal(90, 200), normal(90)
     values, scales = quantise_rows(x)

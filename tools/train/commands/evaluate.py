@@ -1,4 +1,4 @@
-"""`laddertron evaluate`: what model folders are worth on one's own text, side by side."""
+"""`laddertron evaluate`: compares the loss of model folders on a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`laddertron scan`: which layers of a checkpoint bear to be laddered, before anything is trained."""
+"""`laddertron scan`: measures which layers of a checkpoint tolerate laddering, before training."""
 
 from __future__ import annotations
 
