@@ -40,7 +40,14 @@ def connect(
     segment = transport.segment_bytes(layout.size, layout.per_node, small, chunk) if native else 4096
     staged = len(stages) > 1
     mesh = connect_mesh(
-        bootstrap, layout, options.address, segment, options.secret, options.connect_timeout_s, not staged
+        bootstrap,
+        layout,
+        options.address,
+        segment,
+        options.secret,
+        options.connect_timeout_s,
+        not staged,
+        options.ports,
     )
     ledger, pipeline = Ledger(), None
     closers: list[Callable[[], None]] = []
@@ -131,7 +138,7 @@ def _join_node(
     here = GroupLayout(tuple(node for node in layout.nodes if bootstrap.rank in node))
     segment = transport.segment_bytes(here.size, here.per_node, options.small_bytes, options.chunk_bytes)
     mesh = connect_mesh(
-        bootstrap, here, options.address, segment, options.secret, options.connect_timeout_s, plans=False
+        bootstrap, here, options.address, segment, options.secret, options.connect_timeout_s, False, options.ports
     )
     if here.size == 1:
         mesh.close_data()
@@ -202,7 +209,9 @@ def _join_stages(
     channels = {NEXT: STAGE, PREVIOUS: STAGE, RING: BACK}
     wanted = [(peer, channels[line]) for line, peer in peers.items() if peer is not None]
     wanted += [(r, PLAN) for r in range(1, len(ranks))] if me == 0 else [(0, PLAN)]
-    found = connect_lines(bootstrap, ranks, wanted, options.address, options.secret, options.connect_timeout_s)
+    found = connect_lines(
+        bootstrap, ranks, wanted, options.address, options.secret, options.connect_timeout_s, options.ports
+    )
     sockets = {line: found[peer, channels[line]] for line, peer in peers.items() if peer is not None}
     names = [-1 if (peer := peers[line]) is None else ranks[peer] for line in range(3)]
     for s in sockets.values():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+from ...topology.hardware.ports import LAST_PORT, port_range
 from ...topology.link_cost import Emulation
 from .schema import PLACEMENT, Deployment, ParallelConfig
 
@@ -206,6 +207,16 @@ RULES: tuple[Rule, ...] = (
         ("launch.hosts", "launch.spare_hosts"),
         _duplicate_hosts,
         "duplicate host {found}: name each host once",
+    ),
+    Rule(
+        ("launch.port_range",),
+        lambda d: d.launch.port_range is not None and not port_range(d.launch.port_range),
+        "{launch.port_range} ends before it begins: write the lower port first",
+    ),
+    Rule(
+        ("launch.port_range",),
+        lambda d: d.launch.port_range is not None and port_range(d.launch.port_range).stop - 1 > LAST_PORT,
+        f"{{launch.port_range}}: the last port is {LAST_PORT}",
     ),
     Rule(
         ("launch.bind_to", "launch.fabric"),

@@ -124,6 +124,7 @@ HostSlots = Annotated[
 EnvName = Annotated[str, Word(r"[A-Za-z_][A-Za-z0-9_]{0,127}", "a variable's name: letters, digits, _")]
 Device = Annotated[str, Word(r"[A-Za-z0-9][A-Za-z0-9_.@:-]{0,63}", "a device's name")]
 Port = Annotated[int, Range(0, 65535)]
+PortRange = Annotated[str, Word(r"[1-9][0-9]{3,4}-[1-9][0-9]{3,4}", "a range of ports, such as 40000-40100")]
 Count = Annotated[int, Range(1, 2**31 - 1)]
 Size = Annotated[int, Unit("bytes"), Range(1, 2**60)]
 Duration = Annotated[float, Unit("seconds"), Range(0, 3650 * DAY)]
@@ -212,6 +213,7 @@ class LaunchConfig:
     ranks_per_node: Annotated[int, Range(1, 1024)] | None = None
     fabric: PathStr | None = None
     interface: Device | None = None
+    port_range: PortRange | None = None
     hcas: tuple[Device, ...] = ()
     rsh_agent: Program | None = None
     map_by: Text | None = None

@@ -76,13 +76,7 @@ def fabric_of(deployment: Deployment) -> Fabric | None:
 def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
     """This machine's Site. Raises LaunchError without the launcher, OSError or ValueError for the fabric file."""
     wanted = deployment.launch.launcher
-    library = native.locate("laddertron.launchers.compose._listen")
-    here = replace(
-        assume(deployment, environ),
-        cores=usable_cpus(),
-        host=socket.gethostname(),
-        listen=None if library is None else str(library),
-    )
+    here = replace(assume(deployment, environ), cores=usable_cpus(), host=socket.gethostname())
     if wanted == "torchrun":
         return replace(here, program=here.python)
     kinds: tuple[Kind, ...] = ("openmpi", "mpich") if wanted == "auto" else (wanted,)
@@ -114,4 +108,6 @@ def assume(deployment: Deployment, environ: Mapping[str, str]) -> Site:
     kind: Kind = "openmpi" if wanted == "auto" else wanted
     program = deployment.launch.mpirun or {"mpich": "mpiexec", "slurm": "srun"}.get(kind, "mpirun")
     python, fabric = deployment.launch.python or sys.executable, fabric_of(deployment)
-    return Site(kind, program, (), python, os.geteuid() == 0, None, fabric, frozenset(environ))
+    library = native.locate("laddertron.launchers.compose._listen")
+    listen = None if library is None else str(library)
+    return Site(kind, program, (), python, os.geteuid() == 0, None, fabric, frozenset(environ), listen=listen)

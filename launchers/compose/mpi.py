@@ -14,10 +14,12 @@ from ...engine.config.load import Deployment
 from ...engine.config.schema import PLACEMENT
 from ...topology.hardware import cpu_tier
 from ...topology.hardware.fabric import Fabric, counted
+from ...topology.hardware.ports import port_range
 from ...topology.placement.identity import PTY
 from .host_allocation import Share
 from .hosts import LaunchError
 from .network import NetworkChoice, Variable, choose_network, variables
+from .ports import ENV_PORTS
 from .rank_mapping import ENV_CORES, ENV_INTERFACES, ENV_ROUTE, ENV_SEATS, cores_text, interfaces_text, seats_text
 
 Kind = Literal["openmpi", "mpich", "slurm", "torchrun"]
@@ -135,17 +137,25 @@ def _environment(deployment: Deployment, site: Site, share: Share, network: Netw
 def _listening(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
     """Variables that restrict the listening address of an MPI, which would bind to every address: to loopback if all
     ranks are on this host, else to the chosen interface. Also for torchrun's store, but not over several hosts: they
-    connect to it by the first host's name."""
-    if site.kind == "slurm" or site.listen is None:
-        return {}
-    if "LD_PRELOAD" in site.shell or "LD_PRELOAD" in deployment.launch.env:
-        return {}
-    where, why = ",".join(network.interfaces), f"{network.interface_reason}: restricts the listening address"
-    if [host.name for host in share.hosts] in (["localhost"], [site.host]):
-        where, why = "lo", "all ranks are on this host: restricts the listening address"
-    elif site.kind == "torchrun":
-        return {}
-    return {ENV_LISTEN: Variable(where, why), "LD_PRELOAD": Variable(site.listen, why)} if where else {}
+    connect to it by the first host's name. Over several hosts also the ports of all libraries. Raises LaunchError."""
+    ports, here = deployment.launch.port_range, [host.name for host in share.hosts] in (["localhost"], [site.host])
+    preloads = "LD_PRELOAD" in site.shell or "LD_PRELOAD" in deployment.launch.env
+    if site.listen is None or preloads:
+        if ports is None or here:
+            return {}
+        why = "LD_PRELOAD is set: unset it" if preloads else "laddertron was built without a compiler: build it again"
+        raise LaunchError(f"launch.port_range={ports}: gloo, NCCL and MPI keep to it by a preloaded library, and {why}")
+    found: dict[str, Variable] = {}
+    if site.kind != "slurm" and here:
+        found[ENV_LISTEN] = Variable("lo", "all ranks are on this host: restricts the listening address")
+    elif site.kind not in ("slurm", "torchrun") and network.interfaces:
+        why = f"{network.interface_reason}: restricts the listening address"
+        found[ENV_LISTEN] = Variable(",".join(network.interfaces), why)
+    if ports is not None and not here:
+        found[ENV_PORTS] = Variable(ports, "launch.port_range: the ports on which libraries listen for other hosts")
+    if found:
+        found["LD_PRELOAD"] = Variable(site.listen, "; ".join(variable.reason for variable in found.values()))
+    return found
 
 
 def _binding(deployment: Deployment) -> tuple[str, str]:
@@ -212,9 +222,16 @@ def _openmpi(
     if len(share.hosts) > 1 and include:
         parts.append(Part(("--mca", "oob_tcp_if_include", include), reason))
         parts.append(Part(("--mca", "btl_tcp_if_include", include), reason))
-    if len(share.hosts) > 1 and ENV_LISTEN in names and site.listen is not None:
+    if len(share.hosts) > 1 and launch.port_range is not None:
+        ports = port_range(launch.port_range)
+        for version in ("v4", "v6"):
+            low, size = f"btl_tcp_port_min_{version}", f"btl_tcp_port_range_{version}"
+            words = ("--mca", low, str(ports[0]), "--mca", size, str(len(ports)))
+            parts.append(Part(words, "launch.port_range: Open MPI tries its ports in order"))
+    where = {ENV_LISTEN: ",".join(network.interfaces), ENV_PORTS: launch.port_range}
+    if len(share.hosts) > 1 and (settings := [f"{name}={where[name]}" for name in where if name in names]):
         prefix, daemon = ("orte", "orted") if site.version[:1] in ((3,), (4,)) else ("prte", "prted")
-        agent = f"env LD_PRELOAD={site.listen} {ENV_LISTEN}={','.join(network.interfaces)} {daemon}"
+        agent = " ".join(("env", f"LD_PRELOAD={site.listen}", *settings, daemon))
         reason = "the daemons of the other hosts listen there too"
         parts.append(Part((f"--{'prtemca' if prefix == 'prte' else 'mca'}", f"{prefix}_launch_agent", agent), reason))
     if len(share.hosts) > 1 and not network.hcas:
@@ -316,13 +333,15 @@ def torchrun_hosts(
     """Makes one command for each host, to be started there; host 0 is the rendezvous. For `launch --dry-run`."""
     found = []
     env = _environment(deployment, site, share, choose_network(deployment, share))
+    ports = deployment.launch.port_range
+    port = TORCHRUN_PORT if ports is None else port_range(ports)[-1]  # ranks take the first ones
     for index, host in enumerate(share.hosts):
         parts = (
             Part(child.command("torch.distributed.run", python=site.python), f"on {host.name}"),
             Part((f"--nnodes={len(share.hosts)}", f"--node-rank={index}"), "ranks are numbered in the order of hosts"),
             Part((f"--nproc-per-node={host.slots}",), f"{counted(host.slots, 'rank')} on this host"),
             Part(
-                (f"--master-addr={share.hosts[0].name}", f"--master-port={TORCHRUN_PORT}"),
+                (f"--master-addr={share.hosts[0].name}", f"--master-port={port}"),
                 "the rendezvous of the hosts",
             ),
             Part(("--no-python",), "the program is a command, not a Python file"),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar, cast
 
 from ...engine.daemon.http.logs import Sparse
+from ...topology.hardware.ports import ANY_PORT, listen
 from ...topology.json_codec import ReadError
 from . import frames, messages
 from .frames import FrameError
@@ -71,7 +72,7 @@ class ControlHandler(Protocol):
 
 
 class ControlServer:
-    """Listens on `host` (loopback, or the address of the interface that the ranks' nodes reach)."""
+    """Listens on `host` (loopback, or the address of the interface that the ranks' nodes reach) and one of `ports`."""
 
     def __init__(
         self,
@@ -80,11 +81,12 @@ class ControlServer:
         welcome: messages.Welcome,
         host: str = "127.0.0.1",
         handshake_s: float = HANDSHAKE_S,
+        ports: range = ANY_PORT,
     ) -> None:
         if host in ("", "0.0.0.0", "::"):  # noqa: S104
             raise ValueError(f"control_host={host!r} listens on every network: name one address of this host")
         self.handler, self.secret, self.welcome, self.handshake_s = handler, secret, welcome, handshake_s
-        self._host = host
+        self._host, self._ports = host, ports
         self._server: asyncio.Server | None = None
         self._unproven: dict[_Peer, None] = {}
         self._ranks: dict[int, _Peer] = {}
@@ -99,7 +101,7 @@ class ControlServer:
     async def start(self) -> str:
         """Returns the address as host:port. Raises OSError if it cannot listen there."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Peer(self), self._host, 0, backlog=256)
+        self._server = await loop.create_server(lambda: _Peer(self), sock=listen(self._host, self._ports))
         loop.set_exception_handler(self._failed)
         self._tick()
         port = self._server.sockets[0].getsockname()[1]
@@ -339,9 +341,11 @@ class ControlThread:
     loop is busy. Its methods are for the loop that calls `start`, on which the handler is called in the order of
     arrival; `close` must be called last."""
 
-    def __init__(self, handler: ControlHandler, secret: bytes, welcome: messages.Welcome, host: str) -> None:
+    def __init__(
+        self, handler: ControlHandler, secret: bytes, welcome: messages.Welcome, host: str, ports: range = ANY_PORT
+    ) -> None:
         self._handler = handler
-        self._server = ControlServer(self, secret, welcome, host)
+        self._server = ControlServer(self, secret, welcome, host, ports=ports)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control channel", daemon=True)
         self._owner: asyncio.AbstractEventLoop

@@ -17,6 +17,7 @@ from ..compose.host_names import NEEDS_IPV4, HostNames
 from ..compose.hosts import Host, LaunchError, read_hosts
 from ..compose.mpi import CONTROL, LaunchCommand, Site, compose, worker_program
 from ..compose.network import choose_network
+from ..compose.ports import ports_at, require_ports
 from ..compose.routes import find_route
 from .detect import JobFailure
 from .device_memory import device_memory
@@ -75,6 +76,7 @@ class Fleet:
             self.site.fabric,
             parallel.pipeline_parallel_size,
         )
+        require_ports(deployment, self.shares)
         self._spares = tuple(host.partition(":")[0] for host in deployment.launch.spare_hosts)
         listed = (*(host.name for share in self.shares for host in share.hosts), *self._spares)
         self.names = HostNames(listed, self._hostname)
@@ -144,11 +146,13 @@ class Fleet:
             dead_s=daemon.heartbeat_timeout,
             silence_s=max(usual.silence_s, daemon.heartbeat_timeout),
         )
+        host = self.control_host()
         return JobOptions(
             world_size=parallel.ranks,
             stage_ranks=parallel.tensor_parallel_size,
             replica=replica,
-            control_host=self.control_host(),
+            control_host=host,
+            ports=ports_at(self.deployment, host),
             restart=restart,
             standby=restart and daemon.standby > 0,
             max_failures=daemon.max_restarts,

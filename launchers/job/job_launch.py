@@ -71,7 +71,7 @@ class Launch:
             config_json, options.replica, options.world_size, __version__, standby, options.timeouts.silence_s
         )
         self._secret_hex, self._serving = secret.hex(), serving
-        self._server = ControlThread(self, secret, welcome, options.control_host)
+        self._server = ControlThread(self, secret, welcome, options.control_host, options.ports)
         self._board = RankBoard(
             options.world_size,
             options.timeouts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...topology.hardware.ports import ANY_PORT
 from ..compose.host_names import HostNames
 from ..control.messages import SILENCE_S
 from .rank_logs import RankWords
@@ -30,11 +31,13 @@ class JobTimeouts:
 @dataclass(frozen=True, slots=True)
 class JobOptions:
     """Times in seconds. `control_host`: loopback if every rank is on this host, else the address of an interface that
-    the ranks' nodes can reach. `restart=False`: the first failure is final (`laddertron run`)."""
+    the ranks' nodes can reach; the control channel listens there, on one of `ports`. `restart=False`: the first failure
+    is final (`laddertron run`)."""
 
     world_size: int
     replica: int = 0
     control_host: str = "127.0.0.1"
+    ports: range = ANY_PORT
     restart: bool = True
     stage_ranks: int = 0
     """Ranks of each pipeline stage; 0 or world_size without stages."""

@@ -25,6 +25,7 @@ from ...engine.request import Request
 from ...models.config.json_fields import Refusal
 from ...topology.comm.bootstrap import Bootstrap
 from ...topology.placement.identity import Identity
+from ..compose.ports import ports_at
 from ..control import messages
 from ..control.control import ControlServer, new_secret
 from ..control.control_client import ControlClient
@@ -137,7 +138,11 @@ class Replicas:
         count = deployment.parallel.replicas
         self.secret = new_secret()
         self._server = ControlServer(
-            self, self.secret, messages.Welcome(deploy.digest(deployment), 0, count, __version__), host
+            self,
+            self.secret,
+            messages.Welcome(deploy.digest(deployment), 0, count, __version__),
+            host,
+            ports=ports_at(deployment, host),
         )
         send = self._server.send
         self.jobs = [ReplicaJob(partial(send, rank=rank), dump if rank == 0 else dict) for rank in range(count)]

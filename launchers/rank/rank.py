@@ -33,6 +33,7 @@ from ...topology.placement.identity import Identity
 from ...topology.placement.layout import observed_layout
 from ...topology.placement.machines import Machine, shared_hostname, this_machine
 from ...topology.placement.mapping import MappingError, verify
+from ..compose.ports import ENV_PORTS, ports_at
 from ..compose.rank_mapping import ENV_CORES, ENV_SEATS, bind, cores_here, expected
 from ..control import messages
 from .agreement import agree
@@ -68,6 +69,7 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
         overlap=keys.overlap,
         deterministic=keys.deterministic,
         address=address,
+        ports=ports_at(deployment, address),
         secret=secret,
         node_group=keys.dense_path == "node",
         **options,
@@ -121,6 +123,8 @@ def join_group(
     stages = [observed_layout(nodes, at, size) for at in range(first, first + ranks, size)]
     layout = stages[(bootstrap.rank - first) // size]
     address = local_address(deployment, nodes)
+    if deployment.launch.port_range is not None and len(set(nodes)) > 1 and ENV_PORTS not in os.environ:
+        log.warning("MPI, gloo and NCCL listen outside of launch.port_range: only `laddertron launch` restricts them")
     require_transport(deployment, backend_here(deployment), len(layout.nodes) > 1)
     choose = tuned_choice(deployment, bootstrap, nodes, layout)
     return connect(bootstrap, layout, comm_options(deployment, address, secret), choose, stages)
@@ -138,7 +142,8 @@ def meet_ranks(deployment: Deployment, identity: Identity, channel: Channel | No
     if len(set(hosts)) < 2 or len(hosts) != identity.world_size:
         yield
         return
-    with listening(local_address(deployment, hosts), secret) as place:
+    address = local_address(deployment, hosts)
+    with listening(address, secret, ports_at(deployment, address)) as place:
         if places := channel.exchange_doors(place):
             for peer in peers_of(identity.rank, hosts):
                 reach(peer, hosts[peer], identity.node, places[peer], secret)

@@ -10,6 +10,8 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 
+from ...topology.hardware.ports import ANY_PORT, listen
+
 SMALL, LARGE = 64, 128 << 10
 """Bytes of the two messages; the large one takes several packets of any size."""
 TIMEOUT_S = 20.0
@@ -41,12 +43,9 @@ def peers_of(rank: int, hosts: Sequence[str]) -> list[int]:
 
 
 @contextlib.contextmanager
-def listening(address: str, secret: bytes) -> Iterator[str]:
+def listening(address: str, secret: bytes, ports: range = ANY_PORT) -> Iterator[str]:
     """Answers the tests of other ranks inside the block; its place as `address port`. Raises OSError."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as door:
-        door.bind((address, 0))
-        door.listen(512)
+    with listen(address, ports) as door:
         over = threading.Event()
         thread = threading.Thread(target=_answer_all, args=(door, secret, over), name="reach", daemon=True)
         thread.start()

@@ -67,6 +67,14 @@ class Control:
     def fix(self, a: int, b: int) -> None:
         self._ask(f"fix {a} {b}")
 
+    def firewall(self, ports: range = range(0)) -> None:
+        """Lets no TCP connection begin to another port between any nodes; without ports: none is in the way."""
+        self._ask(f"firewall {ports[0]} {ports[-1]}" if ports else "firewall 0 0")
+
+    def largest(self, sender: int, receiver: int, nbytes: int = 0) -> None:
+        """Drops larger packets on their way from one node to another, which nobody tells the sender; 0: none."""
+        self._ask(f"largest {sender} {receiver} {nbytes}")
+
     def stats(self) -> Stats:
         cpu, frames, dropped, *carried = map(int, self._ask("stats"))
         side = round(len(carried) ** 0.5)

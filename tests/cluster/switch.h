@@ -58,7 +58,8 @@ static Port ports[MOST];
 static int taps[MOST];
 static _Atomic int64_t delay_ns, receiver_free[MOST];
 static _Atomic uint64_t frames, dropped, carried[MOST][MOST];
-static _Atomic int cut[MOST][MOST];
+static _Atomic int cut[MOST][MOST], largest[MOST][MOST];
+static _Atomic unsigned first_port, last_port;
 static _Atomic double ns_per_byte;
 static _Atomic uint32_t loss_ppm, link_age;
 
@@ -91,6 +92,21 @@ static int lost(Port *p) {
     return loss_ppm && d % 1000000 < loss_ppm;
 }
 
+/* A firewall: whether the frame begins a TCP connection to a port that is not open. */
+static int closed_port(const uint8_t *frame, int size) {
+    const uint8_t *ip = frame + HEAD + 14, *tcp = ip + (ip[0] & 15) * 4;
+    if (!last_port || size < HEAD + 14 + 40 || frame[HEAD + 12] != 8 || frame[HEAD + 13] != 0) return 0;
+    if (ip[9] != 6 || (tcp[13] & 0x12) != 2) return 0; /* TCP, SYN without ACK */
+    unsigned port = (unsigned)tcp[2] << 8 | tcp[3];
+    return port < first_port || port > last_port;
+}
+
+/* A path whose MTU nobody tells: whether a packet of the frame, as the wire has it, is too large. */
+static int too_large(const uint8_t *frame, int size, int limit) {
+    const struct virtio_net_hdr *head = (const void *)frame;
+    return limit && (head->gso_type ? head->gso_size + 54 : size - HEAD) > limit;
+}
+
 /* When a frame that enters its receiver at `due` at the earliest has entered it: after the one before. */
 static int64_t enter(int to, int64_t due, int64_t wire) {
     int64_t seen = receiver_free[to], at;
@@ -105,7 +121,8 @@ static void enqueue(int from, int to, const uint8_t *bytes, int size, int64_t no
     Port *p = &ports[from];
     int64_t wire = (int64_t)((size - HEAD) * ns_per_byte);
     p->free_ns = (p->free_ns > now ? p->free_ns : now) + wire;
-    if (cut[from][to] || lost(p) || p->queued == QUEUE) {
+    int stopped = closed_port(bytes, size) || too_large(bytes, size, largest[from][to]);
+    if (stopped || cut[from][to] || lost(p) || p->queued == QUEUE) {
         dropped++;
         return;
     }
@@ -171,14 +188,15 @@ static void *be_port(void *argument) {
     return NULL;
 }
 
-/* `link DELAY_NS BYTES_PER_S LOSS_PPM` (0: no limit), `cut A B`, `fix A B` (both ways), `stats`:
+/* `link DELAY_NS BYTES_PER_S LOSS_PPM` (0: no limit), `cut A B`, `fix A B` (both ways), `firewall FIRST LAST` (0 0: none),
+   `largest FROM TO BYTES` (0: no limit), `stats`:
    `ok CPU_NS FRAMES DROPPED` and the bytes carried from each node to each. */
 static void command(int guest, char *text) {
     char answer[8192] = "ok";
     long long delay;
     double rate;
     unsigned loss;
-    int a, b;
+    int a, b, bytes;
     if (sscanf(text, "link %lld %lf %u", &delay, &rate, &loss) == 3 && delay >= 0 && rate >= 0) {
         delay_ns = delay;
         ns_per_byte = rate > 0 ? 1e9 / rate : 0;
@@ -187,6 +205,10 @@ static void command(int guest, char *text) {
     } else if ((sscanf(text, "cut %d %d", &a, &b) == 2 || sscanf(text, "fix %d %d", &a, &b) == 2) && a >= 0 && b >= 0 &&
                a < nodes && b < nodes) {
         cut[a][b] = cut[b][a] = text[0] == 'c';
+    } else if (sscanf(text, "firewall %d %d", &a, &b) == 2) {
+        first_port = (unsigned)a, last_port = (unsigned)b;
+    } else if (sscanf(text, "largest %d %d %d", &a, &b, &bytes) == 3 && a >= 0 && b >= 0 && a < nodes && b < nodes) {
+        largest[a][b] = bytes;
     } else if (strcmp(text, "stats") == 0) {
         struct rusage u;
         getrusage(RUSAGE_SELF, &u);

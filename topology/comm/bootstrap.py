@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import socket
 import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, Protocol
 
+from ..hardware.ports import ANY_PORT, listen
 from ..placement.identity import Identity
 
 LIMIT = 1 << 20
@@ -170,31 +170,26 @@ def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
     return StoreBootstrap(store, identity.rank, identity.world_size, attempt=attempt, keeps=keeps)
 
 
-def open_store(address: str, port: int, master: bool, timeout_s: float = START_S) -> Any:
-    """Opens the TCPStore at address:port. The master makes it, listening only on that address (port 0: a free one, see
-    its `.port`). Raises OSError if it cannot listen there."""
+def open_store(address: str, port: int, master: bool, timeout_s: float = START_S, ports: range = ANY_PORT) -> Any:
+    """Opens the TCPStore at address:port. The master makes it, listening only on that address (port 0: a free one of
+    `ports`, see its `.port`). Raises OSError if it cannot listen there."""
     import torch.distributed as dist
 
     make: Any = vars(dist)["TCPStore"]  # torch leaves its stores without public types
     own: dict[str, Any] = {}
     if master:
         # torch itself would listen on every interface, and who reaches a store may write into it
-        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as door:
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            door.bind(place)
-            door.listen(512)
-            port = door.getsockname()[1]
-            own["master_listen_fd"] = door.detach()
+        door = listen(address, range(port, port + 1) if port else ports)
+        port, own["master_listen_fd"] = door.getsockname()[1], door.detach()
     wait = timedelta(seconds=timeout_s)
     return make(address, port, is_master=master, wait_for_workers=False, timeout=wait, use_libuv=True, **own)
 
 
-def store_at(bootstrap: Bootstrap, first: int, address: str, timeout_s: float) -> Any:
-    """Opens a store that rank `first` makes at its `address` on a free port; the others find it by the bootstrap. All
-    ranks call it at once; there may be several groups with different first ranks."""
+def store_at(bootstrap: Bootstrap, first: int, address: str, timeout_s: float, ports: range = ANY_PORT) -> Any:
+    """Opens a store that rank `first` makes at its `address` on one of its `ports`; the others find it by the
+    bootstrap. All ranks call it at once; there may be several groups with different first ranks."""
     if bootstrap.rank == first:
-        store = open_store(address, 0, True, timeout_s)
+        store = open_store(address, 0, True, timeout_s, ports)
         bootstrap.all_gather(struct.pack("<H", store.port) + address.encode())
         return store
     place = bootstrap.all_gather(b"")[first]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ..hardware.ports import ANY_PORT
 from ..link_cost import WHOLE_BYTES, Emulation
 from .collectives import Collective, DeviceGather, Gather
 from .ledger import Ledger
@@ -32,7 +33,7 @@ class CommOptions:
     """Options of a group. backend auto: native if it was built, else gloo. collective auto: `choose` of `connect` if
     given, else by size on native, and flat on the others. `deterministic`: one order of summation for every message;
     "everywhere": a binary tree over 1, 2, 4, 8 or 16 ranks, rounded at each node. `address`: the address that this rank
-    binds, reachable from the group's other nodes. `timeout_s`: the longest wait for a collective
+    binds, reachable from the group's other nodes, on one of `ports`. `timeout_s`: the longest wait for a collective
     (Communicator.set_timeout changes it). `spin_us`: how long a waiter polls before it sleeps; None: 20, or 0 with
     fewer than two cores per rank of a node. `chunk_bytes`: bytes of a large message that a node sends to another at
     once. `secret`: of the launch, part of the connections' key. `node_group`: whether the ranks of a node also have an
@@ -45,6 +46,7 @@ class CommOptions:
     deterministic: Deterministic = False
     process_groups: bool = True
     address: str = "127.0.0.1"
+    ports: range = ANY_PORT
     connect_timeout_s: float = 60.0
     timeout_s: float = 30.0
     spin_us: float | None = None

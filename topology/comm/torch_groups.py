@@ -109,7 +109,7 @@ def _open_world(bootstrap: Bootstrap, world: tuple[int, ...], options: CommOptio
         dist.Backend.register_backend(
             _BARE, lambda store, rank, size, timeout: bare(rank, size), devices=["cpu", "cuda"]
         )
-    store = store_at(bootstrap, world[0], options.address, options.connect_timeout_s)
+    store = store_at(bootstrap, world[0], options.address, options.connect_timeout_s, options.ports)
     dist.init_process_group(_BARE, store=store, rank=index, world_size=len(world), timeout=wait)
     return store
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comm.bootstrap import Bootstrap
+from ..hardware.ports import ANY_PORT, listen
 from ..placement.layout import GroupLayout
 from ..placement.machines import boot_id
 from .callers import HELLO, MAGIC, PROOF, Callers, proof
@@ -61,17 +62,19 @@ def connect_mesh(
     secret: bytes = b"",
     timeout_s: float = 60.0,
     plans: bool = True,
+    ports: range = ANY_PORT,
 ) -> Mesh:
     """Connects this rank with every other of its group; `plans`: and with its first for plans. `address`: what this
-    rank binds to and the others reach it at (never a wildcard). Every rank of the job calls it at the same time. Raises
-    MeshError."""
+    rank binds to, on one of `ports`, and the others reach it at (never a wildcard). Every rank of the job calls it at
+    the same time. Raises MeshError."""
     me, size = layout.ranks.index(bootstrap.rank), layout.size
     deadline = time.monotonic() + timeout_s
     wanted = [(r, DATA) for r in range(size) if r != me]
     if plans:
         wanted += [(r, PLAN) for r in range(1, size)] if me == 0 else [(0, PLAN)]
     first = me // layout.per_node * layout.per_node
-    data = _meet(bootstrap, layout.nodes, range(first, first + layout.per_node), wanted, address, secret, deadline)
+    near = range(first, first + layout.per_node)
+    data = _meet(bootstrap, layout.nodes, near, wanted, address, secret, deadline, ports)
     plan = tuple(data.get((r, PLAN)) for r in range(size))
     lines = tuple(data.get((r, DATA)) for r in range(size))
     segment = _share_segment(layout, me, lines, segment_bytes, deadline)
@@ -86,9 +89,10 @@ def connect_lines(
     address: str,
     secret: bytes = b"",
     timeout_s: float = 60.0,
+    ports: range = ANY_PORT,
 ) -> dict[Line, socket.socket]:
     """Connects this rank of `ranks` with the `wanted` ones, mutually; else as `connect_mesh`."""
-    lines = _meet(bootstrap, (ranks,), None, wanted, address, secret, time.monotonic() + timeout_s)
+    lines = _meet(bootstrap, (ranks,), None, wanted, address, secret, time.monotonic() + timeout_s, ports)
     _tune(lines)
     return lines
 
@@ -121,18 +125,16 @@ def _meet(
     address: str,
     secret: bytes,
     deadline: float,
+    ports: range,
 ) -> dict[Line, socket.socket]:
     """The sockets between the ranks of `nodes`. near: who is reached over a unix socket, as `nodes` has it; None:
     the ranks on this host."""
     ranks = tuple(rank for node in nodes for rank in node)
     if address in ("", "0.0.0.0", "::"):  # noqa: S104 (refused here)
         raise MeshError(f"address {address!r} would listen on every interface: name one, e.g. 127.0.0.1 or 10.0.0.5")
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as tcp, socket.socket(socket.AF_UNIX) as unix:
+    with listen(address, ports) as tcp, socket.socket(socket.AF_UNIX) as unix:
         name = f"laddertron-{secrets.token_hex(16)}"
-        tcp.bind((address, 0))
         unix.bind(f"\0{name}")
-        tcp.listen(512)
         unix.listen(512)
         card = {
             "address": address,

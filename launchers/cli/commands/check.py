@@ -25,6 +25,7 @@ from ...compose.detect_launcher import survey
 from ...compose.host_allocation import divide
 from ...compose.host_names import NEEDS_IPV4, HostNames
 from ...compose.hosts import LaunchError, read_hosts
+from ...compose.ports import require_ports
 from ..errors import show_warning
 from ..fabric_source import set_option
 
@@ -191,6 +192,17 @@ def address_faults(loaded: LoadedDeployment) -> Iterator[str]:
         listed = [host.partition(":")[0] for host in (*launch.hosts, *launch.spare_hosts)]
         if host := HostNames(listed, socket.gethostname()).only_ipv6(listed):
             yield loaded.fault("launch.launcher", f"{host}{NEEDS_IPV4}")
+
+
+def port_faults(loaded: LoadedDeployment) -> Iterator[str]:
+    """A range of ports that is too small for the ranks of a host."""
+    launch, p = loaded.deployment.launch, loaded.deployment.parallel
+    if launch.port_range is not None:
+        with suppress(OSError, ValueError):  # hosts that do not fit are a fault of their own
+            fabric = None if launch.fabric is None else fabrics.load(Path(launch.fabric))
+            hosts = read_hosts(loaded.deployment, os.environ, fabric)
+            shares = divide(hosts, p.tensor_parallel_size, p.replicas, fabric, p.pipeline_parallel_size)
+            yield from refused(loaded, "launch.port_range", lambda: require_ports(loaded.deployment, shares))
 
 
 def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
@@ -379,7 +391,7 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
     faults = [*found.faults, *model_faults(loaded, not no_model, found.bad)]
     if not no_model:
         faults += [*missing_files(loaded), *tls_faults(loaded), *cpu_faults(loaded), *memory_faults(loaded)]
-        faults += address_faults(loaded)
+        faults += [*address_faults(loaded), *port_faults(loaded)]
         if found.bad.isdisjoint(("model", "model.path")):
             faults += tokenizer_faults(loaded)
     if not faults and not no_model:

@@ -224,6 +224,8 @@ RULE_CASES = (
         "parallel.pipeline_microbatches",
         "2 < 3 stages",
     ),
+    ("launch: {port_range: 41000-40000}", "launch.port_range", "write the lower port first"),
+    ("launch: {port_range: 40000-70000}", "launch.port_range", "the last port is 65535"),
     ("parallel: {pipeline_microbatches: 2}", "parallel.pipeline_microbatches", "has no effect with one stage"),
     (
         "parallel: {pipeline_parallel_size: 4}\nengine: {max_num_seqs: 3}",

@@ -269,6 +269,20 @@ def test_check_splits_no_wiring_that_overlaps_by_itself(capsys: pytest.CaptureFi
         assert f"parallel.split_steps: split_steps=always: wiring {wiring}" in capsys.readouterr().err
 
 
+def test_check_counts_the_ports_of_a_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """A range that is too small for the host with most ranks: the line has the sum, and that many are enough."""
+    words = ("--set", "launch.launcher=openmpi", "--set", "launch.hosts=[a:4, b:4]")
+    words += ("--set", "parallel.replicas=4", "--set")
+    assert cli.main(["check", str(CONFIGS / "demo.yaml"), *words, "launch.port_range=40000-40010"]) == 2
+    line = next(one for one in capsys.readouterr().err.splitlines() if "launch.port_range" in one)
+    assert "11 ports" in line
+    need = int(line.partition(" needs ")[2].partition(":")[0])
+    assert f"4 ranks x {need // 2 // 4 - 1} + 4" in line
+    for ports, code in ((need, 0), (need - 1, 2)):
+        last = f"launch.port_range=40000-{39999 + ports}"
+        assert cli.main(["check", str(CONFIGS / "demo.yaml"), *words, last]) == code
+
+
 def test_check_counts_the_work_items_of_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSeek-V3 by its folder's name: 128 heads over 8 ranks, in steps that FlashInfer cannot plan."""
     file = tmp_path / "d.yaml"

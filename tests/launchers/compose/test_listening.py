@@ -12,8 +12,9 @@ from job_tools import MPIRUN
 from laddertron.engine.config.load import load
 from laddertron.launchers.compose.detect_launcher import survey
 from laddertron.launchers.compose.host_allocation import Share
-from laddertron.launchers.compose.hosts import Host
+from laddertron.launchers.compose.hosts import Host, LaunchError
 from laddertron.launchers.compose.mpi import Kind, compose, torchrun_hosts
+from laddertron.launchers.compose.ports import ENV_PORTS
 from waiting import HANG_S
 
 CONFIG = Path(__file__).parents[3] / "configs" / "demo.yaml"
@@ -101,3 +102,27 @@ def test_where_a_job_is_bound_to(kind: Kind) -> None:
         assert command.env.get("LD_PRELOAD") == (bound and "/x/_listen.so")
         agent = "env LD_PRELOAD=/x/_listen.so LADDERTRON_LISTEN=ib0 prted"
         assert (agent in command.argv) == (kind == "openmpi" and bound == "ib0" and len(name) > 1)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich", "slurm", "torchrun"])
+def test_where_a_job_takes_its_ports(kind: Kind) -> None:
+    """Over several hosts the range goes to every rank, to Open MPI's own parameter, since it tries ports by itself, and
+    to its daemons; torchrun's store takes the last port. On this host alone any port will do. Where the library cannot
+    be preloaded, the launch is refused."""
+    deployment = load(CONFIG, ("launch.launcher=openmpi", "launch.port_range=40000-40099"))
+    here = replace(survey(deployment, {}), listen="/x/_listen.so", host="node7", kind=kind, version=(5, 0))
+    pair, alone = Share((Host("node7", 2), Host("node8", 2))), Share((Host("localhost", 2),))
+    if kind == "torchrun":
+        command = torchrun_hosts(deployment, here, pair, ["prog"])[0]
+        assert "--master-port=40099" in command.argv
+    else:
+        command = compose(deployment, here, pair, ["prog"])
+    assert (command.env[ENV_PORTS], command.env["LD_PRELOAD"]) == ("40000-40099", "/x/_listen.so")
+    words = " ".join(command.argv)
+    assert ("btl_tcp_port_min_v4 40000 --mca btl_tcp_port_range_v4 100" in words) == (kind == "openmpi")
+    agent = f"env LD_PRELOAD=/x/_listen.so {ENV_PORTS}=40000-40099 prted"
+    assert (agent in command.argv) == (kind == "openmpi")
+    assert ENV_PORTS not in compose(deployment, here, alone, ["prog"]).env
+    for site in (replace(here, listen=None), replace(here, shell=frozenset({"LD_PRELOAD"}))):
+        with pytest.raises(LaunchError, match=r"launch\.port_range=40000-40099: .* LD_PRELOAD|compiler"):
+            compose(deployment, site, pair, ["prog"])

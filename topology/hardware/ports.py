@@ -1,0 +1,41 @@
+"""Listening sockets on a port of a given range, for hosts between which a firewall lets only that range through."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+ANY_PORT = range(1)
+"""Port 0: the kernel chooses."""
+LAST_PORT = 65535
+
+
+def port_range(text: str) -> range:
+    """The ports of `40000-40100`, both ends included."""
+    low, _, high = text.partition("-")
+    return range(int(low), int(high) + 1)
+
+
+def listen(address: str, ports: range = ANY_PORT, backlog: int = 512) -> socket.socket:
+    """A TCP socket that listens at `address` on the first free one of the ports. Raises OSError, which names host and
+    range if none is free."""
+    family, kind, protocol, _, (host, _, *scope) = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    # NOTE: first a port that no socket has: with reuse two processes could bind it, and the later one not listen.
+    for reuse in (False, True):
+        for port in ports:
+            door = socket.socket(family, kind, protocol)
+            try:
+                door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+                door.bind((host, port, *scope))
+                door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)  # for the next launch on this port
+                door.listen(backlog)
+                return door
+            except OSError as error:
+                door.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+    raise OSError(
+        errno.EADDRINUSE,
+        f"{socket.gethostname()}: no port of launch.port_range={ports[0]}-{ports[-1]} is free at {address}: enlarge "
+        "it, or end what listens there",
+    )
