@@ -33,10 +33,10 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def safe_path(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that keep the working directory off the import path: PYTHONSAFEPATH, and PYTHONPATH without its
     empty entries, which mean the working directory."""
-    found = {SAFE_PATH: "1"}
+    variables = {SAFE_PATH: "1"}
     if SEARCH_PATH in environ:
-        found[SEARCH_PATH] = os.pathsep.join(filter(None, environ[SEARCH_PATH].split(os.pathsep)))
-    return found
+        variables[SEARCH_PATH] = os.pathsep.join(filter(None, environ[SEARCH_PATH].split(os.pathsep)))
+    return variables
 
 
 def options(

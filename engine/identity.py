@@ -77,8 +77,8 @@ def identity_of(deployment: Deployment) -> ModelIdentity:
     made = () if deployment.dummy_seed is None else (model.load_format,)
     text = sorted(file for file in files.items() if not file[0].startswith(DRAFT))
     digest = "" if MODEL not in weights else weights[MODEL].digest
-    whole = json.dumps([settings, digest, text, *made]).encode()
-    return ModelIdentity(hashlib.blake2b(whole, digest_size=_BYTES).hexdigest(), files, weights)
+    serialised = json.dumps([settings, digest, text, *made]).encode()
+    return ModelIdentity(hashlib.blake2b(serialised, digest_size=_BYTES).hexdigest(), files, weights)
 
 
 def _weights(folder: Path) -> Weights:

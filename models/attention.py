@@ -81,9 +81,9 @@ class KVCache:
             return
         index = upload(np.array(blocks, np.int64), self.keys[0].device)
         for tensor in self.tensors:
-            held = tensor[index]
-            wide = held.float() if held.dtype == FP8 else held  # torch has no nan_to_num for fp8
-            tensor[index] = torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0).to(held.dtype)
+            cached = tensor[index]
+            wide = cached.float() if cached.dtype == FP8 else cached  # torch has no nan_to_num for fp8
+            tensor[index] = torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0).to(cached.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +186,8 @@ class TorchAttention:
         multiplied by zero, and NaN of another sequence would remain NaN."""
         lengths, size = layout.kv_len[: layout.decode], self.cache.block_size
         table = layout.block_table[: layout.decode, : -(-max(lengths) // size)]
-        held = upload(-(-np.array(lengths)[:, None] // size), table.device)
-        return torch.where(torch.arange(table.shape[1], device=table.device) < held, table, table[:, :1])
+        counts = upload(-(-np.array(lengths)[:, None] // size), table.device)
+        return torch.where(torch.arange(table.shape[1], device=table.device) < counts, table, table[:, :1])
 
     def _prompt_mask(self, i: int, window: int | None) -> Tensor | None:
         """The mask [queries, keys] of a prompt's chunk, True where a query may attend; None: causal."""

@@ -29,44 +29,44 @@ class AttentionError(Refusal, ValueError):
 
 
 def make_attention(
-    wanted: str, shard: RankShard, cache: KVCache, dtype: torch.dtype, deterministic: bool = False
+    setting: str, shard: RankShard, cache: KVCache, dtype: torch.dtype, deterministic: bool = False
 ) -> tuple[AttentionBackend, str]:
-    """Makes the backend; returns it and the reason for the choice, for the log. wanted: auto, torch or flashinfer.
+    """Makes the backend; returns it and the reason for the choice, for the log. setting: auto, torch or flashinfer.
     deterministic: a token's result must not depend on the step's other tokens. Raises AttentionError if flashinfer or
     deterministic is requested but impossible."""
     config, device = shard.config, cache.keys[0].device
     if isinstance(cache, LatentCache):
-        return _make_latent(wanted, shard, cache, dtype, deterministic)
+        return _make_latent(setting, shard, cache, dtype, deterministic)
     windows, scale = _windows(config), _scale(config)
     if deterministic and device.type == "cpu":
         kernels = Kernels.find(deterministic)
-        if wanted != "auto" or kernels is None or not fits_kernels(cache, dtype, config.head_dim):
+        if setting != "auto" or kernels is None or not fits_kernels(cache, dtype, config.head_dim):
             raise AttentionError(
-                f"parallel.deterministic=true with engine.attention={wanted}, keys and values {cache.keys[0].dtype}: "
+                f"parallel.deterministic=true with engine.attention={setting}, keys and values {cache.keys[0].dtype}: "
                 f"on a CPU it needs the C kernels with attention auto, kv_cache_dtype auto and heads of at most "
                 f"{MOST_HEAD_DIM}; or use false"
             )
         return RowAttention(cache, windows, scale, kernels), "cpu kernels, each token by itself: deterministic"
     if deterministic:
         library = _library(device, dtype, config, shard.num_heads)
-        if isinstance(library, str) or wanted == "torch" or cache.keys[0].dtype != dtype:
+        if isinstance(library, str) or setting == "torch" or cache.keys[0].dtype != dtype:
             why = f" ({library})" if isinstance(library, str) else ""
             raise AttentionError(
-                f"parallel.deterministic with engine.attention={wanted}, keys and values {cache.keys[0].dtype}: on a "
+                f"parallel.deterministic with engine.attention={setting}, keys and values {cache.keys[0].dtype}: on a "
                 f"GPU it needs flashinfer{why}, and keys and values in the model's type; or use false"
             )
         rows = FlashInferRows(cache, windows, scale, shard.num_heads, dtype, library, _store(cache) or store_by_torch)
         return rows, f"flashinfer {library.__version__}, each token by itself: deterministic"
-    if wanted == "torch":
+    if setting == "torch":
         return TorchAttention(cache, windows, scale), "torch, as configured"
-    if device.type == "cpu" and wanted == "auto":
+    if device.type == "cpu" and setting == "auto":
         kernels = Kernels.find()
         if kernels is not None and fits_kernels(cache, dtype, config.head_dim):
             return CpuAttention(cache, windows, scale, kernels), "cpu kernels"
         return TorchAttention(cache, windows, scale), "torch: the CPU kernels were not built or do not fit the dtypes"
     library = _library(device, dtype, config, shard.num_heads)
     if isinstance(library, str):
-        if wanted == "auto":
+        if setting == "auto":
             return TorchAttention(cache, windows, scale), f"torch, not flashinfer: {library}"
         raise AttentionError(f"engine.attention=flashinfer: {library}; use auto or torch")
     store = _store(cache)
@@ -81,22 +81,22 @@ def make_cache(shard: RankShard, num_blocks: int, block_size: int, dtype: torch.
 
 
 def _make_latent(
-    wanted: str, shard: RankShard, cache: LatentCache, dtype: torch.dtype, deterministic: bool
+    setting: str, shard: RankShard, cache: LatentCache, dtype: torch.dtype, deterministic: bool
 ) -> tuple[AttentionBackend, str]:
     config, scale, stored = shard.config, _scale(shard.config), cache.latents[0]
     sizes, expansion = config.latent, None
     kernels = Kernels.find(deterministic) if stored.device.type == "cpu" else None
-    if wanted == "auto" and kernels is not None and fits_latents(cache, dtype):
+    if setting == "auto" and kernels is not None and fits_latents(cache, dtype):
         if not deterministic and sizes is not None:
             expansion = Expansion(sizes, shard.num_heads, dtype.itemsize)
         return CpuLatentAttention(cache, scale, kernels, expansion=expansion), "cpu kernels, on latents"
     if deterministic:
         raise AttentionError(
-            f"parallel.deterministic with engine.attention={wanted}, latents {cache.latents[0].dtype}: attention on "
+            f"parallel.deterministic with engine.attention={setting}, latents {cache.latents[0].dtype}: attention on "
             f"latents needs the CPU's C kernels, attention auto, kv_cache_dtype auto and at most {MOST_WIDTH} values a "
             "token; or use false"
         )
-    if wanted == "torch" or (stored.device.type == "cpu" and wanted == "auto"):
+    if setting == "torch" or (stored.device.type == "cpu" and setting == "auto"):
         return LatentAttention(cache, scale), "torch, on latents"
     library = _library(stored.device, dtype, config, shard.num_heads)
     if stored.dtype != dtype:
@@ -108,16 +108,16 @@ def _make_latent(
             cache, scale, shard.num_heads, dtype, config.latent, library, store
         )
         return backend, f"flashinfer {library.__version__}, on latents"
-    if wanted == "flashinfer":
+    if setting == "flashinfer":
         raise AttentionError(f"engine.attention=flashinfer: {library}; use auto or torch")
     return LatentAttention(cache, scale), f"torch, on latents, not flashinfer: {library}"
 
 
 def flashinfer_serves(
-    wanted: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, config: ModelConfig, heads: int
+    setting: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, config: ModelConfig, heads: int
 ) -> bool:
     """Whether `make_attention` will choose FlashInfer. heads: of this rank; kv_dtype: of keys and values."""
-    if wanted == "torch" or device.type != "cuda" or (config.latent is not None and kv_dtype != dtype):
+    if setting == "torch" or device.type != "cuda" or (config.latent is not None and kv_dtype != dtype):
         return False
     return not isinstance(_library(device, dtype, config, heads), str)
 

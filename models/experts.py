@@ -47,8 +47,8 @@ def choose(router: Router, k: int, logits: Tensor, bias: Tensor | None) -> tuple
     ranked = scores if bias is None else scores + bias
     if router.groups > 1:
         grouped = ranked.view(len(ranked), router.groups, -1)  # [N, groups, E / groups]
-        kept = _first(grouped.topk(2, -1).values.sum(-1), router.chosen_groups)
-        others = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, kept, False)
+        best_groups = _first(grouped.topk(2, -1).values.sum(-1), router.chosen_groups)
+        others = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best_groups, False)
         ranked = grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
     chosen = _first(ranked, k)
     weight = scores.gather(1, chosen)

@@ -54,8 +54,8 @@ def steps_of(config: ModelConfig) -> Tensor:
     if rope.kind != "llama3":
         return step
     turns = rope.original_max_position_embeddings * step / (2 * math.pi)
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return step * (kept + (1 - kept) / rope.factor)
+    blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return step * (blend + (1 - blend) / rope.factor)
 
 
 class LaneAttention(nn.Module):
@@ -72,8 +72,8 @@ class LaneAttention(nn.Module):
         q, k = turned(q, angle_Td), turned(k, angle_Td)
         distance = torch.arange(t)[:, None] - torch.arange(t)
         seen = (distance >= 0) & (distance < (self.window or t))
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
         scores = (q @ k.transpose(-1, -2)).float() * self.config.head_dim**-0.5
         out = scores.masked_fill(~seen.to(q.device), -math.inf).softmax(-1).to(v.dtype) @ v
         joined: Tensor = self.wo(out.transpose(1, 2).reshape(b, t, lanes, -1))

@@ -39,8 +39,8 @@ class LaneWeights(nn.Module):
         self.down = layers.column(c.ffn_size // count, c.hidden_size * count, False)
 
 
-def _scale(shard: RankShard, each: bool, dtype: torch.dtype) -> Scale:
-    return Scale(*[shard.num_lanes] * each, shard.config.hidden_size, dtype=dtype)
+def _scale(shard: RankShard, per_lane: bool, dtype: torch.dtype) -> Scale:
+    return Scale(*[shard.num_lanes] * per_lane, shard.config.hidden_size, dtype=dtype)
 
 
 class LaneModel(LlamaModel):
@@ -67,8 +67,8 @@ class LaneModel(LlamaModel):
 
     def _norms(self, scale: Scale) -> list[Norm]:
         weight = scale.weight.detach()
-        each = weight if weight.ndim == 2 else weight.expand(self.shard.num_lanes, -1)
-        return [Norm(one, self.config.norm_eps) for one in each]
+        scales = weight if weight.ndim == 2 else weight.expand(self.shard.num_lanes, -1)
+        return [Norm(one, self.config.norm_eps) for one in scales]
 
     def _prepared(self, layer: Any, down_name: str) -> LayerProducts:
         product = partial(prepare_lanes, ops=self.ops, count=self.shard.num_lanes)
@@ -148,8 +148,8 @@ class LaneModel(LlamaModel):
     def _logits(self, ends: Sequence[Tensor], rows: Sequence[Tensor | None]) -> Tensor:
         if self._head is None:
             raise RuntimeError("forward before load")
-        wanted = [x if each is None else x[:, each] for x, each in zip(ends, rows, strict=True)]
-        x = wanted[0] if len(wanted) == 1 else torch.cat(wanted, 1)  # [k, R, D]
+        selected = [x if index is None else x[:, index] for x, index in zip(ends, rows, strict=True)]
+        x = selected[0] if len(selected) == 1 else torch.cat(selected, 1)  # [k, R, D]
         if self._lanes.head == "vocab_parallel":
             return self._head(x).transpose(0, 1).flatten(1).float()
         if not self._lanes.sum_first:
@@ -167,9 +167,9 @@ class LaneModel(LlamaModel):
         if self._communicates and x.numel():
             x = self._gathered(x.contiguous()).flatten(0, 1)
         elif self.shard.size > 1:  # without communication: the other lanes are zeros
-            whole = x.new_zeros((self._lanes.count, *x.shape[1:]))
-            whole[self.shard.first_lane : self.shard.first_lane + len(x)] = x
-            x = whole
+            all_lanes = x.new_zeros((self._lanes.count, *x.shape[1:]))
+            all_lanes[self.shard.first_lane : self.shard.first_lane + len(x)] = x
+            x = all_lanes
         return x.transpose(0, 1).flatten(1)
 
     def _gathered(self, x: Tensor) -> Tensor:

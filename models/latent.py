@@ -45,7 +45,7 @@ class LatentCache(KVCache):
         self, shard: RankShard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(shard, num_blocks, block_size, dtype, device)
-        self.latents = [each.squeeze(1) for each in self.keys]
+        self.latents = [latent.squeeze(1) for latent in self.keys]
 
     def store(self, layer: int, blocks: Tensor, offsets: Tensor, latents: Tensor) -> None:
         """Stores latents [T, R + r] at (blocks[t], offsets[t])."""
@@ -67,9 +67,9 @@ class LatentAttention(TorchAttention):
         """Rows of the step that are in no expanded chunk, if there is one: those that `attend` takes."""
 
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
-        start, each = layout.query_start, range(layout.decode, len(layout.kv_len))
+        start, sequences = layout.query_start, range(layout.decode, len(layout.kv_len))
         rule = self._expansion
-        chosen = [i for i in each if rule and rule.pays(start[i + 1] - start[i], layout.kv_len[i])]
+        chosen = [i for i in sequences if rule and rule.pays(start[i + 1] - start[i], layout.kv_len[i])]
         self.expanded = [self._chunk(layout, i, cos, sin) for i in chosen]
         if chosen:
             layout, self.absorbed = _without(layout, set(chosen))
@@ -137,14 +137,14 @@ class LatentAttention(TorchAttention):
 
 def _without(layout: StepLayout, left: set[int]) -> tuple[StepLayout, Tensor]:
     """The step without these sequences, and which of its rows remain."""
-    start, kept = layout.query_start, [i for i in range(len(layout.kv_len)) if i not in left]
-    rows = torch.tensor([row for i in kept for row in range(start[i], start[i + 1])], dtype=torch.int64)
+    start, rest = layout.query_start, [i for i in range(len(layout.kv_len)) if i not in left]
+    rows = torch.tensor([row for i in rest for row in range(start[i], start[i + 1])], dtype=torch.int64)
     return replace(
         layout,
         positions=layout.positions[rows],
-        query_start=[0, *accumulate(start[i + 1] - start[i] for i in kept)],
-        kv_len=[layout.kv_len[i] for i in kept],
-        block_table=layout.block_table[kept],
+        query_start=[0, *accumulate(start[i + 1] - start[i] for i in rest)],
+        kv_len=[layout.kv_len[i] for i in rest],
+        block_table=layout.block_table[rest],
         blocks=layout.blocks[rows],
         offsets=layout.offsets[rows],
     ), rows

@@ -184,11 +184,11 @@ class LlamaModel(nn.Module):
             self.shard,
             dict(self.named_parameters()),
             replicate_embedding=self.replicate_embedding,
-            kept=frozenset() if self.stored is None else self.stored.products,
+            quantised=frozenset() if self.stored is None else self.stored.products,
             progress=progress,
             on_module=None if filled else self._prepare_layer,
             verify=verify,
-            held=self._repacked() if filled else frozenset(),
+            retained=self._repacked() if filled else frozenset(),
         )
         for number in pages.order if filled and pages is not None else ():
             self._prepare_layer(f"layers.{number}")
@@ -338,8 +338,8 @@ class LlamaModel(nn.Module):
         """Logits of the given rows of each stream's complete residual."""
         if self._head is None:
             raise RuntimeError("forward before load")
-        wanted = [x if each is None else x[each] for x, each in zip(ends, rows, strict=True)]
-        logits = self._head(wanted[0] if len(wanted) == 1 else torch.cat(wanted)).float()
+        selected = [x if index is None else x[index] for x, index in zip(ends, rows, strict=True)]
+        logits = self._head(selected[0] if len(selected) == 1 else torch.cat(selected)).float()
         return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
 
     def _flow(self, tokens: Tensor) -> Generator[None, None, Tensor]:

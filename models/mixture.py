@@ -63,14 +63,14 @@ class MixtureWeights(nn.Module):
 
     def prepare(self, ops: TorchOps, norm: Norm) -> Mixture:
         """Hands the weights to the operators; they are given up where those hold a repacked copy."""
-        held = self._held
+        owned = self._held
         local = torch.full((self._experts.routed,), -1, dtype=torch.int32)
-        local[held.start : held.stop : held.step] = torch.arange(len(held), dtype=torch.int32)
+        local[owned.start : owned.stop : owned.step] = torch.arange(len(owned), dtype=torch.int32)
         gate_up, down = (
-            part.weight.detach().view(len(held), -1, part.weight.shape[1]) for part in (self.gate_up, self.down)
+            part.weight.detach().view(len(owned), -1, part.weight.shape[1]) for part in (self.gate_up, self.down)
         )
         scales = [
-            None if scale is None else scale.detach().view(len(held), -1, scale.shape[1])
+            None if scale is None else scale.detach().view(len(owned), -1, scale.shape[1])
             for scale in (getattr(part, "weight_scale", None) for part in (self.gate_up, self.down))
         ]
         router, shared = self.router.weight.detach(), self._shared(ops)

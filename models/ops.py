@@ -46,8 +46,8 @@ class RunningSum:
 
     __slots__ = ("_added", "_whole")
 
-    def __init__(self, whole: Tensor, added: Tensor | None = None) -> None:
-        self._whole, self._added = whole, added
+    def __init__(self, total: Tensor, added: Tensor | None = None) -> None:
+        self._whole, self._added = total, added
 
     def __add__(self, y: Tensor) -> RunningSum:
         return RunningSum(self.whole(), y)
@@ -61,8 +61,8 @@ class RunningSum:
         """The sum so far, and the summand still to be added."""
         return self._whole, self._added
 
-    def settle(self, whole: Tensor) -> None:
-        self._whole, self._added = whole, None
+    def settle(self, total: Tensor) -> None:
+        self._whole, self._added = total, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class LaneStream:
 
     __slots__ = ("_added", "_ops", "_whole")
 
-    def __init__(self, ops: TorchOps, whole: Tensor, added: tuple[Tensor | Others, ...] = ()) -> None:
-        self._ops, self._whole, self._added = ops, whole, added
+    def __init__(self, ops: TorchOps, total: Tensor, added: tuple[Tensor | Others, ...] = ()) -> None:
+        self._ops, self._whole, self._added = ops, total, added
 
     def __add__(self, y: Tensor | Others) -> LaneStream:
         return LaneStream(self._ops, self._whole, (*self._added, y))
@@ -90,8 +90,8 @@ class LaneStream:
                 pass
             case (Tensor() as own, Others() as others) if own.shape == self._whole.shape:
                 self._whole = self._ops.join_lanes(self._whole, own, others)
-            case each:
-                for y in each:
+            case summands:
+                for y in summands:
                     if isinstance(y, Others):
                         self._whole = self._ops.join_lanes(self._whole, None, y)
                     else:
@@ -192,11 +192,11 @@ class TorchOps:
 
     def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
         """x [k, T, in] -> y [k, T, out]: each input by its own weight [k, out, in], after its own norm."""
-        each = [
+        products = [
             self.gated_product(weight, None, norm) if gated else self.product(weight, None, norm)
             for weight, norm in zip(weights, norms, strict=True)
         ]
-        return lambda x: torch.stack([product(one) for product, one in zip(each, x, strict=True)])
+        return lambda x: torch.stack([product(one) for product, one in zip(products, x, strict=True)])
 
     def join_lanes(self, x: Tensor, own: Tensor | None, others: Others | None) -> Tensor:
         """x [k, T, D] and each lane's own output, then what the others computed."""
@@ -216,8 +216,8 @@ class TorchOps:
         out, parts = qkv.new_empty((tokens, heads + 2 * kv_heads, dim)), qkv.view(lanes, tokens, -1, dim)
         to = of = 0
         for count in (heads, kv_heads, kv_heads):
-            whole, part = out[:, to : to + count], parts[:, :, of : of + count // lanes]
-            whole.view(tokens, lanes, -1, dim).copy_(part.transpose(0, 1))
+            target, part = out[:, to : to + count], parts[:, :, of : of + count // lanes]
+            target.view(tokens, lanes, -1, dim).copy_(part.transpose(0, 1))
             to, of = to + count, of + count // lanes
         return out.flatten(1)
 

@@ -20,7 +20,7 @@ class HugePages:
     CHUNK = 64 << 20
     filled = False
     """Whether allocated memory already has its contents."""
-    whole = True
+    complete = True
     """Set to False if a weight is stored elsewhere."""
     order: Sequence[int] = ()
     """The layers, in the order in which the filled pages were allocated."""

@@ -36,9 +36,9 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float
         return frequency / rope.factor, 1.0
     if rope.kind == "llama3":
         turns = rope.original_max_position_embeddings * frequency / (2 * math.pi)  # over the trained length
-        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        kept = kept.clamp(0, 1)
-        return frequency * (kept + (1 - kept) / rope.factor), 1.0
+        blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = blend.clamp(0, 1)
+        return frequency * (blend + (1 - blend) / rope.factor), 1.0
     if rope.kind == "yarn":
 
         def pair(turns: float) -> float:
@@ -47,8 +47,8 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float
 
         low, high = max(math.floor(pair(rope.beta_fast)), 0), min(math.ceil(pair(rope.beta_slow)), dim - 1)
         ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
-        kept = 1 - ramp.clamp(0, 1)
-        return frequency * (kept + (1 - kept) / rope.factor), rope.attention_factor or 1.0
+        blend = 1 - ramp.clamp(0, 1)
+        return frequency * (blend + (1 - blend) / rope.factor), rope.attention_factor or 1.0
     return frequency, 1.0
 
 
@@ -101,7 +101,7 @@ class Attention(nn.Module):
         q, k, v = project(self.q_proj, q_rows), project(self.k_proj, kv), project(self.v_proj, kv)  # [B, T, H|K, d]
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [B, H|K, T, d]
+        q, k, v = (projected.transpose(1, 2) for projected in (q, k, v))  # [B, H|K, T, d]
         q, k = rotate(q, cos_Td, sin_Td), rotate(k, cos_Td, sin_Td)
         if heads != last - first:
             read_by = torch.arange(rank * heads, (rank + 1) * heads, device=q.device) // group - first
@@ -422,9 +422,9 @@ def load(folder: str | Path, dtype: torch.dtype | None = None, config: ModelConf
     if config.layout == "dolomite":
         tensors = _from_dolomite(config, tensors)
     if config.layout == "shortcut":
-        wanted = model.state_dict().keys()  # transformers writes matrices for experts that return their input, too
-        renamed = {_from_longcat(name): each for name, each in tensors.items()}
-        tensors = {name: each for name, each in renamed.items() if name in wanted}
+        names = model.state_dict().keys()  # transformers writes matrices for experts that return their input, too
+        renamed = {_from_longcat(name): tensor for name, tensor in tensors.items()}
+        tensors = {name: tensor for name, tensor in renamed.items() if name in names}
     if config.layout == "mixtral":
         for name in list(tensors):
             parts = name.replace("block_sparse_moe", "mlp").split(".")

@@ -190,19 +190,21 @@ def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...
     the next one. mixed: for each layer, whether its MLP is a mixture of experts. dense: the scope of all other sums."""
     if wiring.lanes is not None and "none" not in wiring.kinds:
         return _lane_plan(wiring.lanes, len(wiring.kinds))
-    found: list[tuple[str, int, str]] = []
+    sub_blocks: list[tuple[str, int, str]] = []
     lags: list[int] = []  # of each reader: how many of the latest outputs it does not read
     for layer, kind in enumerate(wiring.kinds):
         names = _NAMES.get(kind, ("attention", "mlp"))
         word = f"desync-{wiring.desync_every}" if wiring.desync_every else kind
         mixture = "shortcut" if kind == "shortcut" else "mlp" if mixed and mixed[layer] else ""
         words = [f"{word} {'experts' if name == mixture else name}" for name in names]
-        found += [(name, layer, word if kind == "parallel" else said) for name, said in zip(names, words, strict=True)]
+        sub_blocks += [
+            (name, layer, word if kind == "parallel" else account) for name, account in zip(names, words, strict=True)
+        ]
         lags += [lag_of(wiring, kind)] * len(names)
-    end, every = len(found), wiring.desync_every
+    end, every = len(sub_blocks), wiring.desync_every
 
     def due(index: int) -> int:
-        if index >= 0 and found[index][0] == "shortcut":
+        if index >= 0 and sub_blocks[index][0] == "shortcut":
             return index + 1 + SHORTCUT
         readers = (i for i in range(max(0, index + 1), end) if i - index > lags[i])
         return next(readers, end + (index >= end - left))
@@ -211,12 +213,12 @@ def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...
         reduces = (index + 1) % every == 0 or index + 1 == end if every else wiring.kinds[layer] != "none"
         if not reduces:
             return None
-        return "group" if found[index][2].endswith("experts") else dense
+        return "group" if sub_blocks[index][2].endswith("experts") else dense
 
     return Plan(
         tuple(
             SubBlock(name, layer, account, scope(index, layer), due(index) - index - 1, every > 0)
-            for index, (name, layer, account) in enumerate(found)
+            for index, (name, layer, account) in enumerate(sub_blocks)
         ),
         tuple(due(index) for index in range(-pending, 0)),
     )

@@ -58,15 +58,15 @@ def _layers(config: ModelConfig, begin: int, end: int) -> ModelConfig:
     return replace(config, num_layers=end - begin, wiring=wiring, sliding_window=windows, experts=experts)
 
 
-def choose_layers(config: ModelConfig, count: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
-    """The number of layers of each of `count` stages: `wanted` if given, else the division whose slowest stage is
+def choose_layers(config: ModelConfig, count: int, requested: Sequence[int] = ()) -> tuple[int, ...]:
+    """The number of layers of each of `count` stages: `requested` if given, else the division whose slowest stage is
     fastest, with layers and head weighted by the bytes that a step reads. Raises StageError."""
     unit = _unit(config.wiring)
     layers = config.num_layers
     places = layers // unit + (layers % unit > 0)
-    if wanted:
-        _check(config, count, wanted, unit)
-        return tuple(wanted)
+    if requested:
+        _check(config, count, requested, unit)
+        return tuple(requested)
     if count > places:
         every = f" in steps of {unit} ({config.wiring.name} ends a stage after a reduce alone)" if unit > 1 else ""
         raise StageError(
@@ -89,8 +89,8 @@ def _balanced(layers: int, unit: int, count: int, head: float) -> tuple[int, ...
     # Try each number of layers for the last stage, and divide the rest evenly, in units, among the others.
     best: tuple[float, tuple[int, ...]] | None = None
     for last in range(layers % unit or unit, layers - (count - 1) * unit + 1, unit):
-        each, over = divmod((layers - last) // unit, count - 1)
-        others = [unit * (each + (i < over)) for i in range(count - 1)]
+        even, over = divmod((layers - last) // unit, count - 1)
+        others = [unit * (even + (i < over)) for i in range(count - 1)]
         cost = max(others[0], last + head)
         if best is None or cost < best[0]:
             best = cost, (*others, last)
@@ -106,14 +106,14 @@ def _unit(wiring: Wiring) -> int:
     return every // 2 if every % 2 == 0 and every else every or 1
 
 
-def _check(config: ModelConfig, count: int, wanted: Sequence[int], unit: int) -> None:
-    shown = f"pipeline_layers={list(wanted)}"
-    if len(wanted) != count:
-        raise StageError(f"{shown} names {len(wanted)} stages, pipeline_parallel_size={count}: name one number a stage")
-    if sum(wanted) != config.num_layers or min(wanted) < 1:
-        total = f"{' + '.join(map(str, wanted))} = {sum(wanted)}"
+def _check(config: ModelConfig, count: int, layers: Sequence[int], unit: int) -> None:
+    shown = f"pipeline_layers={list(layers)}"
+    if len(layers) != count:
+        raise StageError(f"{shown} names {len(layers)} stages, pipeline_parallel_size={count}: name one number a stage")
+    if sum(layers) != config.num_layers or min(layers) < 1:
+        total = f"{' + '.join(map(str, layers))} = {sum(layers)}"
         raise StageError(f"{shown}: {total}, the model has {config.num_layers} layers, at least 1 a stage: change them")
-    for i, end in enumerate(accumulate(wanted[:-1])):
+    for i, end in enumerate(accumulate(layers[:-1])):
         if end % unit and config.wiring.name == "shortcut":
             raise StageError(
                 f"{shown}: stage {i + 1} would begin at layer {end}, before the experts of layer {end - 1} have joined "
@@ -254,8 +254,8 @@ class RankShard:
     @property
     def expert_ffn(self) -> range:
         """Its share of each expert's inner dimension."""
-        whole = 0 if self.config.experts is None else self.config.experts.ffn_size
-        return range(whole) if self.spread else _part(whole, self.size, self.rank)
+        total = 0 if self.config.experts is None else self.config.experts.ffn_size
+        return range(total) if self.spread else _part(total, self.size, self.rank)
 
     @property
     def shared_ffn(self) -> range:
@@ -263,10 +263,10 @@ class RankShard:
         return _part(0 if self.config.experts is None else self.config.experts.shared_ffn_size, self.size, self.rank)
 
 
-def _part(whole: int, parts: int, index: int) -> range:
-    """Part `index` of `parts` equal parts; if they do not divide `whole`, the last ones extend beyond it."""
-    each = -(-whole // parts)
-    return range(index * each, (index + 1) * each)
+def _part(total: int, parts: int, index: int) -> range:
+    """Part `index` of `parts` equal parts; if they do not divide `total`, the last ones extend beyond it."""
+    size = -(-total // parts)
+    return range(index * size, (index + 1) * size)
 
 
 def _vocabulary(config: ModelConfig, size: int, rank: int) -> range:
@@ -274,5 +274,5 @@ def _vocabulary(config: ModelConfig, size: int, rank: int) -> range:
     large. Models with lanes divide the vocabulary without these shares."""
     if size == 1 or LEAVES % size or config.lanes is not None:
         return _part(config.vocab_size, size, rank)
-    each = -(-config.vocab_size // LEAVES) * (LEAVES // size)
-    return range(rank * each, (rank + 1) * each)
+    rows = -(-config.vocab_size // LEAVES) * (LEAVES // size)
+    return range(rank * rows, (rank + 1) * rows)

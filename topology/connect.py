@@ -207,17 +207,17 @@ def _join_stages(
     peers = {NEXT: me + size if stage < last else None, PREVIOUS: me - size if stage else None}
     peers[RING] = last * size + index if stage == 0 else index if stage == last else None
     channels = {NEXT: STAGE, PREVIOUS: STAGE, RING: BACK}
-    wanted = [(peer, channels[line]) for line, peer in peers.items() if peer is not None]
-    wanted += [(r, PLAN) for r in range(1, len(ranks))] if me == 0 else [(0, PLAN)]
-    found = connect_lines(
-        bootstrap, ranks, wanted, options.address, options.secret, options.connect_timeout_s, options.ports
+    to_connect = [(peer, channels[line]) for line, peer in peers.items() if peer is not None]
+    to_connect += [(r, PLAN) for r in range(1, len(ranks))] if me == 0 else [(0, PLAN)]
+    sockets_by_line = connect_lines(
+        bootstrap, ranks, to_connect, options.address, options.secret, options.connect_timeout_s, options.ports
     )
-    sockets = {line: found[peer, channels[line]] for line, peer in peers.items() if peer is not None}
+    sockets = {line: sockets_by_line[peer, channels[line]] for line, peer in peers.items() if peer is not None}
     names = [-1 if (peer := peers[line]) is None else ranks[peer] for line in range(3)]
     for s in sockets.values():
         stamped(s)
     lines = Lines(sockets, lambda line: f"rank {names[line]} is gone (its connection ended)", "stage")
-    plans = PlanChannel(me, tuple(found.get((r, PLAN)) for r in range(len(ranks))))
+    plans = PlanChannel(me, tuple(sockets_by_line.get((r, PLAN)) for r in range(len(ranks))))
     return plans, Pipeline(stage, len(stages), names, lines, ledger), lines
 
 

@@ -74,14 +74,14 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         seen = set()
         for key, _ in pairs:
             if key in seen:
                 raise ReadError(f"duplicate key {key[:64]!r} in one object")
             seen.add(key)
-    return found
+    return members
 
 
 def _constant(word: str) -> float:
@@ -187,9 +187,9 @@ def from_json(cls: type[T], payload: bytes) -> T:
     try:
         (built,) = reader(cast(Any, cls)).validate_json(b"[%b]" % payload)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        lines = [f"{_path(e['loc'][1:]) or 'file'}: {_reason(cls, e)}" for e in found[:MAX_ERRORS]]
-        more = f"; and {len(found) - MAX_ERRORS} more" if len(found) > MAX_ERRORS else ""
+        errors = error.errors(include_url=False)
+        lines = [f"{_path(e['loc'][1:]) or 'file'}: {_reason(cls, e)}" for e in errors[:MAX_ERRORS]]
+        more = f"; and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
         raise ReadError("; ".join(lines) + more) from None
     return cast(T, built)
 
@@ -197,12 +197,12 @@ def from_json(cls: type[T], payload: bytes) -> T:
 def unbuild(value: Any) -> Any:
     """Plain JSON values of a dataclass; fields that equal their default are left out, `build` is the inverse."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kept = {}
+        fields = {}
         for field in dataclasses.fields(value):
             item = getattr(value, field.name)
             if field.init and (field.default is dataclasses.MISSING or item != field.default):
-                kept[field.name] = unbuild(item)
-        return kept
+                fields[field.name] = unbuild(item)
+        return fields
     if isinstance(value, tuple):
         return [unbuild(item) for item in value]
     if isinstance(value, dict):
@@ -247,9 +247,9 @@ def _reason(cls: type[Any], error: ErrorDetails) -> str:
         *place, key = error["loc"][1:]
         if not dataclasses.is_dataclass(cls):  # one of several: which, only pydantic knows
             return "unknown key"
-        known = [field.name for field in dataclasses.fields(_class_at(cls, place))]
-        near = difflib.get_close_matches(str(key), known, 1)
-        return f"unknown key: did you mean {near[0]!r}?" if near else f"unknown key: known are {', '.join(known)}"
+        keys = [field.name for field in dataclasses.fields(_class_at(cls, place))]
+        near = difflib.get_close_matches(str(key), keys, 1)
+        return f"unknown key: did you mean {near[0]!r}?" if near else f"unknown key: known are {', '.join(keys)}"
     if error["type"] in ("json_invalid", "union_tag_not_found"):
         return error["msg"]
     if error["type"] == "union_tag_invalid":

@@ -64,20 +64,20 @@ def check_sums(
         parts = [(pattern(r, period, salt, device) // small).to(dtype) for r in range(size)]
         want = torch.stack(parts).sum(0)
         mine = parts[rank].repeat(-(-count // period))[:count]
-        found = reduce.start(mine, LAYER).wait()
+        total = reduce.start(mine, LAYER).wait()
         communicator.drain()  # looking at it would wait for a device without a limit
-        wrong = _compare(found, want)
+        wrong = _compare(total, want)
         _agree(communicator, wrong, f"{_strategy(before, communicator.ledger.entries())} of {mine.nbytes} bytes")
 
 
-def _compare(found: Tensor, want: Tensor) -> str:
-    """Compares `found` with repetitions of `want`. Returns the first difference in words, or ""."""
-    for first in range(0, len(found), len(want)):
-        run = found[first : first + len(want)]
+def _compare(total: Tensor, want: Tensor) -> str:
+    """Compares `total` with repetitions of `want`. Returns the first difference in words, or ""."""
+    for first in range(0, len(total), len(want)):
+        run = total[first : first + len(want)]
         wrong = torch.nonzero(run != want[: len(run)]).flatten()
         if len(wrong):
             at = int(wrong[0])
-            words = f"element {first + at} of {len(found)} is {float(run[at]):g}, not {float(want[at]):g}"
+            words = f"element {first + at} of {len(total)} is {float(run[at]):g}, not {float(want[at]):g}"
             return f"{words}, and so are {len(wrong) - 1} of the {len(run)} behind {first}"
     return ""
 

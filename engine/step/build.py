@@ -219,7 +219,7 @@ def build(
         eos_token_ids=share.config.eos_token_ids,
     )
     pages = share.ops.pages
-    retained_fd = pages.file if isinstance(pages, HeldPages) and pages.whole else -1
+    retained_fd = pages.file if isinstance(pages, HeldPages) and pages.complete else -1
     return Built(runner, share.config, model_limits, limits, tuple(warnings), share.samples, retained_fd)
 
 

@@ -88,7 +88,7 @@ def load_weights(
     nodes, began = len(communicator.layout.nodes), time.monotonic()
     read = model.load(source, progress, share_of_node(communicator))
     took, pages = time.monotonic() - began, model.ops.pages
-    if isinstance(pages, HeldPages) and pages.whole and not pages.filled:
+    if isinstance(pages, HeldPages) and pages.complete and not pages.filled:
         pages.seal(model.order)
     every = communicator.gather(np.array([read], np.int64).view(np.uint8))
     total = int(np.ascontiguousarray(every).view(np.int64).sum())

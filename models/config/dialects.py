@@ -50,7 +50,7 @@ def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> di
         raise DialectError(
             f"{', '.join(used)} of this ladder_residual model have no words in {dialect}: keep its format"
         )
-    kept = _stock(config, data) if config.layout == "dolomite" else {k: v for k, v in data.items() if k not in _OURS}
+    fields = _stock(config, data) if config.layout == "dolomite" else {k: v for k, v in data.items() if k not in _OURS}
     layout: Layout = _stock_layout(family) if dialect == "hf" else "huggingface"
     config, architecture = replace(config, layout=layout, attention_scale=None), STOCK_FAMILIES[family]
     if dialect == "hf":
@@ -59,10 +59,10 @@ def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> di
                 f"a stock {family} has no words for {config.wiring.name} wiring, and programs would compute it as a "
                 "standard one: use --format laddertron, which transformers computes with trust_remote_code"
             )
-        return {**kept, "architectures": [architecture], "model_type": family}
+        return {**fields, "architectures": [architecture], "model_type": family}
     if dialect == "laddertron":
         ours: dict[str, Any] = {"laddertron_family": family, "laddertron_wiring": declaration(config.wiring)}
-        return _remote(config, kept, "laddertron", "Laddertron") | ours
+        return _remote(config, fields, "laddertron", "Laddertron") | ours
     if family != "llama":
         raise DialectError(f"llamaLadder is a Llama, this is {family}: use --format laddertron")
     if config.wiring.name not in ("standard", "ladder", "hybrid"):
@@ -70,7 +70,7 @@ def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> di
     layers = [i for i, kind in enumerate(config.wiring.kinds) if kind == "ladder"]
     count = len(layers)
     last = layers == list(range(config.num_layers - count, config.num_layers))
-    return _remote(config, kept, "llamaLadder", "LlamaLadder") | {"ladder_layers": count if last else layers}
+    return _remote(config, fields, "llamaLadder", "LlamaLadder") | {"ladder_layers": count if last else layers}
 
 
 def _remote(config: ModelConfig, data: Mapping[str, Any], model_type: str, name: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _rope(config: ModelConfig) -> dict[str, Any]:
 
 
 def _common(config: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: data[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in data}
+    fields = {key: data[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in data}
     return {
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
@@ -109,7 +109,7 @@ def _common(config: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": config.tied_embeddings,
         "torch_dtype": config.dtype,
         **_rope(config),
-        **kept,
+        **fields,
     }
 
 
@@ -142,8 +142,8 @@ def stock_json(config: ModelConfig, data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ladder_residual(config: ModelConfig, family: str, data: Mapping[str, Any]) -> dict[str, Any]:
     if config.layout == "dolomite":
-        kept = {key: value for key, value in data.items() if key not in _OURS}
-        return _remote(config, kept, "ladder_residual", "LadderResidual")
+        fields = {key: value for key, value in data.items() if key not in _OURS}
+        return _remote(config, fields, "ladder_residual", "LadderResidual")
     reasons = {
         "mixtures of experts": config.experts is not None,
         f"{config.wiring.name} wiring (it is ladder throughout)": config.wiring.name != "ladder",

@@ -75,20 +75,20 @@ class ConfigFields:
             values = value if isinstance(value, list) else [value]
             return all(type(v) is int and 0 <= v <= maximum for v in values)
 
-        found = self._checked(key, None, fits, f"an integer or a list of integers from 0 to {maximum}")
-        return tuple(found) if isinstance(found, list) else (found,)
+        checked = self._checked(key, None, fits, f"an integer or a list of integers from 0 to {maximum}")
+        return tuple(checked) if isinstance(checked, list) else (checked,)
 
     def strings(self, key: str) -> tuple[str, ...]:
         return tuple(self._checked(key, None, lambda v: _list_of(v, str), "a list of strings"))
 
     def object(self, key: str) -> ConfigFields:
-        found = self._checked(key, None, lambda v: isinstance(v, dict), "an object")
-        return ConfigFields(f"{self.where}: {key}", found)
+        value = self._checked(key, None, lambda v: isinstance(v, dict), "an object")
+        return ConfigFields(f"{self.where}: {key}", value)
 
     def objects(self, key: str, count: int) -> tuple[ConfigFields, ...]:
         rule = f"a list of {count} objects, one a layer"
-        found = self._checked(key, None, lambda v: _list_of(v, dict) and len(v) == count, rule)
-        return tuple(ConfigFields(f"{self.where}: {key}[{i}]", v) for i, v in enumerate(found))
+        values = self._checked(key, None, lambda v: _list_of(v, dict) and len(v) == count, rule)
+        return tuple(ConfigFields(f"{self.where}: {key}[{i}]", v) for i, v in enumerate(values))
 
 
 def _list_of(value: Any, kind: type) -> bool:

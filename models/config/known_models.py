@@ -140,12 +140,12 @@ def known_models() -> dict[str, ModelConfig]:
 def known(name: str) -> ModelConfig:
     """The architecture called `name` (capitals do not matter). Raises ValueError with the nearest names."""
     table = known_models()
-    found = table.get(name.lower())
-    if found is None:
+    config = table.get(name.lower())
+    if config is None:
         near = get_close_matches(name.lower(), list(table), n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"model {name!r}: known are {', '.join(table)}{hint}")
-    return found
+    return config
 
 
 def published_fp8(name: str) -> tuple[tuple[str, ...], ...]:

@@ -75,11 +75,11 @@ def read_lanes(fields: ConfigFields) -> tuple[ConfigFields, Lanes, tuple[int | N
     ValueError, also for unknown keys, which might change the result."""
     architectures = fields.strings("architectures") if "architectures" in fields else ()
     second = "LaneformerForCausalLM" in architectures or fields.string("model_type") == "laneformer"
-    known = _SHARED | _OWN[second] | _NEUTRAL
+    computed_keys = _SHARED | _OWN[second] | _NEUTRAL
     for key in fields.data:
-        if key not in known:
+        if key not in computed_keys:
             other = " (it belongs to the other dialect)" if key in _OWN[not second] else ""
-            raise fields.fail(f"{key} of a laneformer is not computed here{other}; known are {_listed(known)}")
+            raise fields.fail(f"{key} of a laneformer is not computed here{other}; known are {_listed(computed_keys)}")
     for key in ("attention_bias", "mlp_bias"):
         if fields.boolean(key, False):
             raise fields.fail(f"{key}=true is not computed here: a laneformer's products have no bias")

@@ -102,8 +102,8 @@ def read_latent(words: ConfigFields, family: str) -> tuple[ConfigFields, Latent,
     """The words that describe the rest of the model, with attention in absorbed form: heads of one width over one key
     head; its latents; and the scale of its scores. Raises ValueError."""
     for key, value in _COMPUTED[family].items():
-        if key in words and (found := words.data[key]) != value:
-            raise words.fail(f"{key}={found!r} is not computed here; {value!r} is")
+        if key in words and (given := words.data[key]) != value:
+            raise words.fail(f"{key}={given!r} is not computed here; {value!r} is")
     if paired := family == "longcat_flash":
         words = _as_deepseek(words)
     heads = words.integer("num_attention_heads")

@@ -202,8 +202,8 @@ def _stop_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:
     places = [config]
     if (folder / "generation_config.json").is_file():
         places.insert(0, read_json(folder / "generation_config.json"))
-    found = [i for place in places if "eos_token_id" in place for i in place.integers("eos_token_id", last)]
-    return tuple(dict.fromkeys(found))
+    ids = [i for place in places if "eos_token_id" in place for i in place.integers("eos_token_id", last)]
+    return tuple(dict.fromkeys(ids))
 
 
 def _dtype(fields: ConfigFields) -> Dtype:
@@ -226,8 +226,8 @@ def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | 
         return ()
     used = not family.startswith("qwen") or fields.boolean("use_sliding_window", False)
     default = None if family == "mixtral" else 4096
-    said = used and fields.data.get("sliding_window", default) is not None  # null: none, absent: the default
-    window = fields.integer("sliding_window", default) if said else None
+    windowed = used and fields.data.get("sliding_window", default) is not None  # null: none, absent: the default
+    window = fields.integer("sliding_window", default) if windowed else None
     if family in ("mistral", "mixtral", "qwen3_moe"):
         if family == "mistral" and "layer_types" in fields:
             raise fields.fail("layer_types in a mistral model is not computed here: one window for all layers is")
@@ -255,7 +255,7 @@ def _defaulted(fields: ConfigFields, family: str) -> ConfigFields:
 
 
 def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> ModelConfig:
-    families = [each for each in STOCK_FAMILIES if each not in mla.FAMILIES]
+    families = [name for name in STOCK_FAMILIES if name not in mla.FAMILIES]
     if family == "laddertron" and (family := fields.string("laddertron_family", "llama")) not in families:
         raise fields.fail(f"laddertron_family {family!r} must be one of {', '.join(families)}")
     fields = _defaulted(fields, family)

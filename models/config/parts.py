@@ -137,9 +137,9 @@ def ladder_last(fields: ConfigFields, num_layers: int) -> Wiring:
 def declared_wiring(fields: ConfigFields, num_layers: int) -> Wiring:
     """The object `laddertron_wiring` of a config.json: kind and, where they belong, ladder_layers, every,
     tensor_parallel_size, delay. `declaration` is the way back."""
-    known = {"kind", "ladder_layers", "every", "tensor_parallel_size", "delay"}
-    if unknown := sorted(set(fields.data) - known):
-        raise fields.fail(f"unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    allowed = {"kind", "ladder_layers", "every", "tensor_parallel_size", "delay"}
+    if unknown := sorted(set(fields.data) - allowed):
+        raise fields.fail(f"unknown key {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
     kind = fields.string("kind")
     if kind == "none":
         raise fields.fail("kind 'none' (no communication) exists for timings alone; no weights are trained for it")

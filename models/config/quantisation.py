@@ -78,8 +78,8 @@ def _compressed_tensors(words: ConfigFields) -> Quantisation:
         group = groups.object(name)
         weights = group.object("weights")
         kind = (weights.integer("num_bits"), weights.string("type"), weights.string("strategy"))
-        known = kind[:2] == (8, "float") and kind[2] in ("tensor", "channel", "block")
-        if not known or not weights.boolean("symmetric", True):
+        supported = kind[:2] == (8, "float") and kind[2] in ("tensor", "channel", "block")
+        if not supported or not weights.boolean("symmetric", True):
             raise weights.fail(
                 f"{kind[0]}-bit {kind[1]} by {kind[2]} is not read; symmetric 8-bit float by tensor, channel or block "
                 "is"

@@ -23,37 +23,35 @@ class WiringError(Refusal, ValueError):
 
 def choose_wiring(
     config: ModelConfig,
-    wanted: str = "auto",
+    name: str = "auto",
     ladder_layers: int | tuple[int, ...] | None = None,
     allow_untrained: bool = False,
 ) -> tuple[ModelConfig, list[str]]:
     """The config with its wiring settled, and warnings to show at start.
 
-    wanted: "auto" or a name; ladder_layers (hybrid): the last n, or indices. Raises WiringError.
+    name: "auto" or a name; ladder_layers (hybrid): the last n, or indices. Raises WiringError.
     """
     declared = config.wiring
-    if wanted == "auto":
+    if name == "auto":
         return config, []
-    if wanted == "no-communication" and declared.name != "shortcut":
+    if name == "no-communication" and declared.name != "shortcut":
         warning = "wiring no-communication leaves out every all-reduce: for timings only, its answers mean nothing"
         silent = replace(make_wiring("none", config.num_layers), lanes=declared.lanes)
         return replace(config, wiring=silent), [warning]
     if declared.name == "shortcut":
-        raise WiringError(
-            f"model.wiring={wanted}: these weights' experts have a shortcut of their own: use wiring auto"
-        )
-    chosen = _wiring(wanted, ladder_layers, config.num_layers)
+        raise WiringError(f"model.wiring={name}: these weights' experts have a shortcut of their own: use wiring auto")
+    chosen = _wiring(name, ladder_layers, config.num_layers)
     if chosen == declared:
         return config, []
     fixed = declared.desync_every or declared.lanes is not None
     if ("parallel" in chosen.kinds) != ("parallel" in declared.kinds) or fixed:
         raise WiringError(
-            f"model.wiring={wanted}: these weights are {declared.name}, whose norms and sub-blocks do not fit it: "
+            f"model.wiring={name}: these weights are {declared.name}, whose norms and sub-blocks do not fit it: "
             "use wiring auto, or no-communication for timings"
         )
     if not allow_untrained:
         raise WiringError(
-            f"model.wiring={wanted}: these weights declare {declared.name}; run so they load and compute, and answer "
+            f"model.wiring={name}: these weights declare {declared.name}; run so they load and compute, and answer "
             "badly (Llama-3.1-8B-Instruct with 16 layers laddered falls from 84.99 to 10.54 on GSM8K). Train them for "
             "it, or set model.allow_untrained_ladder: true for timings"
         )
@@ -73,28 +71,28 @@ def check_split(wiring: Wiring, split_steps: str) -> None:
 
 def retrained(
     config: ModelConfig,
-    wanted: str,
+    name: str,
     layers: int | tuple[int, ...] | None = None,
     tensor_parallel_size: int | None = None,
 ) -> Wiring:
     """The wiring that weights are to be trained for: a name, or layers to ladder (the last n, or indices), which make a
     hybrid. Raises WiringError or ValueError."""
     if layers is not None:
-        if wanted not in ("ladder", "hybrid"):
-            raise WiringError(f"wiring {wanted} with ladder layers: layers belong to ladder and hybrid")
+        if name not in ("ladder", "hybrid"):
+            raise WiringError(f"wiring {name} with ladder layers: layers belong to ladder and hybrid")
         return _wiring("hybrid", layers, config.num_layers)
-    if wanted in ("auto", "hybrid", "none", "no-communication"):
-        raise WiringError(f"wiring {wanted} cannot be trained for: name one, or the layers that are to be ladder")
-    return make_wiring(wanted, config.num_layers, tensor_parallel_size=tensor_parallel_size)
+    if name in ("auto", "hybrid", "none", "no-communication"):
+        raise WiringError(f"wiring {name} cannot be trained for: name one, or the layers that are to be ladder")
+    return make_wiring(name, config.num_layers, tensor_parallel_size=tensor_parallel_size)
 
 
-def _wiring(wanted: str, ladder_layers: int | tuple[int, ...] | None, num_layers: int) -> Wiring:
-    if wanted != "hybrid":
+def _wiring(name: str, ladder_layers: int | tuple[int, ...] | None, num_layers: int) -> Wiring:
+    if name != "hybrid":
         try:
-            return make_wiring(wanted, num_layers)
+            return make_wiring(name, num_layers)
         except ValueError as error:
             names = "auto, standard, parallel, ladder, hybrid, delay-d or no-communication"
-            raise WiringError(f"model.wiring={wanted}: {error}: use {names}") from error
+            raise WiringError(f"model.wiring={name}: {error}: use {names}") from error
     if ladder_layers is None:
         raise WiringError("model.wiring=hybrid needs model.ladder_layers: the last n layers, or a list of indices")
     if isinstance(ladder_layers, int):
@@ -109,8 +107,8 @@ def _wiring(wanted: str, ladder_layers: int | tuple[int, ...] | None, num_layers
 RECORD = "laddertron.evaluation.json"
 
 
-def record(found: Mapping[str, Any], original: str | None, text_sha256: str) -> dict[str, Any]:
-    return {**found, "perplexity": math.exp(found["loss"]), "original": original, "text_sha256": text_sha256}
+def record(measured: Mapping[str, Any], original: str | None, text_sha256: str) -> dict[str, Any]:
+    return {**measured, "perplexity": math.exp(measured["loss"]), "original": original, "text_sha256": text_sha256}
 
 
 def missing_record(folder: Path, config: ModelConfig) -> str | None:

@@ -61,7 +61,7 @@ class CpuChoice:
         self._call = bind(kernels.library.kernels_choose, None, p, c_int, p, c_int64, p, p, p)
         self._k = k
         self._plan = _Choice(
-            *(None if each is None else each.data_ptr() for each in self._held), len(local), k, router.groups,
+            *(None if tensor is None else tensor.data_ptr() for tensor in self._held), len(local), k, router.groups,
             router.chosen_groups, router.epsilon, router.scale, router.score == "sigmoid", router.normalises,
             router.rounds, kernels.threads,
         )  # fmt: skip
@@ -72,7 +72,7 @@ class CpuChoice:
             raise ValueError(f"experts: {logits.shape[1]} logits a row: they must be {self._plan.experts}")
         chosen, numbers = logits.new_empty((2, rows, self._k), dtype=torch.int32)
         weight = logits.new_empty((rows, self._k), dtype=torch.float32)
-        addresses = (each.data_ptr() for each in (chosen, numbers, weight))
+        addresses = (tensor.data_ptr() for tensor in (chosen, numbers, weight))
         self._call(ctypes.addressof(self._plan), TYPES[logits.dtype], logits.data_ptr(), rows, *addresses)
         return chosen, numbers, weight
 
@@ -103,8 +103,8 @@ class PackedExperts:
             ("weight", weight, torch.float32, slots),
         ):
             if given.dtype != dtype or tuple(given.shape) != shape:
-                found = f"{list(given.shape)} {given.dtype}"
-                raise ValueError(f"experts: {name} is {found}: it must be {list(shape)} {dtype}")
+                described = f"{list(given.shape)} {given.dtype}"
+                raise ValueError(f"experts: {name} is {described}: it must be {list(shape)} {dtype}")
         x, chosen, weight = x.contiguous(), chosen.contiguous(), weight.contiguous()
         out = torch.empty_like(x)
         failed = self._call(
@@ -113,8 +113,8 @@ class PackedExperts:
         if failed == 1:
             raise MemoryError(f"the experts' kernel could not allocate its scratch space, {slots[0]} rows")
         if failed:
-            found = f"{int(chosen.min())} to {int(chosen.max())}"
-            raise ValueError(f"experts: chosen has {found}: it must be -1 to {self._plan.count - 1}")
+            described = f"{int(chosen.min())} to {int(chosen.max())}"
+            raise ValueError(f"experts: chosen has {described}: it must be -1 to {self._plan.count - 1}")
         return out
 
 

@@ -110,7 +110,7 @@ class CpuOps(TorchOps):
                 f"parallel.deterministic=true: {product} inputs on this rank, not an even number: use another "
                 "tensor_parallel_size, or false"
             )
-        self.pages.whole = False
+        self.pages.complete = False
 
     def _plan(
         self,
@@ -144,9 +144,9 @@ class CpuOps(TorchOps):
         )
         return plan, (packed, scales, scale, offset)
 
-    def _call(self, plan: _Product, kept: tuple[Tensor | None, ...]) -> Product:
+    def _call(self, plan: _Product, inputs: tuple[Tensor | None, ...]) -> Product:
         assert self.kernels is not None
-        call, address, held, outputs = self.kernels.product, ctypes.addressof(plan), (plan, kept), plan.outputs
+        call, address, alive, outputs = self.kernels.product, ctypes.addressof(plan), (plan, inputs), plan.outputs
 
         def product(x: Tensor) -> Tensor:
             tokens = x.shape[0]
@@ -154,7 +154,7 @@ class CpuOps(TorchOps):
             if not x.is_contiguous():
                 x = x.contiguous()
             if call(address, x.data_ptr(), out.data_ptr(), tokens):
-                raise MemoryError(f"the product kernel could not allocate its scratch space, {held[0].inputs} inputs")
+                raise MemoryError(f"the product kernel could not allocate its scratch space, {alive[0].inputs} inputs")
             return out
 
         return product
@@ -180,7 +180,7 @@ class CpuOps(TorchOps):
             return super().lane_products(weights, norms, gated)
         array = (_Product * len(plans))(*(plan for plan, _ in plans))
         call, address, lanes = self.kernels.lane_products, ctypes.addressof(array), len(plans)
-        held, outputs = (array, plans), array[0].outputs
+        alive, outputs = (array, plans), array[0].outputs
 
         def product(x: Tensor) -> Tensor:
             tokens = x.shape[1]
@@ -188,7 +188,7 @@ class CpuOps(TorchOps):
             if x.stride(2) != 1:
                 x = x.contiguous()
             if call(address, lanes, x.data_ptr(), x.stride(0), x.stride(1), out.data_ptr(), tokens):
-                inputs = held[0][0].inputs
+                inputs = alive[0][0].inputs
                 raise MemoryError(f"the product kernel could not allocate its scratch space, {lanes} x {inputs} inputs")
             return out
 
@@ -247,7 +247,7 @@ class CpuOps(TorchOps):
         apart."""
         kernels, table, (rows, inputs) = self.kernels, table.contiguous(), table.shape
         if kernels is None or inputs % 2 or table.dtype not in kernels.served:
-            self.pages.whole = False
+            self.pages.complete = False
             return super().tied(table, norm)
         blocks, width, kind = -(-rows // ROWS), 2 * kernels.vector_floats, TYPES[table.dtype]
         packed = self.pages.take(table.element_size() * blocks * ROWS * inputs)

@@ -63,8 +63,8 @@ def choose(
         for _ in tl.static_range(KEPT):
             at = tl.argmax(tl.where(keeps > 0, float("-inf"), best), 0)
             keeps = tl.where(group == at, 1, keeps)
-        kept = tl.broadcast_to(keeps[:, None], (GROUPS, BLOCK // GROUPS))
-        ranked = tl.where(tl.reshape(kept, (BLOCK,)) > 0, ranked, float("-inf"))
+        keeps_lanes = tl.broadcast_to(keeps[:, None], (GROUPS, BLOCK // GROUPS))
+        ranked = tl.where(tl.reshape(keeps_lanes, (BLOCK,)) > 0, ranked, float("-inf"))
     ranked = tl.where(inside, ranked, float("-inf"))
     slot = tl.arange(0, SLOT_BLOCK)
     picked, weight = tl.zeros((SLOT_BLOCK,), tl.int32), tl.zeros((SLOT_BLOCK,), tl.float32)
@@ -78,10 +78,10 @@ def choose(
     weight = weight * scale
     if ROUNDS:
         weight = weight.to(given.dtype).to(tl.float32)
-    to, wanted = row * SLOTS + slot, slot < SLOTS
-    tl.store(chosen + to, picked, wanted)
-    tl.store(numbers + to, tl.load(local + picked, wanted, other=-1), wanted)
-    tl.store(weights + to, weight, wanted)
+    to, written = row * SLOTS + slot, slot < SLOTS
+    tl.store(chosen + to, picked, written)
+    tl.store(numbers + to, tl.load(local + picked, written, other=-1), written)
+    tl.store(weights + to, weight, written)
 
 
 @partial(jit, do_not_specialize=["pairs", "tiles"])
@@ -165,11 +165,11 @@ def up(
             at = start + tl.arange(0, DEPTH)
             inside = at < WIDTH
             a = tl.load(x + row[:, None] * WIDTH + at[None, :], here[:, None] & inside[None, :], other=0.0)
-            held = there[None, :] & inside[:, None]
-            b = tl.load(gates + at[:, None], held, other=0.0)
+            loaded = there[None, :] & inside[:, None]
+            b = tl.load(gates + at[:, None], loaded, other=0.0)
             b = _widened(b, scale, first, there, start, kind, WIDTH, SCALES)
             gate = tl.dot(a, b, gate, input_precision="ieee")
-            b = tl.load(gates + INNER * WIDTH + at[:, None], held, other=0.0)
+            b = tl.load(gates + INNER * WIDTH + at[:, None], loaded, other=0.0)
             b = _widened(b, scale, first + INNER, there, start, kind, WIDTH, SCALES)
             raised = tl.dot(a, b, raised, input_precision="ieee")
         to = inner + (place - begin).to(tl.int64)[:, None] * INNER + column[None, :]

@@ -84,12 +84,12 @@ def pages(table: Tensor, contexts: Contexts, size: int, device: torch.device) ->
     positions in each last page [n] on the host, pinned for `device`; the page indices [indptr[n]] on the block table's
     device."""
     rows, lengths = contexts
-    held = -(-lengths // size)
-    indptr = np.concatenate(([0], np.cumsum(held)))
+    counts = -(-lengths // size)
+    indptr = np.concatenate(([0], np.cumsum(counts)))
     # Page j of sequence i is entry (i, j) of the block table; a flat index, since a mask would synchronize the device.
-    flat = np.arange(indptr[-1]) + np.repeat(rows * table.shape[1] - indptr[:-1], held)
+    flat = np.arange(indptr[-1]) + np.repeat(rows * table.shape[1] - indptr[:-1], counts)
     indices = table.flatten()[upload(flat, table.device)].int()
-    last_page = lengths - (held - 1) * size
+    last_page = lengths - (counts - 1) * size
     return pinned(indptr.astype(np.int32), device), indices, pinned(last_page.astype(np.int32), device)
 
 
@@ -162,9 +162,9 @@ class FlashInferAttention(TorchAttention):
             table = pages(layout.block_table, after, self.cache.block_size, device)
             starts = np.asarray(layout.query_start[decode:], np.int32) - layout.query_start[decode]
             given = pinned(starts, device), *table, *self._shape
-            known = pinned(lengths[decode:].astype(np.int32), device)  # else the wrapper computes and copies its own
+            seq_lens = pinned(lengths[decode:].astype(np.int32), device)  # else the wrapper computes and copies its own
             for window, wrapper in self._prefillers.items():
-                wrapper.plan(*given, causal=True, seq_lens=known, **self._options(window))
+                wrapper.plan(*given, causal=True, seq_lens=seq_lens, **self._options(window))
         self._note_plan()
 
     def _wait_for_last_plan(self) -> None:

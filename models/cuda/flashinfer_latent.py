@@ -80,12 +80,12 @@ class FlashInferLatent(LatentAttention):
 
     def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         self.layout, self._cos, self._sin = layout, cos, sin
-        device, known = self._workspace.device, contexts(layout)
+        device, read_contexts = self._workspace.device, contexts(layout)
         if self._planned is not None:
             self._planned.synchronize()  # until the last plan was copied from its pinned memory
-        indptr, indices, _ = pages(layout.block_table, known, self.cache.block_size, device)
+        indptr, indices, _ = pages(layout.block_table, read_contexts, self.cache.block_size, device)
         starts = pinned(np.asarray(layout.query_start, np.int32), device)
-        lengths = pinned(known[1].astype(np.int32), device)
+        lengths = pinned(read_contexts[1].astype(np.int32), device)
         table = self._mla.MLAPlanMetadata.csr(starts, indptr, carry(indices, device), lengths)
         self._wrapper.plan(metadata=table, **self._options)
         if self._planned is not None:

@@ -111,9 +111,9 @@ class Fp8:
             if fused is not None and transposed.shape[0] <= fused.MOST_QUANTISED:
                 values, scale = fused.quantise(x, bound) if norm is None else fused.rms_norm_fp8(x, norm, bound)
                 return Rows(values, scale, (x.parts()[0] if isinstance(x, RunningSum) else x).dtype)
-            whole = x.whole() if isinstance(x, RunningSum) else x
-            values, scale = quantise_rows(whole if norm is None else rms_norm(whole, norm), bound)
-            return Rows(values, scale, whole.dtype)
+            value = x.whole() if isinstance(x, RunningSum) else x
+            values, scale = quantise_rows(value if norm is None else rms_norm(value, norm), bound)
+            return Rows(values, scale, value.dtype)
 
         def multiply(x: Any) -> Any:
             rows = x if isinstance(x, Rows) else quantised(x)

@@ -157,15 +157,15 @@ def check_finite(tensors: Iterable[StoredTensor]) -> None:
     for tensor in tensors:
         if tensor.dtype in _ALL_ONES:
             by_file[tensor.file].append(tensor)
-    for file, held in by_file.items():
+    for file, in_file in by_file.items():
         with file.open("rb", buffering=0) as stream:
-            for tensor in held:
+            for tensor in in_file:
                 code, mask, first = _ALL_ONES[tensor.dtype]
                 item = ITEMSIZES[tensor.dtype]
-                count, each = (tensor.end - tensor.begin) // item, SAMPLE * item
+                count, size = (tensor.end - tensor.begin) // item, SAMPLE * item
                 for start in {0, max(0, count // 2), max(0, count - SAMPLE)}:
                     stream.seek(tensor.begin + start * item)
-                    data = array(code, stream.read(min(each, tensor.end - stream.tell())))
+                    data = array(code, stream.read(min(size, tensor.end - stream.tell())))
                     if any(value & mask >= first for value in data):
                         raise CheckpointError(
                             f"{file}: tensor {shown(tensor.name)} has a value that is NaN or infinite: fetch the file "
@@ -280,8 +280,8 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
                 )
             tensors[tensor.name] = tensor
     for tensor_name, name in (weight_map or {}).items():
-        found = tensors.get(tensor_name)
-        if found is None or found.file.name != name:
+        stored = tensors.get(tensor_name)
+        if stored is None or stored.file.name != name:
             raise CheckpointError(
                 f"{folder / name}: tensor {shown(tensor_name)} is missing; the index says it is there"
             )

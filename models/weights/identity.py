@@ -270,15 +270,15 @@ def read_sample(
 
 
 def _sums(files: Mapping[Path, int], tensors: Sequence[StoredTensor], salt: bytes) -> list[tuple[str, str]]:
-    found = []
+    sums = []
     for stored in tensors:
         file, seed = (
             files[stored.file],
             zlib.crc32(f"{stored.name} {stored.dtype} {stored.shape}".encode("utf-8", "surrogatepass")),
         )
         fixed = _sum(file, stored, fixed_places(stored), seed)
-        found.append((fixed, _sum(file, stored, salted_places(stored, salt), seed) if salt else ""))
-    return found
+        sums.append((fixed, _sum(file, stored, salted_places(stored, salt), seed) if salt else ""))
+    return sums
 
 
 def _sum(file: int, stored: StoredTensor, places: Sequence[Place], total: int) -> str:

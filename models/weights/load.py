@@ -28,24 +28,24 @@ def load(
     parameters: Mapping[str, Tensor],
     *,
     replicate_embedding: bool = False,
-    kept: Set[str] = frozenset(),
+    quantised: Set[str] = frozenset(),
     progress: Progress | None = None,
     on_module: Callable[[str], None] | None = None,
     verify: tuple[int, int] | None = None,
-    held: Set[str] = frozenset(),
+    retained: Set[str] = frozenset(),
 ) -> int:
     """Fills every parameter (in its own dtype, on its own device) on a few threads; returns the bytes read.
     progress(done, total): bytes of this rank's parameters. on_module("layers.3"): called when all parameters of that
     module are filled; it may repack and free them. verify (part, parts): if there is a manifest, verifies the part-th
-    of `parts` shares of all files; each rank of a node verifies one. held: parameters not to fill, because this node
-    has retained them repacked. Raises CheckpointError."""
+    of `parts` shares of all files; each rank of a node verifies one. retained: parameters not to fill, because this
+    node has them repacked. Raises CheckpointError."""
     if source.sharded_over:
         fills, verify = _own_fills(source, shard, replicate_embedding, parameters), (0, 1)
     else:
         fills = plan_fills(shard, replicate_embedding)
-        fills += scale_fills(fills, kept)
+        fills += scale_fills(fills, quantised)
     check_cover(fills, parameters)
-    fills = [fill for fill in fills if fill.parameter not in held]
+    fills = [fill for fill in fills if fill.parameter not in retained]
     row_bytes = {name: p[:1].numel() * p.element_size() for name, p in parameters.items()}
     ordered = _in_order(fills, source.tensors)
     pieces = [piece for fill in ordered for piece in cut(fill, row_bytes[fill.parameter])]
@@ -72,7 +72,7 @@ def load(
                 on_module(module)
             if progress is not None:
                 progress(done, total)
-        if not held:
+        if not retained:
             check.finish()
         return readers.taken
 
@@ -115,17 +115,17 @@ def _own_fills(
     """Fills that read each parameter whole from this rank's own file."""
     again = f"write them again with `laddertron shard {source.folder} {sizes_of(shard)}"
     if shard.embeds and source.replicate_embedding != replicate_embedding:
-        wanted = "replicate" if replicate_embedding else "shard"
+        expected = "replicate" if replicate_embedding else "shard"
         raise CheckpointError(
-            f"{source.folder}: its per-rank files were not written with parallel.embedding={wanted}: {again} "
-            f"--embedding {wanted}`"
+            f"{source.folder}: its per-rank files were not written with parallel.embedding={expected}: {again} "
+            f"--embedding {expected}`"
         )
     for name, parameter in parameters.items():
         stored = source.tensors.get(name)
         if stored is None or stored.shape != tuple(parameter.shape):
-            found = "missing" if stored is None else f"of shape {stored.shape}"
+            fault = "missing" if stored is None else f"of shape {stored.shape}"
             where = source.folder if stored is None else stored.file
-            raise CheckpointError(f"{where}: tensor {name} {tuple(parameter.shape)} is {found}: {again}`")
+            raise CheckpointError(f"{where}: tensor {name} {tuple(parameter.shape)} is {fault}: {again}`")
     return [Fill(name, 0, parameter.shape[0], name) for name, parameter in parameters.items()]
 
 

@@ -170,9 +170,9 @@ class Verifier:
             sums = manifest.files.get(name)
             size = inside(self._folder, name).stat().st_size
             if sums is None or sums.size != size:
-                said = "does not list it" if sums is None else f"says {sums.size}"
+                stated = "does not list it" if sums is None else f"says {sums.size}"
                 raise CheckpointError(
-                    f"{self._folder / name}: {size} bytes, {NAME} {said}: fetch the file again, or run "
+                    f"{self._folder / name}: {size} bytes, {NAME} {stated}: fetch the file again, or run "
                     f"`laddertron manifest {self._folder}` if the change was meant"
                 )
 
@@ -184,8 +184,8 @@ class Verifier:
                 for i in range(part, len(sums), parts):
                     if self._stop.is_set():
                         return
-                    count, found = _block(stream.fileno(), buffer, i * block, block)
-                    if found != sums[i]:
+                    count, checksum = _block(stream.fileno(), buffer, i * block, block)
+                    if checksum != sums[i]:
                         raise CheckpointError(self._damage(name, i * block, i * block + count))
 
     def _damage(self, name: str, begin: int, end: int) -> str:
@@ -210,8 +210,8 @@ def crc32() -> Crc32:
     call = native.bind(library.kernels_crc32, ctypes.c_uint32, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
 
     def folded(buffer: bytearray, count: int, before: int) -> int:
-        held = (ctypes.c_char * len(buffer)).from_buffer(buffer)
-        result: int = call(before, ctypes.addressof(held), count)
+        array = (ctypes.c_char * len(buffer)).from_buffer(buffer)
+        result: int = call(before, ctypes.addressof(array), count)
         return result
 
     return folded

@@ -119,9 +119,9 @@ class Source:
         return read_sample(tables_of(self.listed), salt, part, parts)
 
     def rank_bytes(
-        self, shard: RankShard, itemsize: int, kept: Set[str] = frozenset(), products: int | None = None
+        self, shard: RankShard, itemsize: int, quantised: Set[str] = frozenset(), products: int | None = None
     ) -> int:
-        """Approximate bytes of a rank's weights, at `itemsize` per element; kept: products that stay quantised;
+        """Approximate bytes of a rank's weights, at `itemsize` per element; quantised: products that stay quantised;
         products: bytes per element of other matrices in layers, if different."""
         fills = [Fill(n, 0, (s.shape or (1,))[0], n) for n, s in self.tensors.items() if not is_scale(n)]
         total = 0
@@ -130,11 +130,11 @@ class Source:
                 continue
             stored, product = self.tensors[fill.tensor], fill.parameter.removesuffix(".weight")
             columns = fill.columns or prod(stored.shape[1:])
-            if product in kept:
+            if product in quantised:
                 total += kept_bytes(product, (fill.count, columns), self.block)
                 continue
-            held = products if products and len(stored.shape) == 2 and "layers." in stored.name else itemsize
-            total += fill.count * columns * held
+            width = products if products and len(stored.shape) == 2 and "layers." in stored.name else itemsize
+            total += fill.count * columns * width
         return total
 
 
@@ -210,12 +210,12 @@ def _check(
     if config.tied_embeddings:
         _check_tied(tensors, head_of(config), embedding_of(config))
     idle = _idle(config)
-    known = scales | ({head_of(config)} if config.tied_embeddings else set())
+    others = scales | ({head_of(config)} if config.tied_embeddings else set())
     modules, surplus = {name.rpartition(".")[0] for name in expected}, []
     for name, stored in tensors.items():
         if 0 in stored.shape:  # transformers stores shared experts so where there are none
             continue
-        if name in expected or name in known or HARMLESS.fullmatch(name) or name.startswith(config.ignored + idle):
+        if name in expected or name in others or HARMLESS.fullmatch(name) or name.startswith(config.ignored + idle):
             continue
         if _is_buffer(stored, modules):
             surplus.append(name)

@@ -46,16 +46,16 @@ def frequencies(m):
         return frequency / factor, 1.0
     if kind == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        kept = ((original * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / factor), 1.0
+        blend = ((original * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return frequency * (blend + (1 - blend) / factor), 1.0
     if kind == "yarn":
         low, high = (
             dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope["theta"]))
             for turns in (rope["beta_fast"], rope["beta_slow"])
         )
         low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
-        kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / factor), rope["attention_factor"] or 1.0
+        blend = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+        return frequency * (blend + (1 - blend) / factor), rope["attention_factor"] or 1.0
     return frequency, 1.0  # dynamic too, up to the trained length
 
 
@@ -113,9 +113,9 @@ class Attention(nn.Module):
         if cache is not None:
             length += cache.get_seq_length(self.index)
             k, v = cache.update(k, v, self.index)
-        held = torch.arange(length - k.shape[2], length, device=q.device)
+        key_positions = torch.arange(length - k.shape[2], length, device=q.device)
         asks = torch.arange(length - q.shape[2], length, device=q.device)
-        distance = asks[:, None] - held
+        distance = asks[:, None] - key_positions
         seen = distance >= 0
         if self.window is not None:
             seen = seen & (distance < self.window)
@@ -292,9 +292,9 @@ class LaddertronForCausalLM(PreTrainedModel, GenerationMixin):
         streams = (x * m["embedding_multiplier"],) * self.copies
         for layer in layers:
             streams = layer(streams, turn, past_key_values, attention_mask)
-        kept = norm(streams[-1][:, -logits_to_keep:] if logits_to_keep else streams[-1])
+        rows = norm(streams[-1][:, -logits_to_keep:] if logits_to_keep else streams[-1])
         head = self.get_input_embeddings().weight if m["tied_embeddings"] else self.lm_head.weight
-        logits = F.linear(kept, head) / m["logits_divisor"]
+        logits = F.linear(rows, head) / m["logits_divisor"]
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())

@@ -87,15 +87,15 @@ def kept_bytes(product: str, shape: tuple[int, ...], block: tuple[int, int] | No
     return prod(shape) + 4 * prod(scale_shape(product, shape, block))
 
 
-def scale_fills(fills: Iterable[Fill], kept: Set[str]) -> list[Fill]:
-    """Fills for the scales of the products in `kept` ("layers.3.gate_up"), which stay quantised."""
-    found = []
+def scale_fills(fills: Iterable[Fill], quantised: Set[str]) -> list[Fill]:
+    """Fills for the scales of the products in `quantised` ("layers.3.gate_up"), which stay quantised."""
+    of_products = []
     for fill in fills:
         product = fill.parameter.removesuffix(".weight")
-        if fill.tensor is not None and product in kept:
+        if fill.tensor is not None and product in quantised:
             scales = replace(fill, parameter=scale_of(fill.parameter), tensor=scale_of(fill.tensor))
-            found.append(scales if is_expert(product) else replace(scales, source_col=0, columns=None))
-    return found
+            of_products.append(scales if is_expert(product) else replace(scales, source_col=0, columns=None))
+    return of_products
 
 
 def scale_rows(scale: Tensor, row: int, count: int) -> Tensor:

@@ -109,9 +109,9 @@ def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
             raise CheckpointError(f"{file}: holds layers {metadata.get(key)}, this stage has {layers}: {again}")
     if origin.config != config_digest(folder):
         raise CheckpointError(f"{file}: stale: {folder / 'config.json'} has changed since: {again}")
-    found = stamps(folder, list(origin.files))
-    changed = sorted(name for name, stamp in origin.files.items() if found.get(name) != stamp)
-    if found and changed:  # if none of the checkpoint's files exists, the folder was moved without them: valid
+    current = stamps(folder, list(origin.files))
+    changed = sorted(name for name, stamp in origin.files.items() if current.get(name) != stamp)
+    if current and changed:  # if none of the checkpoint's files exists, the folder was moved without them: valid
         raise CheckpointError(f"{file}: stale: {folder / changed[0]} has changed since: {again}")
     own = {t.name: t for t in tensors}
     return OwnFile(file, own, origin.source, origin.replicate_embedding, metadata, again)

@@ -21,7 +21,7 @@ class Rows:
 
 def sources(config: ModelConfig, layout: Layout) -> dict[str, tuple[Rows, ...]]:
     """For each tensor in `layout`, its rows in the stored model (`config.layout`). Raises KeyError."""
-    wanted, stored = (_in_parameters(replace(config, layout=each)) for each in (layout, config.layout))
+    tensors, stored = (_in_parameters(replace(config, layout=layout_name)) for layout_name in (layout, config.layout))
     where: dict[str, list[tuple[Rows, str, int]]] = {}
     for tensor, parts in stored.items():
         at = 0
@@ -30,18 +30,18 @@ def sources(config: ModelConfig, layout: Layout) -> dict[str, tuple[Rows, ...]]:
             at += part.count
     for places in where.values():
         places.sort(key=lambda place: place[0].row)
-    return {tensor: tuple(found for part in parts for found in _found(part, where)) for tensor, parts in wanted.items()}
+    return {tensor: tuple(rows for part in parts for rows in _found(part, where)) for tensor, parts in tensors.items()}
 
 
 def between(parts: tuple[Rows, ...], first: int, count: int) -> tuple[Rows, ...]:
     """Rows [first, first + count) of the concatenation of `parts`."""
-    found, at = [], 0
+    pieces, at = [], 0
     for part in parts:
         low, high = max(first, at), min(first + count, at + part.count)
         if low < high:
-            found.append(Rows(part.tensor, part.row + low - at, high - low))
+            pieces.append(Rows(part.tensor, part.row + low - at, high - low))
         at += part.count
-    return tuple(found)
+    return tuple(pieces)
 
 
 def _found(part: Rows, where: Mapping[str, list[tuple[Rows, str, int]]]) -> list[Rows]:
@@ -59,4 +59,4 @@ def _in_parameters(config: ModelConfig) -> dict[str, tuple[Rows, ...]]:
     for fill in plan_fills(RankShard(config, 1, 0)):
         if fill.tensor is not None:
             parts.setdefault(fill.tensor, []).append((fill.source_row, Rows(fill.parameter, fill.row, fill.count)))
-    return {name: tuple(rows for _, rows in sorted(found, key=itemgetter(0))) for name, found in parts.items()}
+    return {name: tuple(rows for _, rows in sorted(numbered, key=itemgetter(0))) for name, numbered in parts.items()}

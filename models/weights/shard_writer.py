@@ -112,14 +112,14 @@ _Plan = dict[str, tuple[list[Fill], tuple[int, ...], torch.dtype]]
 
 def _parameters(source: Source, shard: RankShard, replicate_embedding: bool) -> _Plan:
     """The fills, shape and type of each parameter, in the order of layers."""
-    kept = source.quantised_products(shard)
+    quantised = source.quantised_products(shard)
     plan: dict[str, list[Fill]] = {}
     fills = plan_fills(shard, replicate_embedding)
-    for fill in fills + scale_fills(fills, kept):
+    for fill in fills + scale_fills(fills, quantised):
         plan.setdefault(fill.parameter, []).append(fill)
     default: torch.dtype = getattr(torch, shard.config.dtype)
     return {
-        name: (plan[name], _shape(source, plan[name]), _dtype(source, default, name, plan[name], kept))
+        name: (plan[name], _shape(source, plan[name]), _dtype(source, default, name, plan[name], quantised))
         for name in sorted(plan, key=_layer)
     }
 
@@ -143,11 +143,13 @@ def _shape(source: Source, fills: list[Fill]) -> tuple[int, ...]:
     return (rows,) if len(stored.shape) != 2 else (rows, real.columns or stored.shape[1])
 
 
-def _dtype(source: Source, default: torch.dtype, name: str, fills: list[Fill], kept: Set[str]) -> torch.dtype:
+def _dtype(source: Source, default: torch.dtype, name: str, fills: list[Fill], quantised: Set[str]) -> torch.dtype:
     """The stored type; `default` if a fused product has several, or must be widened."""
     if is_scale(name):
         return torch.float32
     stored = [source.tensors[fill.tensor] for fill in fills if fill.tensor is not None]
-    if len({s.dtype for s in stored}) > 1 or (is_quantised(stored[0]) and name.removesuffix(".weight") not in kept):
+    if len({s.dtype for s in stored}) > 1 or (
+        is_quantised(stored[0]) and name.removesuffix(".weight") not in quantised
+    ):
         return default
     return DTYPES[stored[0].dtype]

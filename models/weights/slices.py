@@ -117,7 +117,7 @@ def _in_head(part: str, other: str, first: bool) -> Callable[[ModelConfig, int],
     """Where a tensor whose heads have two parts (fields of Latent) stores a row of `part`; first: it is the first."""
 
     def at(config: ModelConfig, row: int) -> int:
-        own, beside = (int(getattr(_latent(config), each)) for each in (part, other))
+        own, beside = (int(getattr(_latent(config), name)) for name in (part, other))
         head, inside = divmod(row, own)
         return head * (own + beside) + (0 if first else beside) + inside
 
@@ -323,16 +323,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that the checkpoint must have, with its shape."""
     if config.lanes is not None:
         return _lane_shapes(config, config.lanes)
-    (embedding, norm, head), whole = _ENDS[config.layout], RankShard(config, 1, 0)
+    (embedding, norm, head), full = _ENDS[config.layout], RankShard(config, 1, 0)
     shapes: dict[str, tuple[int, ...]] = {embedding: (config.vocab_size, config.hidden_size)}
     shapes[norm] = (config.hidden_size,)
     if not config.tied_embeddings:
         shapes[head] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        for row, suffix, tensor in _tensors(config, layer, whole.expert_ids):
+        for row, suffix, tensor in _tensors(config, layer, full.expert_ids):
             name = _named(config, tensor, layer)
-            rows = shapes.get(name, (0,))[0] + len(_AXES[row.rows](whole))
-            columns = () if row.columns is None or suffix == "bias" else (len(_AXES[row.columns](whole)),)
+            rows = shapes.get(name, (0,))[0] + len(_AXES[row.rows](full))
+            columns = () if row.columns is None or suffix == "bias" else (len(_AXES[row.columns](full)),)
             shapes[name] = (rows, *columns)
     return shapes
 
@@ -340,7 +340,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], tuple[int, int]]]:
     """Yields tensors [E, parts * rows, columns] that may replace those of each expert: the name, for every expert the
     names of its parts, and the shape of a part."""
-    whole = RankShard(config, 1, 0)
+    full = RankShard(config, 1, 0)
     for layer in range(config.num_layers):
         parts: dict[str, list[Row]] = {}
         for row in _ROWS[config.layout]:
@@ -348,8 +348,8 @@ def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], t
                 parts.setdefault(_named(config, row.fused, layer), []).append(row)
         for fused, rows in parts.items():
             axes = rows[0].rows, rows[0].columns or rows[0].rows
-            shape = len(_AXES[axes[0]](whole)), len(_AXES[axes[1]](whole))
-            names = [[_named(config, f"{row.tensor}{row.suffix}", layer, e) for row in rows] for e in whole.expert_ids]
+            shape = len(_AXES[axes[0]](full)), len(_AXES[axes[1]](full))
+            names = [[_named(config, f"{row.tensor}{row.suffix}", layer, e) for row in rows] for e in full.expert_ids]
             yield fused, names, shape
 
 
@@ -357,8 +357,8 @@ def sources_of(shard: RankShard, layer: int, product: str) -> tuple[str, ...]:
     """The checkpoint tensors that form one product's weight."""
     config, stored = shard.config, _stored_layer(shard, layer)
     experts = range(config.experts.count) if config.experts is not None and product in EXPERTS else ()
-    found = ((row.parameter, suffix, name) for row, suffix, name in _tensors(config, layer, experts))
-    return tuple(dict.fromkeys(_named(config, name, stored) for *what, name in found if what == [product, "weight"]))
+    suffixes = ((row.parameter, suffix, name) for row, suffix, name in _tensors(config, layer, experts))
+    return tuple(dict.fromkeys(_named(config, name, stored) for *what, name in suffixes if what == [product, "weight"]))
 
 
 def expert_columns(shard: RankShard) -> tuple[int, int]:
@@ -386,8 +386,8 @@ def _lane_fills(shard: RankShard, lanes: Lanes) -> list[Fill]:
     q, kv, f = (size // lanes.count for size in (config.num_heads * dim, config.num_kv_heads * dim, config.ffn_size))
     fills: list[Fill] = []
 
-    def norm(to: str, tensor: str, each: bool) -> None:
-        one = Fill(to, 0, mine, f"{tensor}.scale", first) if each else Fill(to, 0, d, f"{tensor}.weight")
+    def norm(to: str, tensor: str, per_lane: bool) -> None:
+        one = Fill(to, 0, mine, f"{tensor}.scale", first) if per_lane else Fill(to, 0, d, f"{tensor}.weight")
         fills.append(one)
 
     for layer in range(config.num_layers):
@@ -414,8 +414,8 @@ def _lane_shapes(config: ModelConfig, lanes: Lanes) -> dict[str, tuple[int, ...]
     q, kv, f = (size // count for size in (config.num_heads * dim, config.num_kv_heads * dim, config.ffn_size))
     shapes: dict[str, tuple[int, ...]] = {_LANE_EMBEDDING: (config.vocab_size, d)}
 
-    def norm(name: str, each: bool) -> None:
-        shapes[f"{name}.{'scale' if each else 'weight'}"] = (count, d) if each else (d,)
+    def norm(name: str, per_lane: bool) -> None:
+        shapes[f"{name}.{'scale' if per_lane else 'weight'}"] = (count, d) if per_lane else (d,)
 
     for layer in range(config.num_layers):
         here = _LAYER.format(layer)
@@ -429,6 +429,6 @@ def _lane_shapes(config: ModelConfig, lanes: Lanes) -> dict[str, tuple[int, ...]
         shapes[f"{here}feed_forward.w2.weight"] = (count, d, f)
     norm("model.norm", lanes.norm_each and not lanes.sum_first)
     if not config.tied_embeddings:
-        wide, each = (config.vocab_size, count * d), (count, config.vocab_size // count, d)
-        shapes[head_of(config)] = {"lane": wide, "vocab_parallel": each}.get(lanes.head, (config.vocab_size, d))
+        wide, by_lane = (config.vocab_size, count * d), (count, config.vocab_size // count, d)
+        shapes[head_of(config)] = {"lane": wide, "vocab_parallel": by_lane}.get(lanes.head, (config.vocab_size, d))
     return shapes

@@ -80,10 +80,10 @@ class StarBootstrap(MpiBootstrap):
                 self._send(payload, 0)
                 every = self._receive(0)
             else:
-                found = [payload]
+                payloads = [payload]
                 for peer in range(1, self.size):
-                    found.append(self._receive(peer))
-                every = struct.pack(f"<{self.size}q", *map(len, found)) + b"".join(found)
+                    payloads.append(self._receive(peer))
+                every = struct.pack(f"<{self.size}q", *map(len, payloads)) + b"".join(payloads)
                 for peer in range(1, self.size):
                     self._send(every, peer)
         finally:
@@ -146,11 +146,11 @@ class StoreBootstrap:
         self._round += 1
         self.store.set(keys[self.rank], payload.hex())
         self.store.wait(keys, self._timeout)
-        found = [bytes.fromhex(self.store.get(key).decode("ascii")) for key in keys]
+        payloads = [bytes.fromhex(self.store.get(key).decode("ascii")) for key in keys]
         self.store.set(read[self.rank], "")
         if self._keeps:
             self.store.wait(read, self._timeout)
-        return found
+        return payloads
 
 
 def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:

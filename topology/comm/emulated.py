@@ -53,9 +53,9 @@ class Emulated:
 
         def finish() -> Tensor:
             asked = time.monotonic()
-            found = inner.wait()
+            reduced = inner.wait()
             self._clock.finish(token)
             self._ledger.add("all_reduce", "emulated", self._emulation.label, x.nbytes, began, token, asked, layer)
-            return found
+            return reduced
 
         return Later(finish)

@@ -129,10 +129,10 @@ class Communicator:
         """Gathers bytes of any length on the rank with `leads`, in rank order. All ranks must call it, between
         steps."""
         lengths = self.gather(np.array([len(payload)], np.int64).view(np.uint8))
-        each = np.ascontiguousarray(lengths).view(np.int64)[:, 0].tolist()
-        mine = np.zeros(max(1, *each), np.uint8)
+        sizes = np.ascontiguousarray(lengths).view(np.int64)[:, 0].tolist()
+        mine = np.zeros(max(1, *sizes), np.uint8)
         mine[: len(payload)] = np.frombuffer(payload, np.uint8)
-        rows = [row[:length].tobytes() for row, length in zip(self.gather(mine), each, strict=True)]
+        rows = [row[:length].tobytes() for row, length in zip(self.gather(mine), sizes, strict=True)]
         if self.pipeline is None or self.rank:
             return rows
         rails = [self.pipeline.collect(row) for row in rows]

@@ -141,12 +141,12 @@ class Lines:
                 elif event:
                     self._push(by_fd[fd])
             with self._lock:
-                wanted = {fd for fd, line in by_fd.items() if self._unsent[line]}
-            for fd in wanted - watched:
+                writable = {fd for fd, line in by_fd.items() if self._unsent[line]}
+            for fd in writable - watched:
                 poll.register(fd, select.POLLOUT)
-            for fd in watched - wanted:
+            for fd in watched - writable:
                 poll.unregister(fd)
-            watched = wanted
+            watched = writable
 
     def _push(self, line: int) -> None:
         with self._lock:

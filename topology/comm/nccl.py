@@ -70,8 +70,8 @@ def join(group: Any, levels: TwoLevel | None, wait: DeviceWait) -> str:
         if levels is not None:
             levels(torch.zeros(levels.ranks, device=_DEVICE))
         wait(None, "the first all-reduce")
-        said = "" if log is None or not log.is_file() else log.read_text(errors="replace")
-    return "\n".join(sorted({f" {a}[] -> {b}[] via {path}" for a, b, path in _PATH.findall(said)}))
+        text = "" if log is None or not log.is_file() else log.read_text(errors="replace")
+    return "\n".join(sorted({f" {a}[] -> {b}[] via {path}" for a, b, path in _PATH.findall(text)}))
 
 
 def nccl_log_path() -> Path:
@@ -119,18 +119,18 @@ class Roll:
     def call(self, started: int, grace_s: float = GRACE_S) -> Mapping[int, int]:
         """Reports `started`; returns the numbers of collectives started, by rank, of the ranks that report within
         `grace_s`. If the store's host is lost, returns those read before."""
-        found = {self.rank: started}
+        starts = {self.rank: started}
         with suppress(RuntimeError):  # the store's rank is gone
             if self.store is None:
-                return found
+                return starts
             self.store.set(self._key(self.rank), str(started))
             until = time.monotonic() + grace_s
-            while len(found) < len(self.hosts) and time.monotonic() < until:
-                for rank in set(range(len(self.hosts))) - found.keys():
+            while len(starts) < len(self.hosts) and time.monotonic() < until:
+                for rank in set(range(len(self.hosts))) - starts.keys():
                     if self.store.check([self._key(rank)]):
-                        found[rank] = int(self.store.get(self._key(rank)))
+                        starts[rank] = int(self.store.get(self._key(rank)))
                 time.sleep(0.01)
-        return found
+        return starts
 
     def _key(self, rank: int) -> str:
         return f"laddertron/place/{self.name}/{rank}"

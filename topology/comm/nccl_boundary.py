@@ -50,8 +50,8 @@ class NcclBoundary:
         return [self._post(shape, dtype, own) for _ in range(count)]
 
     def _post(self, shape: tuple[int, int], dtype: torch.dtype, own: bool) -> Pending:
-        each = shape[0] * shape[1] if own else -(-shape[0] * shape[1] // self._size)
-        share = torch.empty(each, dtype=dtype, device="cuda")
+        size = shape[0] * shape[1] if own else -(-shape[0] * shape[1] // self._size)
+        share = torch.empty(size, dtype=dtype, device="cuda")
         self._receiving.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._receiving):
             share.record_stream(self._receiving)
@@ -65,14 +65,14 @@ class NcclBoundary:
             torch.cuda.current_stream().wait_event(there)
             if own:
                 return share.view(shape)
-            whole = share.new_empty(self._size * len(share))
-            dist.all_gather_into_tensor(whole, share, group=self._tp)
-            return whole[: shape[0] * shape[1]].view(shape)
+            gathered = share.new_empty(self._size * len(share))
+            dist.all_gather_into_tensor(gathered, share, group=self._tp)
+            return gathered[: shape[0] * shape[1]].view(shape)
 
         return Later(finish)
 
     def _padded(self, x: Tensor) -> Tensor:
-        flat, each = x.reshape(-1), -(-x.numel() // self._size)
-        if each * self._size > len(flat):
-            flat = torch.cat((flat, flat.new_zeros(each * self._size - len(flat))))
-        return flat.view(self._size, each)
+        flat, size = x.reshape(-1), -(-x.numel() // self._size)
+        if size * self._size > len(flat):
+            flat = torch.cat((flat, flat.new_zeros(size * self._size - len(flat))))
+        return flat.view(self._size, size)

@@ -135,8 +135,8 @@ class SocketBoundary:
     def _share(self, total: int, own: bool) -> tuple[int, int]:
         if own:
             return 0, total
-        each = -(-total // self._size)
-        return min(total, self._index * each), min(total, (self._index + 1) * each)
+        size = -(-total // self._size)
+        return min(total, self._index * size), min(total, (self._index + 1) * size)
 
     def take(self, number: int) -> Tensor:
         """Receives message `number`; earlier messages that were not taken yet are kept."""
@@ -159,14 +159,14 @@ class SocketBoundary:
                 self._received,
             )
         first, end = self._share(total, own)
-        each = total if own else -(-total // self._size)
-        share = np.empty(each, np.uint8)
+        size = total if own else -(-total // self._size)
+        share = np.empty(size, np.uint8)
         heard = self._pipeline.take(PREVIOUS, share.data[: end - first], "hidden rows")
         self._account(asked, sent_ns, heard, total)
-        whole: NDArray[np.uint8] = share
+        gathered: NDArray[np.uint8] = share
         if self._size > 1 and not own:
-            whole = self._gathers.start(share).wait().reshape(-1)
-        return torch.from_numpy(whole)[:total].view(dtype).view(shape)
+            gathered = self._gathers.start(share).wait().reshape(-1)
+        return torch.from_numpy(gathered)[:total].view(dtype).view(shape)
 
     def _account(self, asked: float, sent_ns: int, heard: float, size: int) -> None:
         """Adds a message to the ledger: in flight from when the peer sent it (by the nodes' wall clocks) until this

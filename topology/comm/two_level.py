@@ -41,25 +41,25 @@ class TwoLevel:
         return x.numel() % self.ranks == 0 and self._takes(x.nbytes)
 
     def __call__(self, x: Tensor) -> None:
-        whole, part = self.parts(x)
-        self.scatter(whole, part, False)
+        flat, part = self.parts(x)
+        self.scatter(flat, part, False)
         self.cross(part, False)
-        self.collect(whole, part)
+        self.collect(flat, part)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """A flat view of x, and this rank's part of it."""
-        whole = x.view(-1)
-        each = whole.numel() // self.ranks
-        return whole, whole[self._index * each : (self._index + 1) * each]
+        flat = x.view(-1)
+        size = flat.numel() // self.ranks
+        return flat, flat[self._index * size : (self._index + 1) * size]
 
-    def scatter(self, whole: Tensor, part: Tensor, async_op: bool) -> Any:
-        return _reduce_scatter(part, whole, group=self._intra, async_op=async_op)
+    def scatter(self, flat: Tensor, part: Tensor, async_op: bool) -> Any:
+        return _reduce_scatter(part, flat, group=self._intra, async_op=async_op)
 
     def cross(self, part: Tensor, async_op: bool) -> Any:
         return dist.all_reduce(part, group=self._rail, async_op=async_op)
 
-    def collect(self, whole: Tensor, part: Tensor) -> None:
-        _all_gather(whole, part, group=self._gather)
+    def collect(self, flat: Tensor, part: Tensor) -> None:
+        _all_gather(flat, part, group=self._gather)
 
 
 def two_level(subgroups: Mapping[str, Any], takes: Callable[[int], bool] | None) -> TwoLevel | None:
@@ -81,8 +81,8 @@ class Relay:
 
     def start(self, x: Tensor) -> Call:
         levels, crossing = self._levels, list[Any]()
-        whole, part = levels.parts(x)
-        scattering = levels.scatter(whole, part, True)
+        flat, part = levels.parts(x)
+        scattering = levels.scatter(flat, part, True)
 
         def cross() -> None:
             scattering.wait()
@@ -91,7 +91,7 @@ class Relay:
         def come_back() -> None:
             crossed.wait()
             crossing[0].wait()
-            levels.collect(whole, part)
+            levels.collect(flat, part)
 
         crossed = self._across.submit(cross)
         return self._back.submit(come_back)

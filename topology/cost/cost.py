@@ -118,25 +118,25 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
     """Calls, hops and bytes of an all-reduce of `nbytes`. Raises ValueError for an impossible strategy."""
     if not possible(strategy, shape):
         raise ValueError(f"{strategy} is not possible on {shape}")
-    nodes, inside, size, whole = shape.nodes, shape.per_node, shape.size, float(nbytes)
+    nodes, inside, size, volume = shape.nodes, shape.per_node, shape.size, float(nbytes)
     if size == 1:
         return Terms(0, 0, 0, 0, 0)
     share = max(1.0, inside / shape.rails)  # ranks of a node that send at once divide its ports
     if strategy == "p2p":
-        return Terms(1, 0, 0, 1, whole) if nodes > 1 else Terms(1, 1, whole, 0, 0)
+        return Terms(1, 0, 0, 1, volume) if nodes > 1 else Terms(1, 1, volume, 0, 0)
     if strategy == "flat":
-        return _flat(backend, shape, whole)
+        return _flat(backend, shape, volume)
     if strategy == "exchange":
         abroad = int(nodes > 1)
-        return Terms(1, 1 - abroad, (inside - 1) * whole, abroad, (size - inside) * whole * share)
+        return Terms(1, 1 - abroad, (inside - 1) * volume, abroad, (size - inside) * volume * share)
     if strategy == "doubling":
         rounds = int(log2(nodes))
-        return Terms(1, 0, 0, rounds, rounds * whole)
+        return Terms(1, 0, 0, rounds, rounds * volume)
     if strategy == "pipeline":
-        hops, around = 2 * int(inside > 1), 2 * (inside - 1) / inside * whole
+        hops, around = 2 * int(inside > 1), 2 * (inside - 1) / inside * volume
         # handed to the communication thread and back; two nodes exchange slices whole: as many bytes, one hop less
-        return Terms(3, hops, around, min(2, nodes - 1), 2 * (nodes - 1) / nodes * whole / inside * share)
-    part = whole / inside
+        return Terms(3, hops, around, min(2, nodes - 1), 2 * (nodes - 1) / nodes * volume / inside * share)
+    part = volume / inside
     if backend == "nccl":  # its reduce-scatter and all-gather are rings, its all-reduce across a tree
         hops, across = 2 * (inside - 1), 2 * ceil(log2(nodes))
         return Terms(3, hops, 2 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)
@@ -157,24 +157,24 @@ def sent_bytes(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) 
     return t.intra_bytes + t.inter_bytes - across, across
 
 
-def _flat(backend: Backend, shape: Shape, whole: float) -> Terms:
+def _flat(backend: Backend, shape: Shape, payload: float) -> Terms:
     if backend == "nccl":
         # A tree between nodes hangs on a chain inside each; the volume of a ring passes the narrowest link.
-        volume = 2 * (shape.size - 1) / shape.size * whole
+        volume = 2 * (shape.size - 1) / shape.size * payload
         across = 2 * ceil(log2(shape.nodes))
         hops = 2 * (shape.per_node - 1)
         return Terms(1, hops, 0, across, volume) if shape.nodes > 1 else Terms(1, hops, volume, 0, 0)
     if backend == "gloo":
-        return _rendezvous_ring(shape, whole)
-    return terms(backend, shape, "exchange", int(whole))
+        return _rendezvous_ring(shape, payload)
+    return terms(backend, shape, "exchange", int(payload))
 
 
-def _rendezvous_ring(shape: Shape, whole: float) -> Terms:
+def _rendezvous_ring(shape: Shape, message: float) -> Terms:
     """Terms of a ring whose steps wait for the receiver's consent. A chunk passes size - 1 links twice; as many links
     as there are nodes lead to another node."""
     steps = shape.size - 1
     across = min(shape.nodes, steps) if shape.nodes > 1 else 0
-    volume = 2 * steps / shape.size * whole
+    volume = 2 * steps / shape.size * message
     narrow = (0.0, volume) if shape.nodes > 1 else (volume, 0.0)
     return Terms(1, 4 * (steps - across), narrow[0], 4 * across, narrow[1])
 
@@ -204,10 +204,10 @@ def predict(costs: Costs, shape: Shape, strategy: Strategy, nbytes: int) -> floa
 def choose(costs: Costs, shape: Shape, nbytes: int, allowed: Sequence[Strategy]) -> tuple[Strategy, float]:
     """The cheapest allowed strategy (the first of equals) and its seconds. Raises ValueError if there is none."""
     priced = [(s, _cheapest(costs, shape, s, nbytes)) for s in allowed if possible(s, shape)]
-    known = [(s, seconds) for s, seconds in priced if seconds is not None]
-    if not known:
+    with_price = [(s, seconds) for s, seconds in priced if seconds is not None]
+    if not with_price:
         raise ValueError(f"none of {', '.join(allowed)} is possible and priced on {shape}")
-    return min(known, key=lambda pair: pair[1])
+    return min(with_price, key=lambda pair: pair[1])
 
 
 def _cheapest(costs: Costs, shape: Shape, strategy: Strategy, nbytes: int) -> float | None:
@@ -243,8 +243,8 @@ def shape_of(fabric: Fabric, placement: Placement, group: int = 0) -> Shape:
         speeds = [h.bytes_per_s for h in used]
     else:
         nics = {(n.hostname, c.name): c for n in fabric.nodes for c in n.nics}
-        found = [nics.get((s.hostname, s.interface)) for s in seats]
-        speeds = [c.gbit_per_s * 1e9 / 8 for c in found if c is not None and c.gbit_per_s]
+        cards = [nics.get((s.hostname, s.interface)) for s in seats]
+        speeds = [c.gbit_per_s * 1e9 / 8 for c in cards if c is not None and c.gbit_per_s]
     return Shape(
         nodes=len(layout.nodes),
         per_node=layout.per_node,

@@ -83,17 +83,17 @@ def fit(points: Sequence[Point], backend: Backend) -> Fit:
     if len(points) < 2:
         raise ValueError(f"{len(points)} measurements: a fit needs at least two sizes")
     shared = _regimes(points, backend)
-    found = _judge(Costs(backend, shared), points)
-    if found.outliers:
+    single = _judge(Costs(backend, shared), points)
+    if single.outliers:
         own = {}
         for name in dict.fromkeys(p.strategy for p in points):
             mine = [p for p in points if p.strategy == name]
             if len({p.nbytes for p in mine}) >= 2:
                 own[str(name)] = _regimes(mine, backend)
         refined = _judge(Costs(backend, shared, own), points)
-        if refined.worst < found.worst:
+        if refined.worst < single.worst:
             return refined
-    return found
+    return single
 
 
 def _judge(costs: Costs, points: Sequence[Point]) -> Fit:
@@ -130,9 +130,9 @@ def _regimes(points: Sequence[Point], backend: Backend) -> tuple[Regime, ...]:
             bounds = (0, *inner, len(sizes))
             if min(b - a for a, b in pairwise(bounds)) < 2:  # a line needs two sizes
                 continue
-            found = tuple(part(a, b) for a, b in pairwise(bounds))
-            if (worse := _error(found, points, backend)) < error:
-                best, error = found, worse
+            regimes = tuple(part(a, b) for a, b in pairwise(bounds))
+            if (worse := _error(regimes, points, backend)) < error:
+                best, error = regimes, worse
     return best
 
 

@@ -45,9 +45,9 @@ def _regime(backend: Backend, shape: Shape, bulk: bool = False, ports: int = 1) 
     """`bulk`: NCCL's for large messages; `ports`: of a node, taken at once."""
     share = _SMALL_SHARE if backend == "nccl" and not bulk else _BULK_SHARE
 
-    def link(kind: LinkClass, known: float | None, ports: int) -> LinkCost:
+    def link(kind: LinkClass, measured: float | None, ports: int) -> LinkCost:
         latency = _LATENCY_US[backend][kind] * (_BULK_LATENCY[kind] if bulk else 1.0) * _US
-        return LinkCost(latency, (known or _NOMINAL[kind]) * share[kind] * ports)
+        return LinkCost(latency, (measured or _NOMINAL[kind]) * share[kind] * ports)
 
     inside = link(shape.intra, shape.intra_bytes_per_s, 1)
     return Regime(_OVERHEAD[backend], inside, link(shape.inter, shape.inter_bytes_per_s, ports))

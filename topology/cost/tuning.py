@@ -95,33 +95,33 @@ def choices(points: Sequence[Point]) -> tuple[Choice, ...]:
     for p in points:
         row = by_size.setdefault(p.nbytes, {})
         row[p.strategy] = min(p.seconds, row.get(p.strategy, p.seconds))
-    found: list[Choice] = []
+    borders: list[Choice] = []
     last: tuple[int, Strategy] | None = None
     for size, row in sorted(by_size.items()):
         best = min(row, key=lambda s: row[s])
         if last is not None and last[1] in row and row[best] > row[last[1]] * (1 - _MARGIN):
             best = last[1]
         if last is not None and best != last[1]:
-            found.append(Choice(int((last[0] * size) ** 0.5), last[1]))
+            borders.append(Choice(int((last[0] * size) ** 0.5), last[1]))
         last = (size, best)
     if last is None:
         raise ValueError("no points: nothing was measured")
-    return (*found, Choice(None, last[1]))
+    return (*borders, Choice(None, last[1]))
 
 
 def refuse_other_fabric(tuning: Tuning, fabric: Fabric, shape: Shape, backend: Backend) -> None:
     """Raises TuningError naming what differs between what the file was made for and this."""
-    found = [] if tuning.fabric == fabric.digest else differences(tuning.traits, fabric)
-    if tuning.fabric != fabric.digest and not found:
-        found.append(f"digest: {tuning.fabric} there, {fabric.digest} here")
+    problems = [] if tuning.fabric == fabric.digest else differences(tuning.traits, fabric)
+    if tuning.fabric != fabric.digest and not problems:
+        problems.append(f"digest: {tuning.fabric} there, {fabric.digest} here")
     if tuning.backend != backend:
-        found.append(f"backend: {tuning.backend} there, {backend} here")
+        problems.append(f"backend: {tuning.backend} there, {backend} here")
     if (tuning.shape.intra, tuning.shape.inter) != (shape.intra, shape.inter):
-        found.append(
+        problems.append(
             f"links: {tuning.shape.intra} and {tuning.shape.inter} there, {shape.intra} and {shape.inter} here"
         )
-    if found:
-        raise TuningError(f"made for another fabric ({'; '.join(found)}): run `laddertron preflight` here")
+    if problems:
+        raise TuningError(f"made for another fabric ({'; '.join(problems)}): run `laddertron preflight` here")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,5 +177,5 @@ def chooser(
         return fallback, (why,)
     why = f"tuning file {path}: measured on {tuning.shape}, prices carried over to {shape}"
     # A library's own strategy is kept where no other was measured.
-    kept = () if any(m.strategy != "flat" for m in tuning.points) else tuning.choices
-    return Chooser(shape, tuning.costs, kept, "fitted"), (*warnings, why)
+    tuned = () if any(m.strategy != "flat" for m in tuning.points) else tuning.choices
+    return Chooser(shape, tuning.costs, tuned, "fitted"), (*warnings, why)

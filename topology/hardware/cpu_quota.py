@@ -30,7 +30,7 @@ def _cgroups(fs: Sysfs) -> list[tuple[str, PurePosixPath]]:
     for line in fs.text("proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         groups |= dict.fromkeys(controllers.split(","), path)
-    found = []
+    hierarchies = []
     for line in fs.text("proc/self/mountinfo").splitlines():
         fields, _, rest = (part.split() for part in line.partition(" - "))
         kind, options = (rest[0], rest[-1].split(",")) if rest else ("", [])
@@ -42,8 +42,8 @@ def _cgroups(fs: Sysfs) -> list[tuple[str, PurePosixPath]]:
             inner = PurePosixPath(groups[controller]).relative_to(root)
         except ValueError:  # the group is seen from another namespace: what is mounted is this container's
             inner = PurePosixPath()
-        found.append((mount.lstrip("/"), PurePosixPath() if ".." in inner.parts else inner))
-    return found
+        hierarchies.append((mount.lstrip("/"), PurePosixPath() if ".." in inner.parts else inner))
+    return hierarchies
 
 
 def _upwards(mount: str, inner: PurePosixPath) -> list[str]:

@@ -99,7 +99,7 @@ def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """The first processor's flags; none where the system does not say."""
     try:
         with path.open(encoding="utf-8") as lines:
-            found = next((line for line in lines if line.startswith("flags")), "")
+            flags = next((line for line in lines if line.startswith("flags")), "")
     except OSError:
         return frozenset()
-    return frozenset(found.partition(":")[2].split())
+    return frozenset(flags.partition(":")[2].split())

@@ -101,8 +101,8 @@ def _torch_cuda(spec: Any) -> str | None:
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return None
-    found = re.search(r"^cuda\b[^=\n]*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(r"^cuda\b[^=\n]*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _nvcc_cuda(nvcc: str) -> str:
@@ -110,8 +110,8 @@ def _nvcc_cuda(nvcc: str) -> str:
         text = (Path(nvcc).resolve().parents[1] / "version.json").read_text(encoding="utf-8") if nvcc else ""
     except OSError:
         return ""
-    found = re.search(r'"cuda"\s*:\s*\{[^}]*"version"\s*:\s*"([\d.]+)"', text)
-    return found[1] if found else ""
+    match = re.search(r'"cuda"\s*:\s*\{[^}]*"version"\s*:\s*"([\d.]+)"', text)
+    return match[1] if match else ""
 
 
 def oldest_driver(cuda: str) -> int:
@@ -167,17 +167,17 @@ def stack_faults(facts: CudaFacts) -> tuple[str, ...]:
     f = facts
     if not f.gpus:
         return ()
-    found = [cuda_fault(f), triton_fault(f)]
+    faults = [cuda_fault(f), triton_fault(f)]
     if not f.nvcc:
-        found.append("no nvcc: FlashInfer can compile no kernel; install CUDA's toolkit or flashinfer-jit-cache")
+        faults.append("no nvcc: FlashInfer can compile no kernel; install CUDA's toolkit or flashinfer-jit-cache")
     elif f.torch_cuda and f.nvcc_cuda and f.nvcc_cuda.partition(".")[0] != f.torch_cuda.partition(".")[0]:
-        found.append(
+        faults.append(
             f"nvcc is of CUDA {f.nvcc_cuda}, torch of {f.torch_cuda}: install the toolkit of torch's release, and name "
             "its folder with CUDA_HOME"
         )
     if not f.cxx:
-        found.append("no C++ compiler (CXX or c++): FlashInfer can compile no kernel; install g++")
-    return tuple(fault for fault in found if fault)
+        faults.append("no C++ compiler (CXX or c++): FlashInfer can compile no kernel; install g++")
+    return tuple(fault for fault in faults if fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +186,16 @@ class DeviceChoice:
     warning: str = ""
 
 
-def choose(wanted: str, facts: CudaFacts, usable: bool, error: str = "") -> DeviceChoice:
+def choose(requested: str, facts: CudaFacts, usable: bool, error: str = "") -> DeviceChoice:
     """Resolves `engine.device`. usable: whether torch can use a GPU; error: torch's message if it cannot. With a GPU in
     the host, auto selects the CPU only with a warning or if GPUs are hidden. Pure. Raises CudaUnusable."""
-    if wanted == "cpu":
+    if requested == "cpu":
         return DeviceChoice("cpu")
     if usable:
         return DeviceChoice("cuda")
     unknown = f"CUDA does not start{f' ({error})' if error else ''}: run nvidia-smi, and read the kernel's log"
     fault = cuda_fault(facts) or unknown
-    if wanted == "cuda":
+    if requested == "cuda":
         raise CudaUnusable(f"engine.device=cuda: {fault}, or use device: cpu")
     if not facts.gpus or facts.hidden:
         return DeviceChoice("cpu")

@@ -49,11 +49,11 @@ def read_host(
     visible_devices: str | None = None,
 ) -> Discovery:
     """Reads a host as Node, from a file tree, an NVML module, its interfaces' addresses and the allowed CPUs."""
-    found = select(gpus(nvml), visible_devices)
+    gpu_set = select(gpus(nvml), visible_devices)
     numa = numa_nodes(fs, allowed)
-    known = {n.index for n in numa}
-    devices = tuple(replace(d, numa=_known(pci_numa(fs, d.pci), known)) for d in found.devices)
-    ports = tuple(replace(h, numa=_known(h.numa, known)) for h in hcas(fs))
+    numa_ids = {n.index for n in numa}
+    devices = tuple(replace(d, numa=_known(pci_numa(fs, d.pci), numa_ids)) for d in gpu_set.devices)
+    ports = tuple(replace(h, numa=_known(h.numa, numa_ids)) for h in hcas(fs))
     node = Node(
         hostname=hostname,
         numa=numa,
@@ -62,46 +62,46 @@ def read_host(
         devices=devices,
         hcas=ports,
         nics=nics(fs, interface_addresses),
-        links=_links(fs, found, devices, ports),
-        driver=found.driver,
-        nvswitch=found.nvswitch,
+        links=_links(fs, gpu_set, devices, ports),
+        driver=gpu_set.driver,
+        nvswitch=gpu_set.nvswitch,
         cpu_tier=detect(cpu_flags(fs.root / "proc/cpuinfo"), platform.machine()),
     )
     has_gpus = any(
         fs.text(f"sys/bus/pci/devices/{name}/vendor") == "0x10de" for name in fs.names("sys/bus/pci/devices")
     )
-    return Discovery(node, (found.note,) if found.note and has_gpus else ())
+    return Discovery(node, (gpu_set.note,) if gpu_set.note and has_gpus else ())
 
 
-def _known(numa: int | None, known: set[int]) -> int | None:
-    return numa if numa in known else None
+def _known(numa: int | None, indices: set[int]) -> int | None:
+    return numa if numa in indices else None
 
 
-def select(found: Gpus, visible_devices: str | None) -> Gpus:
+def select(available: Gpus, visible_devices: str | None) -> Gpus:
     """The GPUs of CUDA_VISIBLE_DEVICES in CUDA's order. Raises DiscoveryError for an unknown entry."""
     if visible_devices is None:
-        return found
-    kept: list[int] = []
+        return available
+    order: list[int] = []
     for entry in filter(None, (part.strip() for part in visible_devices.split(","))):
         if entry == "-1":
             break
         match = [
-            d.index for d in found.devices if entry == str(d.index) or (len(entry) > 4 and d.uuid.startswith(entry))
+            d.index for d in available.devices if entry == str(d.index) or (len(entry) > 4 and d.uuid.startswith(entry))
         ]
-        if len(match) != 1 or match[0] in kept:
+        if len(match) != 1 or match[0] in order:
             raise DiscoveryError(
                 f"CUDA_VISIBLE_DEVICES={visible_devices!r}: {entry!r} is not one of this host's "
-                f"{len(found.devices)} GPUs: use each index or UUID once"
+                f"{len(available.devices)} GPUs: use each index or UUID once"
             )
-        kept.append(match[0])
-    number = {old: new for new, old in enumerate(kept)}
-    devices = tuple(replace(found.devices[old], index=new) for old, new in number.items())
-    pairs = sorted((*sorted((number[a], number[b])), n) for a, b, n in found.nvlinks if a in number and b in number)
-    return replace(found, devices=devices, nvlinks=tuple((a, b, n) for a, b, n in pairs))
+        order.append(match[0])
+    number = {old: new for new, old in enumerate(order)}
+    devices = tuple(replace(available.devices[old], index=new) for old, new in number.items())
+    pairs = sorted((*sorted((number[a], number[b])), n) for a, b, n in available.nvlinks if a in number and b in number)
+    return replace(available, devices=devices, nvlinks=tuple((a, b, n) for a, b, n in pairs))
 
 
-def _links(fs: Sysfs, found: Gpus, devices: Sequence[Device], ports: Sequence[Hca]) -> tuple[Link, ...]:
-    nvlinks = {(a, b): count for a, b, count in found.nvlinks}
+def _links(fs: Sysfs, available: Gpus, devices: Sequence[Device], ports: Sequence[Hca]) -> tuple[Link, ...]:
+    nvlinks = {(a, b): count for a, b, count in available.nvlinks}
     ends = [(d.key, d.pci, d.numa) for d in devices] + [(h.key, h.pci, h.numa) for h in ports]
     links = []
     for i, (a, a_pci, a_numa) in enumerate(ends[: len(devices)]):

@@ -143,7 +143,7 @@ class Node:
     cpu_tier: Tier | None = None
 
     def __post_init__(self) -> None:
-        known = {n.index for n in self.numa}
+        numa_ids = {n.index for n in self.numa}
         for what, names in (
             ("NUMA node", [str(n.index) for n in self.numa]),
             ("core", [str(c) for n in self.numa for c in parse_cpus(n.cores) + parse_cpus(n.siblings)]),
@@ -158,8 +158,8 @@ class Node:
         if not self.hostname or not any(n.cores for n in self.numa):
             raise ValueError(f"host {self.hostname!r}: a host has a name and at least one core")
         for key, numa in [(d.key, d.numa) for d in self.devices] + [(h.key, h.numa) for h in self.hcas]:
-            if numa is not None and numa not in known:
-                raise ValueError(f"host {self.hostname}: {key} is on NUMA node {numa}, the host has {sorted(known)}")
+            if numa is not None and numa not in numa_ids:
+                raise ValueError(f"host {self.hostname}: {key} is on NUMA node {numa}, the host has {sorted(numa_ids)}")
         ends = {d.key for d in self.devices} | {h.key for h in self.hcas}
         for link in self.links:
             if link.a not in ends or link.b not in ends or link.a == link.b:
@@ -260,13 +260,13 @@ def load(path: Path) -> Fabric:
 
 def parse_cpus(text: str) -> tuple[int, ...]:
     """`0-3,8` -> (0, 1, 2, 3, 8). Raises ValueError."""
-    found: list[int] = []
+    cpus: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) >= MAX_CPUS:
             raise ValueError(f"cores {text!r}: expected a list such as 0-55,112 of numbers below {MAX_CPUS}")
-        found.extend(range(int(first), int(last or first) + 1))
-    return tuple(found)
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return tuple(cpus)
 
 
 def counted(number: int, noun: str) -> str:
@@ -288,16 +288,16 @@ def format_cpus(cpus: Iterable[int]) -> str:
 def differences(made_for: tuple[dict[str, str], ...], fabric: Fabric) -> list[str]:
     """In words, what differs between the traits a file was made for and this fabric; empty if nothing does."""
     here = [n.traits() for n in fabric.nodes]
-    found = []
+    lines = []
     if len(made_for) != len(here):
-        found.append(f"nodes: {len(made_for)} there, {len(here)} here")
+        lines.append(f"nodes: {len(made_for)} there, {len(here)} here")
     there_sorted = sorted(made_for, key=lambda t: sorted(t.items()))
     here_sorted = sorted(here, key=lambda t: sorted(t.items()))
     for there, now in zip(there_sorted, here_sorted, strict=False):
         for key in sorted(there.keys() | now.keys()):
             if there.get(key) != now.get(key):
-                found.append(f"{key}: {there.get(key, 'not recorded')} there, {now.get(key, 'not recorded')} here")
-    return list(dict.fromkeys(found))
+                lines.append(f"{key}: {there.get(key, 'not recorded')} there, {now.get(key, 'not recorded')} here")
+    return list(dict.fromkeys(lines))
 
 
 def _distance(path: str) -> int:

@@ -65,8 +65,8 @@ def gpu_figures(nvml: Any, uuid: str) -> Figures:
         return {}
 
     def memory() -> Figures:
-        found = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return {("gpu_memory_used_bytes",): float(found.used), ("gpu_memory_total_bytes",): float(found.total)}
+        info = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return {("gpu_memory_used_bytes",): float(info.used), ("gpu_memory_total_bytes",): float(info.total)}
 
     def throttled() -> Figures:
         bits = int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))

@@ -33,7 +33,7 @@ def addresses() -> dict[str, list[str]]:
     head = ctypes.POINTER(_Ifaddrs)()
     if libc.getifaddrs(ctypes.byref(head)) != 0:
         raise OSError(ctypes.get_errno(), "getifaddrs failed")
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     try:
         entry = head
         while entry:
@@ -45,10 +45,10 @@ def addresses() -> dict[str, list[str]]:
             if ip is not None:
                 mask = _ip(item.netmask.contents, item.address.contents.family) if item.netmask else None
                 prefix = ip.max_prefixlen if mask is None else int(mask).bit_count()
-                found.setdefault(item.name.decode(), []).append(f"{ip}/{prefix}")
+                texts.setdefault(item.name.decode(), []).append(f"{ip}/{prefix}")
     finally:
         libc.freeifaddrs(head)
-    return found
+    return texts
 
 
 def _ip(sockaddr: _Sockaddr, family: int | None = None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -64,11 +64,11 @@ def _ip(sockaddr: _Sockaddr, family: int | None = None) -> ipaddress.IPv4Address
 
 def address_of(interface: str) -> str:
     """An address of this host's interface, IPv4 before IPv6. Raises ValueError if it has none."""
-    known = addresses()
-    found = [text.partition("/")[0] for text in known.get(interface, [])]
-    if not found:
-        raise ValueError(f"interface {interface} has no address on this host, which has {', '.join(known)}")
-    return next((address for address in found if ":" not in address), found[0])
+    by_interface = addresses()
+    texts = [text.partition("/")[0] for text in by_interface.get(interface, [])]
+    if not texts:
+        raise ValueError(f"interface {interface} has no address on this host, which has {', '.join(by_interface)}")
+    return next((address for address in texts if ":" not in address), texts[0])
 
 
 def address_towards(peer: str) -> str:
@@ -82,9 +82,9 @@ def address_towards(peer: str) -> str:
 
 def interface_of(address: str) -> str:
     """The network interface that holds an address. Raises ValueError naming those that there are."""
-    found = {text.partition("/")[0]: name for name, texts in addresses().items() for text in texts}
+    names = {text.partition("/")[0]: name for name, texts in addresses().items() for text in texts}
     if address.startswith("127."):
-        return found.get("127.0.0.1", "lo")
-    if address not in found:
-        raise ValueError(f"no interface here has the address {address}: there are {found}")
-    return found[address]
+        return names.get("127.0.0.1", "lo")
+    if address not in names:
+        raise ValueError(f"no interface here has the address {address}: there are {names}")
+    return names[address]

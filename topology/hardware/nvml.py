@@ -77,14 +77,14 @@ def _read(nvml: Any) -> Gpus:
 
 def _remotes(nvml: Any, handle: Any) -> list[str]:
     """PCI names at the far ends of the device's active NVLinks: of GPUs, or of switches."""
-    found = []
+    remotes = []
     for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18)):
         try:
             if nvml.nvmlDeviceGetNvLinkState(handle, link):
-                found.append(pci_name(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))
+                remotes.append(pci_name(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))
         except nvml.NVMLError:  # this GPU has fewer links, or none
             break
-    return found
+    return remotes
 
 
 def pci_name(bus_id: str | bytes) -> str:

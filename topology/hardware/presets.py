@@ -61,18 +61,18 @@ _SPEC = re.compile(r"(?:(?P<nodes>[1-9][0-9]{0,3})x)?(?P<each>[1-9][0-9]{0,2})x(
 def preset(spec: str) -> Fabric:
     """`NODESxGPUSxMODEL` or `GPUSxMODEL`: 2x8xH100, 8xA100; `NODESxCORESxcpu`: 2x16xcpu. Raises ValueError naming what
     is known. Hosts are called node0, node1, …; there is one HCA a GPU where GPUs have NVLink, else one a NUMA node."""
-    found = _SPEC.fullmatch(spec)
+    match = _SPEC.fullmatch(spec)
     models = {name.lower(): name for name in (*GPU_MODELS, "cpu")}
-    if found is None or found["model"].lower() not in models:
+    if match is None or match["model"].lower() not in models:
         raise ValueError(
             f"fabric {spec!r}: expected NODESxGPUSxMODEL such as 2x8xH100; MODEL is one of {', '.join(models.values())}"
         )
-    nodes, each, model = int(found["nodes"] or 1), int(found["each"]), models[found["model"].lower()]
+    nodes, per_node, model = int(match["nodes"] or 1), int(match["each"]), models[match["model"].lower()]
     if model == "cpu":
-        return Fabric(tuple(_cpu_node(i, each) for i in range(nodes)), spec)
-    if each > 16:
-        raise ValueError(f"fabric {spec!r}: a node has at most 16 GPUs, got {each}")
-    return Fabric(tuple(gpu_node(f"node{i}", i, GPU_MODELS[model], each) for i in range(nodes)), spec)
+        return Fabric(tuple(_cpu_node(i, per_node) for i in range(nodes)), spec)
+    if per_node > 16:
+        raise ValueError(f"fabric {spec!r}: a node has at most 16 GPUs, got {per_node}")
+    return Fabric(tuple(gpu_node(f"node{i}", i, GPU_MODELS[model], per_node) for i in range(nodes)), spec)
 
 
 def gpu_node(

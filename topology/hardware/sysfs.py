@@ -31,10 +31,10 @@ class Sysfs:
     def names(self, path: str) -> list[str]:
         """Entries of a folder, sorted with numbers in them counted: mlx5_2 before mlx5_10; empty if there is none."""
         try:
-            found = [entry.name for entry in (self.root / path).iterdir()]
+            entries = [entry.name for entry in (self.root / path).iterdir()]
         except OSError:
             return []
-        return sorted(found, key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"([0-9]+)", name)])
+        return sorted(entries, key=lambda name: [int(p) if p.isdecimal() else p for p in re.split(r"([0-9]+)", name)])
 
     def number(self, path: str) -> int | None:
         """The file's decimal number; None if there is none or it is negative, as the kernel says "not known"."""
@@ -49,7 +49,7 @@ def numa_nodes(fs: Sysfs, allowed: Iterable[int] | None = None) -> tuple[NumaNod
     usable = online if allowed is None else online & set(allowed)
     names = [n for n in fs.names(f"{base}/node") if re.fullmatch(r"node[0-9]+", n)]
     lists = {int(n[4:]): _cpus(fs.text(f"{base}/node/{n}/cpulist")) for n in names} or {0: tuple(sorted(online))}
-    found = []
+    nodes = []
     for index, cpus in sorted(lists.items()):
         here = [cpu for cpu in cpus if cpu in usable]
         if not here:
@@ -60,8 +60,8 @@ def numa_nodes(fs: Sysfs, allowed: Iterable[int] | None = None) -> tuple[NumaNod
             first.setdefault(threads, cpu)
         cores = sorted(first.values())
         memory = _meminfo(fs.text(f"{base}/node/node{index}/meminfo")) or _meminfo(fs.text("proc/meminfo"))
-        found.append(NumaNode(index, format_cpus(cores), format_cpus(set(here) - set(cores)), memory))
-    return tuple(found)
+        nodes.append(NumaNode(index, format_cpus(cores), format_cpus(set(here) - set(cores)), memory))
+    return tuple(nodes)
 
 
 def memory_bytes(fs: Sysfs) -> int:
@@ -96,7 +96,7 @@ def cpu_name(fs: Sysfs) -> str:
 def hcas(fs: Sysfs) -> tuple[Hca, ...]:
     """Every port of every RDMA adapter, with its state, rate and link layer."""
     base = "sys/class/infiniband"
-    found = []
+    ports = []
     for name in fs.names(base):
         for port in (p for p in fs.names(f"{base}/{name}/ports") if p.isdecimal()):
             folder = f"{base}/{name}/ports/{port}"
@@ -106,7 +106,7 @@ def hcas(fs: Sysfs) -> tuple[Hca, ...]:
             rate = re.match(r"[0-9.]+", fs.text(f"{folder}/rate"))  # "400 Gb/sec (4X NDR)"
             state = fs.text(f"{folder}/state").rpartition(":")[2].strip()  # "4: ACTIVE"
             interface = fs.text(f"{folder}/gid_attrs/ndevs/0") or next(iter(fs.names(f"{base}/{name}/device/net")), "")
-            found.append(
+            ports.append(
                 Hca(
                     name,
                     layer,
@@ -118,24 +118,24 @@ def hcas(fs: Sysfs) -> tuple[Hca, ...]:
                     interface,
                 )
             )
-    return tuple(found)
+    return tuple(ports)
 
 
 def nics(fs: Sysfs, addresses: dict[str, list[str]]) -> tuple[Nic, ...]:
     """Every network interface with the addresses given for it."""
-    found = []
+    interfaces = []
     for name in fs.names("sys/class/net"):
         base = f"sys/class/net/{name}"
         if not (fs.root / base).is_dir():  # bonding_masters is a file among the folders
             continue
         speed = fs.number(f"{base}/speed")  # Mbit/s; 2**32 - 1 and -1 mean that the driver does not know
-        known = speed is not None and 0 < speed < 0xFFFFFFFF
+        rate_valid = speed is not None and 0 < speed < 0xFFFFFFFF
         flags = fs.text(f"{base}/flags") or "0x0"
-        found.append(
+        interfaces.append(
             Nic(
                 name,
                 tuple(addresses.get(name, ())),
-                speed / 1000 if known and speed is not None else None,
+                speed / 1000 if rate_valid and speed is not None else None,
                 bool(int(flags, 16) & 1) and fs.text(f"{base}/operstate") in ("up", "unknown"),
                 fs.number(f"{base}/mtu") or 0,
                 (fs.root / base / "device").exists() or (fs.root / base / "bonding").exists(),
@@ -143,7 +143,7 @@ def nics(fs: Sysfs, addresses: dict[str, list[str]]) -> tuple[Nic, ...]:
                 fs.number(f"{base}/device/numa_node"),
             )
         )
-    return tuple(found)
+    return tuple(interfaces)
 
 
 def pci_numa(fs: Sysfs, pci: str) -> int | None:
@@ -190,5 +190,5 @@ def _cpus(text: str) -> tuple[int, ...]:
 
 
 def _meminfo(text: str, name: str = "MemTotal") -> int:
-    found = re.search(rf"{name}:\s*([0-9]+) kB", text)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(rf"{name}:\s*([0-9]+) kB", text)
+    return int(match[1]) * 1024 if match else 0

@@ -55,11 +55,13 @@ class Problem:
             return None
         if not self.elastic:
             return self._search(size, self.capacity) if self.total % size == 0 else None
-        for each in range(1, max(self.capacity) + 1):
-            capacity = [min(each * len(n.numa), room) for n, room in zip(self.fabric.nodes, self.capacity, strict=True)]
-            found = self._search(size, capacity)
-            if found is not None:
-                return found
+        for per_numa in range(1, max(self.capacity) + 1):
+            capacity = [
+                min(per_numa * len(n.numa), room) for n, room in zip(self.fabric.nodes, self.capacity, strict=True)
+            ]
+            layout = self._search(size, capacity)
+            if layout is not None:
+                return layout
         return None
 
     def _search(self, size: int, capacity: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
@@ -67,9 +69,9 @@ class Problem:
             return None
         shares = [n for n in range(min(size, max(capacity)), 0, -1) if size % n == 0]
         for by_group, by_preference in self._attempts(shares, len(set(capacity)) > 1):
-            found = self._deal(size, list(capacity), by_group, by_preference)
-            if found is not None:
-                return found
+            layout = self._deal(size, list(capacity), by_group, by_preference)
+            if layout is not None:
+                return layout
         return None
 
     def _attempts(self, shares: Sequence[int], mixed: bool) -> Iterator[tuple[Sequence[Sequence[int]], bool]]:
@@ -134,10 +136,10 @@ class Problem:
         can = [n for n in range(1, self.total + 1) if self.layout(n) is not None]
         near = sorted(sorted(can, key=lambda n: (abs(n - size), n))[:8])
         fixes = [f"use {'' if near == can else 'for example '}{_either(near)}"] if near else []
-        each = self.stages
-        if self.replicas > each:
-            fewer_groups = range(self.replicas - each, 0, -each)
-            most = next((r // each for r in fewer_groups if self._with(r).layout(size) is not None), 0)
+        stages = self.stages
+        if self.replicas > stages:
+            fewer_groups = range(self.replicas - stages, 0, -stages)
+            most = next((r // stages for r in fewer_groups if self._with(r).layout(size) is not None), 0)
             fixes += [f"replicas={most}"] if most else []
         fewer = self._fewer_hosts(size)
         fixes += [f"only the hosts {fewer} (launch.hosts)"] if fewer else []

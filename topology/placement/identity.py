@@ -45,16 +45,18 @@ def identify(environ: Mapping[str, str] | None = None, hostname: str | None = No
     allocation without a step. Raises IdentityError if variables are invalid or contradictory."""
     env = os.environ if environ is None else environ
     node = socket.gethostname() if hostname is None else hostname
-    found = [i for i in (_openmpi(env, node), _mpich(env, node), _torchrun(env, node)) if i is not None]
+    identities = [i for i in (_openmpi(env, node), _mpich(env, node), _torchrun(env, node)) if i is not None]
     slurm = _slurm(env, node)
     # Slurm is the outermost: mpirun, Hydra and torchrun are themselves started by srun, one a node, and hand their
     # own step's variables down. Bare RANK and WORLD_SIZE are only a copy of what srun says.
-    if slurm is not None and (not found or (found[0].launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env)):
-        found.insert(0, slurm)
-    if not found:
+    if slurm is not None and (
+        not identities or (identities[0].launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in env)
+    ):
+        identities.insert(0, slurm)
+    if not identities:
         return None
-    first = found[0]
-    for other in found[1:]:
+    first = identities[0]
+    for other in identities[1:]:
         if (first.world_size, first.rank) != (other.world_size, other.rank):
             raise IdentityError(
                 f"two launchers disagree: {first.launcher} says rank {first.rank} of {first.world_size}, "
@@ -144,9 +146,11 @@ def _slurm(env: Mapping[str, str], node: str) -> Identity | None:
         raise IdentityError(
             f"SLURM_NODEID={node_index} is none of the {len(tasks)} nodes of {tasks_name}={env[tasks_name]!r}"
         )
-    found = Identity(size, rank, local_rank, tasks[node_index], node, "slurm")
-    _check(found, f"{size_name}={size} SLURM_PROCID={rank} SLURM_LOCALID={local_rank} {tasks_name}={env[tasks_name]}")
-    return found
+    identity = Identity(size, rank, local_rank, tasks[node_index], node, "slurm")
+    _check(
+        identity, f"{size_name}={size} SLURM_PROCID={rank} SLURM_LOCALID={local_rank} {tasks_name}={env[tasks_name]}"
+    )
+    return identity
 
 
 def _tasks_per_node(name: str, text: str) -> list[int]:
@@ -166,9 +170,9 @@ def _identity(
 ) -> Identity:
     names = (size, rank, local_rank, local_size)
     values = [_integer(env, name) for name in names]
-    found = Identity(values[0], values[1], values[2], values[3], node, launcher)
-    _check(found, " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True)))
-    return found
+    identity = Identity(values[0], values[1], values[2], values[3], node, launcher)
+    _check(identity, " ".join(f"{name}={value}" for name, value in zip(names, values, strict=True)))
+    return identity
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:
@@ -183,10 +187,10 @@ def _integer(env: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _check(i: Identity, said: str) -> None:
+def _check(i: Identity, env: str) -> None:
     # Local ranks need not ascend with ranks: Open MPI 5 numbers a node's ranks by the core that it maps them to.
     if not (0 <= i.rank < i.world_size and 0 <= i.local_rank < i.local_size <= i.world_size):
         raise IdentityError(
-            f"{said}: a rank must be below its world size, a local rank below its node's count, and that count at most "
+            f"{env}: a rank must be below its world size, a local rank below its node's count, and that count at most "
             "the world size: start ranks with one launcher and unset what another one left"
         )

@@ -52,23 +52,23 @@ def mapping_option(placement: Placement, launcher: Launcher) -> str:
     counts = [count for _, count in placement.hosts]
     names = ",".join(host for host, _ in placement.hosts)
     listed = " ".join(f"{host} slots={count}" for host, count in placement.hosts)
-    each = counts[0] if len(set(counts)) == 1 else None
+    per_node = counts[0] if len(set(counts)) == 1 else None
     if launcher == "openmpi":
-        how = f"--map-by ppr:{each}:node" if each else "--map-by slot"
+        how = f"--map-by ppr:{per_node}:node" if per_node else "--map-by slot"
         return f"Use mpirun {how} with the hostfile lines in this order: {listed}"
     if launcher == "mpich":
-        if each:
-            return f"Use mpiexec -ppn {each} -hosts {names}"
+        if per_node:
+            return f"Use mpiexec -ppn {per_node} -hosts {names}"
         hosts = ",".join(f"{host}:{count}" for host, count in placement.hosts)
         return f"Use mpiexec -hosts {hosts}"
     if launcher == "slurm":
         # Slurm sorts a node list; only a distribution by host file keeps an order of one's own.
-        if each and [h for h, _ in placement.hosts] == sorted(h for h, _ in placement.hosts):
-            return f"Use srun --ntasks-per-node={each} --distribution=block -w {names}"
+        if per_node and [h for h, _ in placement.hosts] == sorted(h for h, _ in placement.hosts):
+            return f"Use srun --ntasks-per-node={per_node} --distribution=block -w {names}"
         return "Use srun --distribution=arbitrary with SLURM_HOSTFILE naming, a line a rank: " + ", ".join(
             f"{host} ({counted(count, 'time')})" for host, count in placement.hosts
         )
-    per = f"--nproc-per-node={each}" if each else "--nproc-per-node as many as listed here"
+    per = f"--nproc-per-node={per_node}" if per_node else "--nproc-per-node as many as listed here"
     return f"Use torchrun --nnodes={len(counts)} {per} with --node-rank in this order: {listed}"
 
 

@@ -63,7 +63,7 @@ def assign_hcas(
     near ones the least used, the fastest, the first: so GPUs and HCAs that come in pairs stay paired."""
     ports = [h for h in node.hcas if h.active and h.link_layer == layer]
     load: Counter[str] = Counter()
-    found: list[tuple[Hca, str] | None] = []
+    nearest: list[tuple[Hca, str] | None] = []
     paths = {frozenset((k.a, k.b)): k.path for k in node.links}
     for device, numa in seats:
         choices = []
@@ -72,12 +72,12 @@ def assign_hcas(
             path = same if device is None else paths.get(frozenset((device.key, port.key)), same)
             choices.append((_NEAR.get(path, -1), load[port.key], -port.gbit_per_s, order, path))
         if not choices:
-            found.append(None)
+            nearest.append(None)
             continue
         best = min(choices)
         load[ports[best[3]].key] += 1
-        found.append((ports[best[3]], best[4]))
-    return tuple(found)
+        nearest.append((ports[best[3]], best[4]))
+    return tuple(nearest)
 
 
 def share_cores(node: Node, numas: Sequence[int | None]) -> tuple[tuple[int, ...], ...]:
@@ -85,22 +85,22 @@ def share_cores(node: Node, numas: Sequence[int | None]) -> tuple[tuple[int, ...
     node divide it evenly, the first ones taking what is left over. With more seats than cores, seats share."""
     everywhere = node.cores
     by_index = {n.index: n.core_ids for n in node.numa}
-    wanted = [by_index.get(-1 if numa is None else numa) or everywhere for numa in numas]
-    sharers = Counter(wanted)
+    cores_of_seats = [by_index.get(-1 if numa is None else numa) or everywhere for numa in numas]
+    sharers = Counter(cores_of_seats)
     seen: Counter[tuple[int, ...]] = Counter()
-    found = []
-    for cores in wanted:
-        found.append(_share(cores, seen[cores], sharers[cores]))
+    shares = []
+    for cores in cores_of_seats:
+        shares.append(_share(cores, seen[cores], sharers[cores]))
         seen[cores] += 1
-    return tuple(found)
+    return tuple(shares)
 
 
 def _share(cores: tuple[int, ...], turn: int, of: int) -> tuple[int, ...]:
     if of > len(cores):
         return (cores[turn % len(cores)],)
-    each, over = divmod(len(cores), of)
-    start = turn * each + min(turn, over)
-    return cores[start : start + each + (turn < over)]
+    share, over = divmod(len(cores), of)
+    start = turn * share + min(turn, over)
+    return cores[start : start + share + (turn < over)]
 
 
 def spread_over_numa(node: Node, seats: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -128,8 +128,8 @@ def common_interfaces(nodes: Sequence[Node]) -> tuple[Nic | None, ...]:
                 address = ipaddress.ip_interface(text)
                 if not address.is_loopback and not address.is_link_local:
                     row = networks.setdefault(str(address.network), [None] * len(nodes))
-                    held = row[i]
-                    if held is None or _speed(nic) > _speed(held[0]):
+                    current = row[i]
+                    if current is None or _speed(nic) > _speed(current[0]):
                         row[i] = (nic, str(address.ip))
     best: tuple[tuple[bool, bool, float], tuple[Nic, ...]] | None = None
     for name, row in networks.items():

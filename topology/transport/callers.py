@@ -51,15 +51,15 @@ class Callers:
             door.setblocking(False)
             self._selector.register(door, selectors.EVENT_READ)
 
-    def accept(self, wanted: set[tuple[int, int]], timeout_s: float) -> Iterator[tuple[tuple[int, int], socket.socket]]:
-        """Waits up to `timeout_s` for events; yields (peer, channel) of `wanted` and the socket that proved it."""
+    def accept(self, lines: set[tuple[int, int]], timeout_s: float) -> Iterator[tuple[tuple[int, int], socket.socket]]:
+        """Waits up to `timeout_s` for events; yields (peer, channel) of `lines` and the socket that proved it."""
         soonest = min((one.until for one in self._callers.values()), default=time.monotonic() + timeout_s)
         for ready, _ in self._selector.select(max(0.0, min(timeout_s, soonest - time.monotonic()))):
             s = ready.fileobj
             assert isinstance(s, socket.socket)
             if s in self._doors:
                 self._take_in(s)
-            elif (caller := self._callers.get(s)) is not None and (line := self._hear(caller, wanted)) is not None:
+            elif (caller := self._callers.get(s)) is not None and (line := self._hear(caller, lines)) is not None:
                 self._forget(s)
                 s.setblocking(True)
                 yield line, s
@@ -84,7 +84,7 @@ class Callers:
                 self._callers[s] = _Caller(s)
                 self._selector.register(s, selectors.EVENT_READ)
 
-    def _hear(self, caller: _Caller, wanted: set[tuple[int, int]]) -> tuple[int, int] | None:
+    def _hear(self, caller: _Caller, lines: set[tuple[int, int]]) -> tuple[int, int] | None:
         """Reads what has come; the line once the caller has proved that it knows the key."""
         goal = HELLO.size if len(caller.data) < HELLO.size else HELLO.size + PROOF
         try:
@@ -94,7 +94,7 @@ class Callers:
                 return None
             hello = bytes(caller.data[: HELLO.size])
             magic, group, peer, to, channel, _ = HELLO.unpack(hello)
-            if (magic, group, to, (peer, channel) in wanted) == (MAGIC, self._first, self._me, True) and part:
+            if (magic, group, to, (peer, channel) in lines) == (MAGIC, self._first, self._me, True) and part:
                 if goal == HELLO.size:
                     caller.socket.send(caller.nonce + proof(self._key, b"answer", hello, caller.nonce))
                     return None

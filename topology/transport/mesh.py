@@ -69,12 +69,12 @@ def connect_mesh(
     the same time. Raises MeshError."""
     me, size = layout.ranks.index(bootstrap.rank), layout.size
     deadline = time.monotonic() + timeout_s
-    wanted = [(r, DATA) for r in range(size) if r != me]
+    to_connect = [(r, DATA) for r in range(size) if r != me]
     if plans:
-        wanted += [(r, PLAN) for r in range(1, size)] if me == 0 else [(0, PLAN)]
+        to_connect += [(r, PLAN) for r in range(1, size)] if me == 0 else [(0, PLAN)]
     first = me // layout.per_node * layout.per_node
     near = range(first, first + layout.per_node)
-    data = _meet(bootstrap, layout.nodes, near, wanted, address, secret, deadline, ports)
+    data = _meet(bootstrap, layout.nodes, near, to_connect, address, secret, deadline, ports)
     plan = tuple(data.get((r, PLAN)) for r in range(size))
     lines = tuple(data.get((r, DATA)) for r in range(size))
     segment = _share_segment(layout, me, lines, segment_bytes, deadline)
@@ -85,14 +85,14 @@ def connect_mesh(
 def connect_lines(
     bootstrap: Bootstrap,
     ranks: tuple[int, ...],
-    wanted: list[Line],
+    to_connect: list[Line],
     address: str,
     secret: bytes = b"",
     timeout_s: float = 60.0,
     ports: range = ANY_PORT,
 ) -> dict[Line, socket.socket]:
-    """Connects this rank of `ranks` with the `wanted` ones, mutually; else as `connect_mesh`."""
-    lines = _meet(bootstrap, (ranks,), None, wanted, address, secret, time.monotonic() + timeout_s, ports)
+    """Connects this rank of `ranks` with those of `to_connect`, mutually; else as `connect_mesh`."""
+    lines = _meet(bootstrap, (ranks,), None, to_connect, address, secret, time.monotonic() + timeout_s, ports)
     _tune(lines)
     return lines
 
@@ -121,7 +121,7 @@ def _meet(
     bootstrap: Bootstrap,
     nodes: tuple[tuple[int, ...], ...],
     near: Collection[int] | None,
-    wanted: list[Line],
+    lines: list[Line],
     address: str,
     secret: bytes,
     deadline: float,
@@ -156,7 +156,7 @@ def _meet(
         key = hashlib.blake2b(
             "".join(c["secret"] for c in group).encode(), key=hashlib.sha256(secret).digest(), digest_size=32
         ).digest()
-        return _connect_all(ranks, wanted, near, group, ranks.index(bootstrap.rank), tcp, unix, key, deadline)
+        return _connect_all(ranks, lines, near, group, ranks.index(bootstrap.rank), tcp, unix, key, deadline)
 
 
 def host_token() -> str:
@@ -197,23 +197,23 @@ def _connect_all(
 ) -> dict[Line, socket.socket]:
     """Connects to lower ranks, then accepts higher ones; rank 0 only accepts, so this cannot deadlock."""
     done: dict[Line, socket.socket] = {}
-    wanted = {line for line in lines if line[0] > me}
+    pending = {line for line in lines if line[0] > me}
     try:
         for peer, channel in [line for line in lines if line[0] < me]:
             done[peer, channel] = _call(group[peer], peer in near, ranks[0], me, peer, channel, key, deadline)
         with contextlib.closing(Callers((tcp, unix), ranks[0], me, key)) as callers:
-            while wanted:
+            while pending:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    late = ", ".join(f"{ranks[r]} on {group[r]['hostname']}" for r in sorted({r for r, _ in wanted}))
+                    late = ", ".join(f"{ranks[r]} on {group[r]['hostname']}" for r in sorted({r for r, _ in pending}))
                     place = f"{group[me]['address']} port {group[me]['port']}"
                     raise MeshError(
                         f"rank {late} did not connect in time to {group[me]['hostname']} at {place}: are they running, "
                         "is the address reachable from there?"
                     )
-                for line, s in callers.accept(wanted, left):
+                for line, s in callers.accept(pending, left):
                     done[line] = s
-                    wanted.discard(line)
+                    pending.discard(line)
     except BaseException:
         for s in done.values():
             s.close()

@@ -140,8 +140,8 @@ class Transport:
         seq = self.waiting_for
         if seq < 0:
             return self._last + 1, ""
-        held = self._held[seq & 7]
-        what = f"all_reduce of {held.nbytes} bytes" if isinstance(held, torch.Tensor) else "gather"
+        payload = self._held[seq & 7]
+        what = f"all_reduce of {payload.nbytes} bytes" if isinstance(payload, torch.Tensor) else "gather"
         return self._last + 1, f"collective {seq} ({what})"
 
     def set_timeout(self, seconds: float) -> None:
@@ -300,13 +300,13 @@ class NativeGather:
         out = np.empty((size, mine.nbytes), dtype=np.uint8)
         if not mine.nbytes:
             return Gathering(lambda: out)
-        whole = mine.nbytes <= step
-        piece = out if whole else np.empty((size, step), dtype=np.uint8)
+        single = mine.nbytes <= step
+        piece = out if single else np.empty((size, step), dtype=np.uint8)
         seq = transport.start_gather(mine[:step], piece)
 
         def finish() -> NDArray[np.uint8]:
             transport.wait(seq)
-            if not whole:
+            if not single:
                 out[:, :step] = piece
                 for at in range(step, mine.nbytes, step):
                     rest = mine[at : at + step]

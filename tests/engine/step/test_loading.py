@@ -129,7 +129,7 @@ def test_what_torch_packs_is_not_held() -> None:
     """A product that our kernels do not serve: its copy lies where torch wants it."""
     pages = HeldPages()
     CpuOps(KERNELS, pages=pages).product(torch.ones(4, 3), None)
-    assert not pages.whole
+    assert not pages.complete
 
 
 def test_what_is_no_file_of_weights_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -217,7 +217,7 @@ def test_experts_are_taken_from_held_pages(kernels: Kernels, form: str, monkeypa
     nothing = [torch.zeros_like(weight) for weight in held]
     second = PackedExperts(kernels, again, form == "int8", *nothing)
     assert torch.equal(second(*rows), expected)
-    assert (pages.whole, again.whole) == (True, True)
+    assert (pages.complete, again.complete) == (True, True)
 
 
 def test_weights_that_the_kernels_do_not_serve_are_left_to_torch(kernels: Kernels) -> None:
@@ -229,7 +229,7 @@ def test_weights_that_the_kernels_do_not_serve_are_left_to_torch(kernels: Kernel
     kernels.deterministic = False
     for ops in (CpuOps(kernels), CpuOps(None)):
         assert isinstance(ops.experts(*odd, 2), TorchExperts)
-        assert not ops.pages.whole
+        assert not ops.pages.complete
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def kept_as_on_a_gpu(source: Source, shard: RankShard) -> dict[str, torch.Tensor
         parameters[name] = torch.zeros(shape, dtype=FP8 if product in kept else torch.bfloat16)
         if product in kept:
             parameters[f"{name}_scale"] = torch.zeros(scale_shape(product, shape, source.block))
-    load(source, shard, parameters, kept=kept)
+    load(source, shard, parameters, quantised=kept)
     return parameters
 
 

@@ -120,7 +120,7 @@ def test_fp8_is_widened_exactly_or_kept_as_it_is(tmp_path: Path, layout: str, si
                 parameters[name] = torch.zeros(shape, dtype=FP8 if whole else torch.bfloat16)
                 if whole:
                     parameters[f"{name}_scale"] = torch.zeros(shape[0])
-            load(source, shard, parameters, kept=kept)
+            load(source, shard, parameters, quantised=kept)
             for name in ("layers.1.gate_up.weight", "layers.1.down.weight", "layers.0.qkv.weight"):
                 kept_value = parameters[name].float() * parameters[f"{name}_scale"][:, None]
                 assert torch.equal(kept_value, wide[name])
