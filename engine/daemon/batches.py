@@ -17,7 +17,7 @@ from ..openai.errors import ApiError
 from .batch_feed import BatchFeed, Gate, damaged_results, rules_of
 from .core import Core
 from .store import records
-from .store.files import Cleaner, InputFault, Outputs, changed_input, check_digest, check_input, open_checked
+from .store.files import Cleaner, InputFault, Outputs, changed_input, check_input, damaged_row, open_checked
 from .store.rows import BatchRow, FileRow, Status
 from .store.schema import Rows
 from .store.store import StoreUnavailable
@@ -60,11 +60,8 @@ class Batches:
         self._over: str | None = None
 
     async def start(self) -> None:
-        damaged: list[Damaged] = []
-        for batch in await self._store.read(lambda db: records.open_batches(db, damaged)):
+        for batch in await self._store.read(records.open_batches):
             self._start_batch(batch)
-        for row in damaged:
-            self._store.report(row)
         self._spawn(self._cleaner.run())
 
     async def close(self) -> None:
@@ -183,7 +180,6 @@ class Batches:
         opened = await open_checked(self._store, file)
         try:
             await self._store.in_turn(file.owner, lambda: opened.check(begin, end))
-            await self._store.in_turn(file.owner, lambda: check_digest(file, self._store.path_of(file.id)))
         except BaseException as error:
             opened.close()
             if isinstance(error, Damaged):
@@ -241,9 +237,15 @@ class Batches:
         fault: InputFault | None = None
         repaired = False
         checked = False
+        current, torn = False, False
         try:
             while not batch.ended:
                 try:
+                    if torn:
+                        batch = await self._store.write(partial(records.restore_batch, batch=batch))
+                    elif not current:
+                        batch = await self._store.read(partial(records.batch_of, batch_id=batch.id))
+                    current, torn = True, False
                     if batch.status != "finalizing" and not checked:
                         await self._check_input(batch)
                         checked = True
@@ -257,10 +259,10 @@ class Batches:
                     log.info("batch %s is %s", batch.id, batch.status, extra=log_fields)
                 except (InputFault, Damaged) as failure:
                     if isinstance(failure, Damaged):
-                        if failure.kind != "file":
+                        if fault is not None:
                             raise
                         self._store.report(failure)
-                        failure = changed_input(failure)
+                        torn, failure = True, changed_input(failure) if failure.kind == "file" else damaged_row(failure)
                     fault, checked = failure, True
                     log.error("batch %s: %s", batch.id, failure, extra=log_fields)
                 except (StoreUnavailable, OSError) as error:
@@ -271,7 +273,7 @@ class Batches:
                     log.error("batch %s waits: %s", batch.id, error, extra=log_fields)
                     await asyncio.sleep(1.0)
                     await self._store.usable()
-                    batch = await self._store.read(partial(records.batch_of, batch_id=batch.id))
+                    current = False
         except KeyError:
             log.warning("batch %s was deleted", batch.id, extra=log_fields)
         except Damaged as damaged:

@@ -168,13 +168,22 @@ class Daemon:
 
     async def _record(self, store: Store) -> None:
         """Stores usage and counts batches each second; waits while the disk does not answer."""
-        while True:
-            await self._flush(self.services.usage)
-            with contextlib.suppress(StoreUnavailable, OSError):
-                counts = await store.read(records.count_batches)
-                self._parts.observer.batches(await store.read(records.batch_view))
-                self._parts.observer.queues(counts, self.dispatcher.waiting, self.dispatcher.in_flight)
-            await asyncio.sleep(_WATCH_SECONDS)
+        counting = asyncio.create_task(self._count_unsummed(store))
+        try:
+            while True:
+                await self._flush(self.services.usage)
+                with contextlib.suppress(StoreUnavailable, OSError):
+                    counts = await store.read(records.count_batches)
+                    self._parts.observer.batches(await store.read(records.batch_view))
+                    self._parts.observer.queues(counts, self.dispatcher.waiting, self.dispatcher.in_flight)
+                await asyncio.sleep(_WATCH_SECONDS)
+        finally:
+            counting.cancel()
+
+    async def _count_unsummed(self, store: Store) -> None:
+        """Counts once what has no checksum: it reads all rows."""
+        with contextlib.suppress(StoreUnavailable, OSError):
+            self._parts.observer.unsummed(await store.read(records.count_unsummed, owner=""))
 
     async def _check_disks(self, store: Store) -> None:
         """Looks at the data folder and at the key file each second; waits while a disk does not answer."""

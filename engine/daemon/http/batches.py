@@ -17,6 +17,7 @@ from ...openai.schema import Endpoint
 from ...openai.validators import StrictModel, checked, invalid, json_schema, parsed, show, takes, text
 from ..store import records
 from ..store.rows import BatchRow, new_id
+from ..store.sums import Damaged
 from .errors import not_found
 from .files import ExpiresAfter, listed, with_owner
 from .state import Services, audit, owner_of, reach_of
@@ -105,7 +106,10 @@ def batches_router(services: Services) -> APIRouter:
     ) -> Response:
         """Your batches, newest first."""
         owner = reach_of(request)
-        rows = partial(records.list_batches, owner=owner, limit=limit, after=after)
+
+        def rows(db: sqlite3.Connection, damaged: list[Damaged]) -> list[BatchRow] | None:
+            return records.list_batches(db, owner, limit, after, damaged)
+
         show = with_owner(shown) if owner is None else shown
         return await listed(services, owner_of(request), rows, limit, show, "batch", after)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -129,7 +128,10 @@ def files_router(services: Services) -> APIRouter:
     ) -> Response:
         """Your files, newest first."""
         owner, newest = reach_of(request), order == "desc"
-        rows = partial(records.list_files, owner=owner, limit=limit, after=after, purpose=purpose, newest_first=newest)
+
+        def rows(db: sqlite3.Connection, damaged: list[Damaged]) -> list[FileRow] | None:
+            return records.list_files(db, owner, limit, after, purpose, newest, damaged)
+
         show = with_owner(FileRow.to_json) if owner is None else FileRow.to_json
         return await listed(services, owner_of(request), rows, limit, show, "file", after)
 
@@ -298,25 +300,24 @@ def with_owner(show: Callable[[T], dict[str, Any]]) -> Callable[[T], dict[str, A
 async def listed(
     services: Services,
     owner: str,
-    query: Callable[[sqlite3.Connection], list[T] | None],
+    query: Callable[[sqlite3.Connection, list[Damaged]], list[T] | None],
     limit: int,
     show: Callable[[T], dict[str, Any]],
     what: str,
     after: str | None,
 ) -> Response:
     """One page of a list, made outside the event loop because it may be long. `query` returns one row more than `limit`
-    if there are more, and None if `after` is unknown. Raises ApiError."""
+    if there are more, and None if `after` is unknown; rows that are damaged are named. Raises ApiError."""
 
-    def page(db: sqlite3.Connection) -> bytes | None:
-        rows = query(db)
+    def page(db: sqlite3.Connection, damaged: list[Damaged]) -> dict[str, Any] | None:
+        rows = query(db, damaged)
         if rows is None:
             return None
         items = [show(one) for one in rows[:limit]]
         first, last = (items[0]["id"], items[-1]["id"]) if items else (None, None)
         more = len(rows) > limit
-        value = {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more}
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+        return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": more}
 
-    if (body := await services.read(page, owner)) is None:
+    if (body := await services.read_intact(page, owner)) is None:
         raise not_found(what, after or "")
     return Response(body, media_type="application/json")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -41,6 +42,23 @@ class Services(Core):
             raise unstored(str(error)) from error
         except Damaged as error:
             raise damaged(error) from error
+
+    async def read_intact(
+        self, query: Callable[[sqlite3.Connection, list[Damaged]], dict[str, Any] | None], owner: str
+    ) -> bytes | None:
+        """The JSON of an object without the rows that are damaged, which `query` adds to its list; names them."""
+        errors: list[Damaged] = []
+
+        def read(db: sqlite3.Connection) -> bytes | None:
+            if (value := query(db, errors)) is None:
+                return None
+            value |= {"damaged": [str(error) for error in errors]} if errors else {}
+            return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+        body = await self.read(read, owner)
+        for error in errors:
+            self.store.report(error)
+        return body
 
     async def find(
         self, get: Callable[[sqlite3.Connection, str, str | None], T | None], what: str, name: str, request: Request

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sqlite3
 import time
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from ...openai.errors import ApiError
 from ..store import records
 from ..store.store import StoreUnavailable
+from ..store.sums import Damaged
 from ..usage import DAY
 from .keys import Key, KeyRing
 from .state import Services, audit, is_admin, owner_of
@@ -33,14 +33,15 @@ def usage_router(services: Services) -> APIRouter:
         since = services.store.clock.stamp() // DAY - days + 1
         limits = None if owner is None else asdict(services.usage.limits_of(owner))
 
-        def listed(db: sqlite3.Connection) -> bytes:
-            rows = records.read_usage(db, owner, since)
+        def listed(db: sqlite3.Connection, damaged: list[Damaged]) -> dict[str, Any]:
+            rows = records.read_usage(db, owner, since, damaged)
             out: dict[str, Any] = {"object": "list", "data": [_shown(row) for row in rows]}
             if owner is not None:
-                out |= {"limits": limits, "stored_bytes": sum(file.bytes for file in records.all_files(db, owner))}
-            return json.dumps(out).encode()
+                files = records.all_files(db, owner, damaged)
+                out |= {"limits": limits, "stored_bytes": sum(file.bytes for file in files)}
+            return out
 
-        return Response(await services.read(listed, owner or ""), media_type="application/json")
+        return Response(await services.read_intact(listed, owner or ""), media_type="application/json")
 
     @router.post("/v1/adopt", response_model=dict[str, Any])
     async def adopt(request: Request, key: Annotated[str, Query(max_length=80)]) -> dict[str, Any]:

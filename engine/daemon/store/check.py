@@ -11,7 +11,7 @@ from pathlib import Path
 from . import records
 from .connection import has_table, open_read_only
 from .export import generations_in
-from .files import check_digest
+from .files import sum_file
 from .frames import read_groups
 from .open import integrity_faults
 from .schema import KEYS, VERSION, SchemaVersionError
@@ -66,9 +66,11 @@ def _check_files(db: sqlite3.Connection, files: Path, checked: Checked, copies: 
         path = files / file.id
         try:
             sums = records.block_sums(db, file.id) if summed else None
-            with CheckedFile(path, f"{path} ({file.filename})", file.bytes, sums) as opened:
-                opened.check()
-            check_digest(file, path)
+            if sums is None:
+                sum_file(file, path)
+            else:
+                with CheckedFile(path, f"{path} ({file.filename})", file.bytes, sums) as opened:
+                    opened.check()
             checked.unsummed += sums is None and file.digest is None
         except FileNotFoundError:
             if file.batch_id is None:

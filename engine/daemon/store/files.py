@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import sqlite3
@@ -15,7 +16,7 @@ from . import records
 from .disk import Files, NewFile
 from .rows import FileRow
 from .store import Store, StoreUnavailable
-from .sums import BlockSums, CheckedFile, Damaged
+from .sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged
 
 log = logging.getLogger(__name__)
 
@@ -67,19 +68,29 @@ class InputFault(Exception):
 
 
 async def open_checked(store: Store, file: FileRow) -> CheckedFile:
-    """Opens a file. Raises Damaged, StoreUnavailable or OSError."""
+    """Opens a file. The blocks of one of an earlier version get their checksums. Raises Damaged, StoreUnavailable or
+    OSError."""
     sums = await store.read(lambda db: records.block_sums(db, file.id))
     name = f"file {file.id} ({file.filename})"
+    if sums is None:
+        sums = await store.in_turn(file.owner, lambda: sum_file(file, store.path_of(file.id)))
+        with contextlib.suppress(StoreUnavailable):  # then the next reader sums it
+            await store.write(lambda rows: records.add_sums(rows, file.id, sums))
     return await store.in_thread(lambda: CheckedFile(store.path_of(file.id), name, file.bytes, sums))
 
 
-def check_digest(file: FileRow, path: Path) -> None:
-    """Compares an upload with the digest that an earlier version stored. Raises Damaged or OSError."""
-    if file.digest is not None:
-        with path.open("rb") as opened:
-            digest = hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=16)).hexdigest()
-        if digest != file.digest:
-            raise Damaged("file", f"file {file.id} ({file.filename}) has changed on the disk since it was uploaded")
+def sum_file(file: FileRow, path: Path) -> str:
+    """The checksums of the blocks of a file of an earlier version, whose size, and the digest that may be stored of an
+    upload, are compared. Raises Damaged or OSError."""
+    name = f"file {file.id} ({file.filename})"
+    sums, digest = BlockSums(), hashlib.blake2b(digest_size=16)
+    with CheckedFile(path, name, file.bytes, None) as opened:
+        while data := opened.read(BLOCK_BYTES):
+            sums.update(data)
+            digest.update(data)
+    if file.digest not in (None, digest.hexdigest()):
+        raise Damaged("file", f"{name} has changed on the disk since it was uploaded")
+    return sums.text()
 
 
 async def check_input(store: Store, file: FileRow) -> None:
@@ -87,7 +98,6 @@ async def check_input(store: Store, file: FileRow) -> None:
     try:
         with await open_checked(store, file) as opened:
             await store.in_turn(file.owner, opened.check)
-        await store.in_turn(file.owner, lambda: check_digest(file, store.path_of(file.id)))
     except FileNotFoundError as error:
         raise InputFault("input_file_missing", f"the input file is missing: {error.strerror}") from error
     except Damaged as damaged:
@@ -97,6 +107,12 @@ async def check_input(store: Store, file: FileRow) -> None:
 
 def changed_input(damaged: Damaged) -> InputFault:
     return InputFault("input_file_changed", f"{damaged}: upload it again and start a batch with reuse_batch_id")
+
+
+def damaged_row(damaged: Damaged) -> InputFault:
+    return InputFault(
+        "row_damaged", f"{damaged}: the answers in this batch's files are intact, its other values may be wrong"
+    )
 
 
 _CHUNK = 1 << 18

@@ -6,7 +6,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ...metrics.observer import BatchView
 from ...openai.batch_input import error_line
 from ...openai.errors import ApiError
+from ...openai.schema import CHAT, COMPLETIONS
 from .rows import ENDED, BatchRow, FileRow, Result, Status, Tokens, new_id
 from .schema import KEYS, Rows
 from .sums import Damaged, is_intact
@@ -79,6 +80,12 @@ def block_sums(db: sqlite3.Connection, file_id: str) -> str | None:
     return None if row is None else str(_values("blocks", row)["sums"])
 
 
+def add_sums(rows: Rows, file_id: str, sums: str) -> None:
+    """Stores the checksums of the blocks of a file that has none."""
+    if get_file(rows.db, file_id) is not None:
+        rows.insert("blocks", {"file_id": file_id, "sums": sums})
+
+
 def all_files(db: sqlite3.Connection, owner: str | None = None, damaged: list[Damaged] | None = None) -> list[FileRow]:
     """All files, or an owner's. Damaged rows: see `_intact`."""
     query = "SELECT * FROM files WHERE owner = ? OR ? IS NULL ORDER BY no"
@@ -92,12 +99,13 @@ def list_files(
     after: str | None,
     purpose: str | None,
     newest_first: bool = True,
+    damaged: list[Damaged] | None = None,
 ) -> list[FileRow] | None:
     """An owner's files (None: all owners'): one more than `limit` if there are more; None if `after` is not one of
-    them."""
+    them. Damaged rows: see `_intact`."""
     where, values = ("", []) if purpose is None else (" AND purpose = ?", [purpose])
-    rows = _page(db, "files", owner, where, values, limit, after, newest_first)
-    return None if rows is None else [_file(row) for row in rows]
+    rows = _page(db, "files", owner, where, values, after, newest_first)
+    return None if rows is None else _intact(rows, _file, damaged, limit + 1)
 
 
 def drop_file(rows: Rows, file: FileRow) -> str | None:
@@ -164,20 +172,36 @@ def why_not_reuse(db: sqlite3.Connection, batch_id: str, owner: str, model: str)
     return None
 
 
-def list_batches(db: sqlite3.Connection, owner: str | None, limit: int, after: str | None) -> list[BatchRow] | None:
-    rows = _page(db, "batches", owner, "", [], limit, after, True)
-    return None if rows is None else [_batch(row) for row in rows]
+def list_batches(
+    db: sqlite3.Connection,
+    owner: str | None,
+    limit: int,
+    after: str | None,
+    damaged: list[Damaged] | None = None,
+) -> list[BatchRow] | None:
+    """An owner's batches; see `list_files`."""
+    rows = _page(db, "batches", owner, "", [], after, True)
+    return None if rows is None else _intact(rows, _batch, damaged, limit + 1)
 
 
-def open_batches(db: sqlite3.Connection, damaged: list[Damaged] | None = None) -> list[BatchRow]:
-    """The batches that have not ended, oldest first. Damaged rows: see `_intact`."""
-    return _intact(db.execute(f"SELECT * FROM batches WHERE NOT {_HAS_ENDED} ORDER BY no"), _batch, damaged)
+def open_batches(db: sqlite3.Connection) -> list[BatchRow]:
+    """The batches that have not ended, oldest first; not all values of those whose rows are damaged are right."""
+    rows = db.execute(f"SELECT * FROM batches WHERE NOT {_HAS_ENDED} ORDER BY no")
+    return [_batch(row, unchecked=not is_intact(dict(row))) for row in rows]
 
 
-def _intact(rows: Iterable[sqlite3.Row], make: Callable[[sqlite3.Row], T], damaged: list[Damaged] | None) -> list[T]:
-    """What `make` makes of the rows. Adds what it raises of damaged rows to `damaged`; without that, raises it."""
+def _intact(
+    rows: Iterable[sqlite3.Row],
+    make: Callable[[sqlite3.Row], T],
+    damaged: list[Damaged] | None,
+    limit: int | None = None,
+) -> list[T]:
+    """What `make` makes of the rows, at most `limit`. Adds what it raises of damaged rows to `damaged`; without that,
+    raises it."""
     good = list[T]()
     for row in rows:
+        if len(good) == limit:
+            break
         try:
             good.append(make(row))
         except Damaged as error:
@@ -214,6 +238,38 @@ def change_batch(rows: Rows, batch_id: str, only_if: Sequence[Status] = (), **va
         return batch
     rows.update("batches", {"id": batch_id, **_columns(values)})
     return batch_of(rows.db, batch_id)
+
+
+def restore_batch(rows: Rows, batch: BatchRow) -> BatchRow:
+    """Writes an open batch's row again if it is damaged: its results and files are read again, the rest is taken from
+    `batch`. Returns the stored row. Raises KeyError if it does not exist."""
+    row = rows.db.execute("SELECT * FROM batches WHERE id = ?", (batch.id,)).fetchone()
+    if row is None:
+        raise KeyError(batch.id)
+    if is_intact(dict(row)):
+        return _batch(row)
+    answers, errors = count_results(rows.db, batch.id)
+    source = get_file(rows.db, batch.input_file_id, unchecked=True)
+    file_ids = dict(rows.db.execute("SELECT filename, id FROM files WHERE batch_id = ?", (batch.id,)).fetchall())
+    values: dict[str, Any] = asdict(batch)
+    text = {name: str(value, errors="replace") for name, value in values.items() if isinstance(value, bytes)}
+    readable = BatchRow(**{**values, **text})
+    restored = replace(
+        readable,
+        owner=readable.owner if source is None else source.owner,
+        endpoint=batch.endpoint if batch.endpoint == CHAT else COMPLETIONS,
+        status="in_progress",
+        output_file_id=file_ids.get(f"{batch.id}_output.jsonl"),
+        error_file_id=file_ids.get(f"{batch.id}_error.jsonl"),
+        total=answers + errors,
+        completed=answers,
+        failed=errors,
+        reuse_batch_id=None,
+        model_digest=None,
+    )
+    rows.delete("batches", {"id": batch.id})
+    rows.insert("batches", _columns(asdict(restored)))
+    return restored
 
 
 def add_results(rows: Rows, batch_id: str, results: Sequence[Result], epoch: int, day: int | None = 0) -> BatchRow:
@@ -370,6 +426,13 @@ def add_deaths(rows: Rows, batch_id: str, deaths: dict[int, int]) -> None:
             rows.update("suspects", row)
 
 
+def count_unsummed(db: sqlite3.Connection) -> dict[str, int]:
+    """The number of rows and files of earlier versions, which have no checksum."""
+    counts = (db.execute(f"SELECT count(*) FROM {table} WHERE typeof(sum) = 'null'").fetchone() for table in KEYS)
+    [files] = db.execute("SELECT count(*) FROM files WHERE id NOT IN (SELECT file_id FROM blocks)").fetchone()
+    return {"row": sum(count for (count,) in counts), "file": files}
+
+
 def read_deaths(db: sqlite3.Connection, batch_id: str) -> dict[int, int]:
     """Failures by line. A damaged row counts none."""
     suspects = db.execute("SELECT * FROM suspects WHERE batch_id = ?", (batch_id,))
@@ -398,17 +461,18 @@ def _code_of(line: dict[str, Any]) -> Any:
 
 
 def old_batches(db: sqlite3.Connection, before: int) -> list[BatchRow]:
-    query = f"SELECT * FROM batches WHERE created_at < ? AND {_HAS_ENDED} ORDER BY no LIMIT 100"
-    return _intact(db.execute(query, (before,)), _batch, [])
+    """Up to 100 batches from before `before`; damaged rows may be of another time, and are not among them."""
+    query = f"SELECT * FROM batches WHERE created_at < ? AND {_HAS_ENDED} ORDER BY no"
+    return _intact(db.execute(query, (before,)), _batch, [], 100)
 
 
 def old_files(db: sqlite3.Connection, before: int, now: int) -> list[FileRow]:
-    """Uploads from before `before` and expired files, without those that an open batch needs."""
+    """Up to 100 uploads from before `before` and expired files, without those that an open batch needs."""
     query = (
         "SELECT * FROM files WHERE (created_at < ? AND batch_id IS NULL OR expires_at <= ?) AND id NOT IN "
-        f"(SELECT input_file_id FROM batches WHERE NOT {_HAS_ENDED}) ORDER BY no LIMIT 100"
+        f"(SELECT input_file_id FROM batches WHERE NOT {_HAS_ENDED}) ORDER BY no"
     )
-    return _intact(db.execute(query, (before, now)), _file, [])
+    return _intact(db.execute(query, (before, now)), _file, [], 100)
 
 
 def drop_batch(rows: Rows, batch: BatchRow) -> list[str]:
@@ -445,10 +509,9 @@ def _page(
     owner: str | None,
     where: str,
     values: list[Any],
-    limit: int,
     after: str | None,
     newest: bool,
-) -> list[sqlite3.Row] | None:
+) -> sqlite3.Cursor | None:
     if after is not None:
         last = db.execute(f"SELECT no, owner FROM {table} WHERE id = ?", (after,)).fetchone()
         if last is None or owner not in (None, last["owner"]):
@@ -456,5 +519,4 @@ def _page(
         where, values = f"{where} AND no {'<' if newest else '>'} ?", [*values, last["no"]]
     order = "DESC" if newest else "ASC"
     of, whose = ("TRUE", ()) if owner is None else ("owner = ?", (owner,))
-    query = f"SELECT * FROM {table} WHERE {of}{where} ORDER BY no {order} LIMIT ?"
-    return db.execute(query, (*whose, *values, limit + 1)).fetchall()
+    return db.execute(f"SELECT * FROM {table} WHERE {of}{where} ORDER BY no {order}", (*whose, *values))

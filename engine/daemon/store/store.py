@@ -154,7 +154,10 @@ class Store:
             raise
 
     def report(self, damaged: Damaged) -> None:
-        """Logs and counts something stored that does not match its checksum. For the event loop."""
+        """Logs and counts something stored that does not match its checksum, once. For the event loop."""
+        if damaged.reported:
+            return
+        damaged.reported = True
         log.error("%s", damaged, extra={"event": "damaged"})
         self._options.observe_damage(damaged.kind)
 

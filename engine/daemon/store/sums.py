@@ -23,6 +23,7 @@ class Damaged(Exception):
     def __init__(self, kind: Kind, message: str) -> None:
         super().__init__(message)
         self.kind: Kind = kind
+        self.reported = False
 
 
 def row_sum(row: Mapping[str, Any]) -> str:

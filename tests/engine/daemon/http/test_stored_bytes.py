@@ -16,17 +16,19 @@ from typing import Any
 
 import openai
 import pytest
-from daemon_tools import Served, deployment, line, lines_of, served, submit, wait_batch
+from daemon_tools import LIMITS, MortalJob, Served, deployment, line, lines_of, served, submit, wait_batch
 from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.check import check_store
 from laddertron.engine.daemon.store.connection import connect_store
 from laddertron.engine.daemon.store.disk import DiskError
+from laddertron.engine.daemon.store.files import Cleaner
 from laddertron.engine.daemon.store.rows import BatchRow, FileRow
 from laddertron.engine.daemon.store.schema import KEYS, Rows, migrate
 from laddertron.engine.daemon.store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged, row_sum
 from laddertron.engine.metrics.observer import Observer
 from laddertron.launchers.cli.__main__ import main
 from tiny_text import write_folder
+from waiting import until
 
 COUNT = 60
 LONG = "x" * 9000
@@ -54,6 +56,9 @@ class World:
             self.files = {file.id: file for file in client.files.list()}
             self.batches = [batch.model_dump() for batch in client.batches.list()]
             self.usage = client.get("/usage", cast_to=object)
+            self.lists: dict[str, Any] = {
+                route: client.get(route, cast_to=object) for route in ("/usage", "/files", "/batches")
+            }
         shutil.copytree(self.data, folder / "kept")
 
     def reset(self) -> None:
@@ -199,8 +204,8 @@ def choices(data: bytes) -> dict[str, Any]:
 
 @pytest.mark.parametrize("table", ["files", "batches", "usage"])
 def test_a_damaged_row_is_an_error_that_names_it(world: World, table: str, run_seed: int) -> None:
-    """Whatever column of a file's, batch's or usage's row: every route that shows it refuses by name, and none shows
-    another value. It can be deleted."""
+    """Whatever column of a file's, batch's or usage's row: its route refuses by name, lists give the other rows and
+    name it, and none shows another value. It can be deleted."""
     rng = random.Random(run_seed)
     db = sqlite3.connect(world.data / "store.db")
     key = "owner" if table == "usage" else "id"
@@ -210,15 +215,20 @@ def test_a_damaged_row_is_an_error_that_names_it(world: World, table: str, run_s
         intact = {"batch": show(client, "batches", world.first.id), "file": show(client, "files", world.names[0])}
         row_id = {"files": world.names[0], "batches": world.first.id, "usage": ""}[table]
         [row] = db.execute(f"SELECT rowid FROM {table} WHERE {key} = ? ORDER BY rowid", (row_id,)).fetchone()
+        whole: Any = client.get("/usage" if table == "usage" else f"/{table}?limit=50", cast_to=object)
         saved = db.execute(f"SELECT {', '.join(names)} FROM {table} WHERE rowid = ?", (row,)).fetchone()
         count = 0
         for column in names:
             if not flip_column(db, table, column, row, rng):
                 continue
             count += 1
-            for route in ("/usage",) if table == "usage" else (f"/{table}?limit=50", f"/{table}/{row_id}"):
+            page: Any = client.get("/usage" if table == "usage" else f"/{table}?limit=50", cast_to=object)
+            assert [f"of table {table} does not match" in error for error in page["damaged"]] == [True], column
+            assert [item for item in whole["data"] if item.get("id") != row_id] == page["data"] or table == "usage"
+            if table != "usage":
+                assert len(whole["data"]) == len(page["data"]) + 1
                 with pytest.raises(openai.InternalServerError, match=f"of table {table} does not match") as bad:
-                    client.get(route, cast_to=object)
+                    client.get(f"/{table}/{row_id}", cast_to=object)
                 assert bad.value.code == "row_damaged", column
             sets = ", ".join(f"{name} = ?" for name in names)
             with db:
@@ -270,12 +280,21 @@ def test_a_bit_anywhere_in_store_db_flips_while_the_daemon_is_off(world: World, 
 
 
 def all_reads(client: openai.OpenAI, world: World) -> Iterator[tuple[str, Callable[[], Any], Any]]:
-    yield "usage", lambda: client.get("/usage", cast_to=object), world.usage
-    yield "files", lambda: {file.id: file for file in client.files.list()}, world.files
-    yield "batches", lambda: [batch.model_dump() for batch in client.batches.list()], world.batches
+    for name, expected in world.lists.items():
+        yield name, partial(listed, client, name, expected), expected
     for name, data in world.bytes.items():
         like = choices(data) if b'"text"' in data else data
         yield name, partial(read_as, client, name, like), like
+
+
+def listed(client: openai.OpenAI, route: str, expected: Any) -> Any:
+    """The list, completed by the rows that it names as damaged and does not give."""
+    page: Any = client.get(route, cast_to=object)
+    if errors := page.pop("damaged", ()):
+        assert all("does not match its checksum" in error for error in errors)
+        assert all(item in expected["data"] for item in page["data"])
+        return expected
+    return page
 
 
 def read_as(client: openai.OpenAI, name: str, like: Any) -> Any:
@@ -296,6 +315,123 @@ def test_rows_and_files_of_an_earlier_version_are_read(world: World) -> None:
         assert {file.id: file for file in client.files.list()} == world.files
         assert client.get("/usage", cast_to=object) == world.usage
         assert set(damage_of(observer).values()) == {0.0}
+        for name in world.names:  # their blocks were summed at the first read
+            flip(world.data / "files" / name, random.Random(1))
+        assert content(client, world.names[1]) == world.bytes[world.names[1]]
+        with pytest.raises(openai.InternalServerError, match="does not match its checksum"):
+            content(client, world.names[0])
+
+
+def unsummed(observer: Observer) -> dict[str, float]:
+    return {kind: count for (kind,), count in observer.figures()["store_unsummed"].items()}
+
+
+def test_what_has_no_checksum_is_counted_at_the_start(world: World) -> None:
+    db = sqlite3.connect(world.data / "store.db")
+    with db:
+        rows = db.execute("UPDATE results SET sum = NULL WHERE batch_id = ?", (world.first.id,)).rowcount
+        db.execute("DELETE FROM blocks WHERE file_id = ?", (world.names[0],))
+    db.close()
+    for expected in ({"row": rows, "file": 1}, {"row": rows, "file": 0}):
+        with world.daemon() as (daemon, observer):
+            until(lambda seen=observer: bool(seen.figures().get("store_unsummed")))
+            assert unsummed(observer) == expected
+            content(daemon.client(), world.names[0], "bytes=0-0")
+
+
+def test_a_page_that_crosses_damaged_rows_is_complete(world: World) -> None:
+    """However small it is: a client that reads page by page reaches every intact row."""
+    damage_rows(world.data, "files", world.names[1], world.names[2])
+    with world.daemon() as (daemon, _):
+        intact = world.files.keys() - set(world.names[1:])
+        for limit in (1, 2):
+            assert {file.id for file in daemon.client().files.list(limit=limit)} == intact
+
+
+def damage_rows(data: Path, table: str, *ids: str) -> None:
+    """Damages rows, not in the key or in what selects them."""
+    db = sqlite3.connect(data / "store.db")
+    with db:
+        for name in ids:
+            assert db.execute(f"UPDATE {table} SET created_at = created_at - 1 WHERE id = ?", (name,)).rowcount == 1
+    db.close()
+
+
+def test_old_rows_are_deleted_though_more_than_a_hundred_before_them_are_damaged(world: World) -> None:
+    with world.daemon() as (daemon, _):
+        uploads = [daemon.client().files.create(file=("x", line("x")), purpose="batch").id for _ in range(102)]
+        damage_rows(world.data, "files", *uploads[:101])
+        store = daemon.daemon.services.store
+        clean = Cleaner(store, None).clean(store.clock.stamp() + 9, 0)
+        assert daemon.on_loop(clean) == 2 + 2 + 1  # batches, their inputs, an upload
+        left = [file.id for file in daemon.on_loop(store.read(lambda db: records.all_files(db, damaged=[])))]
+        assert left == []
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["running", "restarted"])
+def test_an_open_batch_whose_row_is_damaged_fails_by_name(tmp_path: Path, running: bool, run_seed: int) -> None:
+    """In any column; its answers are kept. The values of one that runs are those that it had."""
+    rng = random.Random(run_seed)
+    text, config = write_folder(tmp_path / "tiny"), deployment(tmp_path)
+    data = b"".join(line(f"r-{n}") for n in range(80))
+    columns = ["status", "endpoint", "metadata", "input_file_id", "total", "owner", "expires_at"]
+    with contextlib.ExitStack() as stack:
+        job = MortalJob(LIMITS)
+        job.pause_at = 40
+        daemon = stack.enter_context(served(config, text, lambda: [job]))
+        client = daemon.client()
+        batches = [submit(client, data, metadata={"who": "me"}) for _ in columns]
+        until(lambda: all(client.batches.retrieve(batch.id).status == "in_progress" for batch in batches))
+        until(lambda: sum(client.batches.retrieve(batch.id).request_counts.completed for batch in batches) > 20)
+        if not running:
+            daemon.stop()
+        db = sqlite3.connect(tmp_path / "data" / "store.db", timeout=30)
+        for batch, column in zip(batches, columns, strict=True):
+            [row] = db.execute("SELECT rowid FROM batches WHERE id = ?", (batch.id,)).fetchone()
+            if column == "owner":
+                db.execute("UPDATE batches SET owner = 'x' WHERE rowid = ?", (row,))
+                db.commit()
+            else:
+                assert flip_column(db, "batches", column, row, rng)
+        db.close()
+        if running:
+            daemon.on_loop(job.release)
+        else:
+            daemon = stack.enter_context(served(config, text))
+            client = daemon.client()
+        for batch, column in zip(batches, columns, strict=True):
+            until(lambda name=batch.id: status_of(client, name) == "failed")
+            ended = client.batches.retrieve(batch.id)
+            assert [(error.code, batch.id in error.message) for error in ended.errors.data] == [("row_damaged", True)]
+            counts = ended.request_counts
+            answers = lines_of(client, ended.output_file_id)
+            assert len(answers) == counts.completed == counts.total, column
+            if running:
+                same = ("endpoint", "metadata", "input_file_id", "created_at", "expires_at", "completion_window")
+                assert {name: getattr(ended, name) for name in same} == {name: getattr(batch, name) for name in same}
+            client.delete(f"/batches/{batch.id}", cast_to=object)
+    assert check_store(tmp_path / "data").wrong == []
+
+
+def status_of(client: openai.OpenAI, batch_id: str) -> str:
+    """Its status, or "damaged"."""
+    with contextlib.suppress(openai.APIStatusError):
+        return str(client.batches.retrieve(batch_id).status)
+    return "damaged"
+
+
+def test_a_damaged_row_of_its_input_file_fails_an_open_batch_by_name(tmp_path: Path) -> None:
+    text, config = write_folder(tmp_path / "tiny"), deployment(tmp_path)
+    job = MortalJob(LIMITS)
+    job.pause_at = 4
+    with served(config, text, lambda: [job]) as daemon:
+        batch = submit(daemon.client(), b"".join(line(f"r-{n}") for n in range(80)))
+        until(lambda: daemon.client().batches.retrieve(batch.id).status == "in_progress")
+    damage_rows(tmp_path / "data", "files", batch.input_file_id)
+    with served(config, text) as daemon:
+        ended = wait_batch(daemon.client(), batch.id)
+        assert (ended.status, ended.errors.data[0].code) == ("failed", "row_damaged")
+        assert batch.input_file_id in ended.errors.data[0].message
 
 
 def test_sums_of_blocks_do_not_depend_on_the_pieces_that_are_written(tmp_path: Path, run_seed: int) -> None:
