@@ -392,6 +392,7 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
     metrics.commit(0.003)
     metrics.store(None, (5, 9))
     metrics.clock(0.0)
+    metrics.unsummed({"row": 1, "file": 0})
     metrics.http("/v1/batches/{id}", 200, 0.01)
     metrics.failure(0, "silent", "no heartbeat", {})
     metrics.reloaded("done")
