@@ -244,7 +244,7 @@ def _failure_reporter(observer: Observer, deployment: Deployment) -> Callable[[i
     def tell(replica: int, failure: JobFailure) -> None:
         observer.failure(replica, failure.kind, failure.reason, failure.culprit)
         bundles.failed(replica, failure)
-        said = {"event": "failure", "replica": replica, "kind": failure.kind}
-        log.error("replica %d: %s", replica, failure.reason, extra={**said, **failure.culprit})
+        log_fields = {"event": "failure", "replica": replica, "kind": failure.kind}
+        log.error("replica %d: %s", replica, failure.reason, extra={**log_fields, **failure.culprit})
 
     return tell

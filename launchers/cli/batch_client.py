@@ -91,13 +91,13 @@ class BatchClient:
     ) -> dict[str, Any]:
         """Creates a batch, once per `repeat_key`. `reuse`: a batch whose answers to the same lines it takes (laddertron
         only)."""
-        wanted: dict[str, Any] = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
+        body: dict[str, Any] = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
         if metadata:
-            wanted["metadata"] = metadata
+            body["metadata"] = metadata
         if reuse is not None:
-            wanted["reuse_batch_id"] = reuse
+            body["reuse_batch_id"] = reuse
         headers = {"content-type": "application/json", "idempotency-key": repeat_key}
-        return self._again(lambda: self._json("POST", "/batches", json.dumps(wanted).encode(), headers))
+        return self._again(lambda: self._json("POST", "/batches", json.dumps(body).encode(), headers))
 
     def batch(self, batch_id: str) -> dict[str, Any]:
         return self._again(lambda: self._json("GET", f"/batches/{_quoted(batch_id)}"))
@@ -115,16 +115,16 @@ class BatchClient:
 
     def list(self, limit: int, kind: str = "batches") -> list[dict[str, Any]]:
         """The newest `batches` or `files`, from as many pages as needed."""
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         after = ""
-        while len(found) < limit:
-            path = f"/{kind}?limit={min(100, limit - len(found))}{after}"
+        while len(rows) < limit:
+            path = f"/{kind}?limit={min(100, limit - len(rows))}{after}"
             page = self._again(lambda path=path: self._json("GET", path))  # type: ignore[misc]
-            found += page["data"]
+            rows += page["data"]
             if not page.get("has_more") or not page["data"]:
                 break
             after = f"&after={_quoted(page['data'][-1]['id'])}"
-        return found
+        return rows
 
     def download(self, file_id: str, path: Path, replace: bool = True) -> int:
         """Downloads a file atomically, also to the target of a link; returns its bytes. Raises FileExistsError if the

@@ -77,9 +77,9 @@ def suits(model: ModelConfig) -> Suits:
 
 def backend_of(deployment: Deployment, shape: Shape) -> Backend:
     """The backend whose prices apply: the configured one, or the one that `auto` selects on these links."""
-    said = deployment.parallel.backend
-    if said != "auto":
-        return said
+    backend = deployment.parallel.backend
+    if backend != "auto":
+        return backend
     return "nccl" if shape.intra in ("nvlink", "pcie") and deployment.engine.device != "cpu" else "native"
 
 

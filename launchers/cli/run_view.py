@@ -192,8 +192,11 @@ def summary_table(summary: Summary) -> Table:
         threads = "1 thread" if kind.threads == "1" else f"{kind.threads} threads"
         table.add_row("" if number else "ranks", f"{kind.ranks} x {kind.device}{tier}, {threads}")
     table.add_row("communication", _communication(summary.hidden_seconds, summary.exposed_seconds))
-    for each in summary.layers:
-        table.add_row(f"  {each.layer}, {each.link}", _communication(each.hidden_seconds, each.exposed_seconds))
+    for layer_time in summary.layers:
+        table.add_row(
+            f"  {layer_time.layer}, {layer_time.link}",
+            _communication(layer_time.hidden_seconds, layer_time.exposed_seconds),
+        )
     return table
 
 

@@ -68,9 +68,9 @@ def _rounded(count: int) -> int:
 def _tree(nodes: Sequence[Node]) -> Tree:
     node = nodes[0]
     names = [n.hostname for n in nodes]
-    said = ", ".join(names) if len(names) <= 8 else f"{names[0]} … {names[-1]}"
+    label = ", ".join(names) if len(names) <= 8 else f"{names[0]} … {names[-1]}"
     alike = f"  ({len(names)} hosts alike)" if len(names) > 1 else ""
-    tree = Tree(Text.assemble((said, "bold"), alike, "  ", (_host_words(node), "dim")))
+    tree = Tree(Text.assemble((label, "bold"), alike, "  ", (_host_words(node), "dim")))
     for numa in node.numa:
         cores = counted(len(numa.core_ids), "core")
         branch = tree.add(f"NUMA {numa.index}  {cores} ({numa.cores})  {_gib(numa.memory_bytes)}")

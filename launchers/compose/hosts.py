@@ -56,26 +56,28 @@ def expand_nodelist(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _expand(part: str, whole: str) -> list[str]:
+def _expand(part: str, node_list: str) -> list[str]:
     match = _GROUP.search(part)
     if match is None:
         return [part]
-    found: list[str] = []
+    names: list[str] = []
     for item in match[2].split(","):
         low, dash, high = item.partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()) or not 0 <= int(high or low) - int(low) <= MAX_HOSTS:
-            raise LaunchError(f"node list {whole!r}: {item!r} must be a number or an ascending range, such as 01-03")
+            raise LaunchError(
+                f"node list {node_list!r}: {item!r} must be a number or an ascending range, such as 01-03"
+            )
         for number in range(int(low), int(high or low) + 1):
             head, rest = part[: match.start()] + match[1] + str(number).zfill(len(low)), part[match.end() :]
-            found.extend(head + tail for tail in (_expand(rest, whole) if rest else [""]))
-            if len(found) > MAX_HOSTS:
-                raise LaunchError(f"node list {whole[:80]!r}… names more than {MAX_HOSTS} hosts")
-    return found
+            names.extend(head + tail for tail in (_expand(rest, node_list) if rest else [""]))
+            if len(names) > MAX_HOSTS:
+                raise LaunchError(f"node list {node_list[:80]!r}… names more than {MAX_HOSTS} hosts")
+    return names
 
 
 def parse_hostfile(text: str, where: str) -> tuple[Host, ...]:
     """Lines `name slots=8`, `name:8` or `name`; `#` begins a comment. Raises LaunchError with `where` and the line."""
-    found: list[Host] = []
+    hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
@@ -93,12 +95,12 @@ def parse_hostfile(text: str, where: str) -> tuple[Host, ...]:
                 f"{where}:{number}: {line.strip()!r}: a line is `node1 slots=8` or `node1:8`; for IPv6 a name that "
                 "resolves to it"
             )
-        if any(host.name == name for host in found):
+        if any(host.name == name for host in hosts):
             raise LaunchError(f"{where}:{number}: duplicate host {name}: name each host once")
-        found.append(Host(name, int(count or 0)))
-    if not found:
+        hosts.append(Host(name, int(count or 0)))
+    if not hosts:
         raise LaunchError(f"{where}: no hosts in it; a line is `node1 slots=8`")
-    return tuple(found)
+    return tuple(hosts)
 
 
 def parse_nodefile(text: str, where: str) -> tuple[Host, ...]:
@@ -125,17 +127,20 @@ def read_hosts(deployment: Deployment, environ: Mapping[str, str], fabric: Fabri
 
     def filled(hosts: Sequence[Host], gpus: int = 0) -> tuple[Host, ...]:
         per_node = launch.ranks_per_node
-        known = [replace(h, slots=per_node or devices.get(h.name) or gpus or h.slots) for h in hosts]
-        return tuple(known) if all(devices.get(h.name) or gpus or per_node for h in hosts) else spread(known, world)
+        sized = [replace(h, slots=per_node or devices.get(h.name) or gpus or h.slots) for h in hosts]
+        return tuple(sized) if all(devices.get(h.name) or gpus or per_node for h in hosts) else spread(sized, world)
 
-    said, source = tuple[Host, ...](), "launch.hosts"
+    configured, source = tuple[Host, ...](), "launch.hosts"
     if launch.hosts:
-        said = tuple(Host(name, int(slots or 0)) for name, _, slots in (h.partition(":") for h in launch.hosts))
+        configured = tuple(Host(name, int(slots or 0)) for name, _, slots in (h.partition(":") for h in launch.hosts))
     elif launch.hostfile is not None:
-        said, source = parse_hostfile(_text(launch.hostfile, "launch.hostfile"), launch.hostfile), "launch.hostfile"
-    if said:
-        filled_in = filled([replace(h, slots=0) for h in said])
-        return HostAllocation(tuple(s if s.slots else f for s, f in zip(said, filled_in, strict=True)), source)
+        configured, source = (
+            parse_hostfile(_text(launch.hostfile, "launch.hostfile"), launch.hostfile),
+            "launch.hostfile",
+        )
+    if configured:
+        filled_in = filled([replace(h, slots=0) for h in configured])
+        return HostAllocation(tuple(s if s.slots else f for s, f in zip(configured, filled_in, strict=True)), source)
     if environ.get("SLURM_JOB_NODELIST"):
         names = expand_nodelist(environ["SLURM_JOB_NODELIST"])
         gpus = environ.get("SLURM_GPUS_ON_NODE", "")

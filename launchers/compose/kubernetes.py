@@ -43,50 +43,52 @@ def gaps(deployment: Deployment, arguments: Sequence[str]) -> list[str]:
     """Settings of the deployment that the manifests leave out, each with its fix."""
     kube, daemon = deployment.launch.kubernetes, deployment.daemon
     serves = arguments[0] == "serve"
-    found = []
+    messages = []
     if kube.model_claim is None:
-        found.append(f"launch.kubernetes.model_claim is null: the image must contain {deployment.model.path}")
+        messages.append(f"launch.kubernetes.model_claim is null: the image must contain {deployment.model.path}")
     if serves and kube.data_claim is None:
-        found.append("launch.kubernetes.data_claim is null: batches and answers are lost with the pod")
+        messages.append("launch.kubernetes.data_claim is null: batches and answers are lost with the pod")
     if deployment.parallel.require_transport == "ib" and kube.rdma_resource is None:
-        found.append(
+        messages.append(
             "parallel.require_transport=ib, and launch.kubernetes.rdma_resource is null: pods see no InfiniBand "
             "device, and every start is refused"
         )
     if serves and daemon.api_key_file is None:
-        found.append("daemon.api_key_file is null: the daemon listens on its pod's loopback, and no Service is created")
+        messages.append(
+            "daemon.api_key_file is null: the daemon listens on its pod's loopback, and no Service is created"
+        )
     mounted = [PurePosixPath(mount["mountPath"]) for mount in _mounts(deployment, serves)[0]]
     for key in _PATHS:
         path = attrgetter(key)(deployment)
         if path is not None and not any(PurePosixPath(path).is_relative_to(place) for place in mounted):
-            found.append(f"{key}={path} is in no volume of the pods: the image must contain it")
-    return found
+            messages.append(f"{key}={path} is in no volume of the pods: the image must contain it")
+    return messages
 
 
 def changed(deployment: Deployment) -> dict[str, Any]:
     """The deployment's keys that differ from the defaults, as in a deployment file."""
-    found: dict[str, Any] = _said(unbuild(deployment))
-    return found
+    keys: dict[str, Any] = _without_empty(unbuild(deployment))
+    return keys
 
 
-def _said(value: Any) -> Any:
+def _without_empty(value: Any) -> Any:
     """Removes empty sections."""
     if not isinstance(value, dict):
         return value
-    return {key: said for key, item in value.items() if (said := _said(item)) != {}}
+    return {key: section for key, item in value.items() if (section := _without_empty(item)) != {}}
 
 
 def _config_map(deployment: Deployment, launch: Mapping[str, Any]) -> dict[str, Any]:
-    said = changed(deployment)
-    section = {k: v for k, v in said.get("launch", {}).items() if k not in ("hosts", "hostfile", "launcher", "slurm")}
-    said["launch"] = {k: v for k, v in section.items() if k != "kubernetes"} | {"launcher": "openmpi", **launch}
+    keys = changed(deployment)
+    section = {k: v for k, v in keys.get("launch", {}).items() if k not in ("hosts", "hostfile", "launcher", "slurm")}
+    keys["launch"] = {k: v for k, v in section.items() if k != "kubernetes"} | {"launcher": "openmpi", **launch}
     kube = deployment.launch.kubernetes
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": f"{kube.name}-config"},
         "data": {
-            "deploy.yaml": yaml.safe_dump(said, sort_keys=False, allow_unicode=True),
+            "deploy.yaml": yaml.safe_dump(keys, sort_keys=False, allow_unicode=True),
             "ssh_config": _SSH_CONFIG,
         },
     }

@@ -331,7 +331,7 @@ def torchrun_hosts(
     deployment: Deployment, site: Site, share: Share, program: Sequence[str]
 ) -> tuple[LaunchCommand, ...]:
     """Makes one command for each host, to be started there; host 0 is the rendezvous. For `launch --dry-run`."""
-    found = []
+    commands = []
     env = _environment(deployment, site, share, choose_network(deployment, share))
     ports = deployment.launch.port_range
     port = TORCHRUN_PORT if ports is None else port_range(ports)[-1]  # ranks take the first ones
@@ -347,8 +347,8 @@ def torchrun_hosts(
             Part(("--no-python",), "the program is a command, not a Python file"),
             Part(tuple(program), "what each rank runs"),
         )
-        found.append(LaunchCommand(parts, env))
-    return tuple(found)
+        commands.append(LaunchCommand(parts, env))
+    return tuple(commands)
 
 
 _COMPOSERS = {"openmpi": _openmpi, "mpich": _mpich, "slurm": _slurm, "torchrun": _torchrun}

@@ -44,26 +44,26 @@ def choose_network(deployment: Deployment, share: Share) -> NetworkChoice:
 def variables(deployment: Deployment, network: NetworkChoice, share: Share) -> dict[str, Variable]:
     """The ranks' environment: derived, then `launch.env`. Raises LaunchError if ranks of a job need different
     values."""
-    found: dict[str, Variable] = {}
+    by_name: dict[str, Variable] = {}
     if network.interfaces:
         # `=`: exactly this name; without it NCCL takes every interface that begins so
-        found["NCCL_SOCKET_IFNAME"] = Variable(f"={','.join(network.interfaces)}", network.interface_reason)
+        by_name["NCCL_SOCKET_IFNAME"] = Variable(f"={','.join(network.interfaces)}", network.interface_reason)
         if len(network.interfaces) == 1:
-            found["GLOO_SOCKET_IFNAME"] = Variable(network.interfaces[0], network.interface_reason)
+            by_name["GLOO_SOCKET_IFNAME"] = Variable(network.interfaces[0], network.interface_reason)
     if deployment.parallel.require_transport == "socket":
-        found["NCCL_IB_DISABLE"] = Variable("1", "parallel.require_transport: socket")
+        by_name["NCCL_IB_DISABLE"] = Variable("1", "parallel.require_transport: socket")
     elif network.hcas:
         ports = ",".join(hca if ":" in hca else f"{hca}:1" for hca in network.hcas)
-        found["NCCL_IB_HCA"] = Variable(f"={ports}", network.hcas_reason)
-        found["UCX_NET_DEVICES"] = Variable(ports, network.hcas_reason)
-    if "UCX_NET_DEVICES" not in found and network.interfaces:
-        found["UCX_NET_DEVICES"] = Variable(
+        by_name["NCCL_IB_HCA"] = Variable(f"={ports}", network.hcas_reason)
+        by_name["UCX_NET_DEVICES"] = Variable(ports, network.hcas_reason)
+    if "UCX_NET_DEVICES" not in by_name and network.interfaces:
+        by_name["UCX_NET_DEVICES"] = Variable(
             ",".join(network.interfaces), "no RDMA port is known: restricts UCX to this interface"
         )
     if deployment.engine.threads is not None:
-        found["OMP_NUM_THREADS"] = Variable(str(deployment.engine.threads), "engine.threads")
+        by_name["OMP_NUM_THREADS"] = Variable(str(deployment.engine.threads), "engine.threads")
     if deployment.engine.device != "cuda":
-        found[LOOKS_VARIABLE] = Variable(LOOKS, "torch's waiting threads leave their cores to the kernels")
+        by_name[LOOKS_VARIABLE] = Variable(LOOKS, "torch's waiting threads leave their cores to the kernels")
     if deployment.engine.device != "cpu":
         used = {h.devices for h in share.hosts}
         if len(used) > 1:
@@ -72,6 +72,6 @@ def variables(deployment: Deployment, network: NetworkChoice, share: Share) -> d
         devices = share.hosts[0].devices
         if devices is not None:
             text = ",".join(map(str, devices))
-            found["CUDA_VISIBLE_DEVICES"] = Variable(text, "this job's part of the host's devices")
-    said = {name: Variable(value, "launch.env") for name, value in deployment.launch.env.items()}
-    return dict(sorted({**found, **said}.items()))
+            by_name["CUDA_VISIBLE_DEVICES"] = Variable(text, "this job's part of the host's devices")
+    configured = {name: Variable(value, "launch.env") for name, value in deployment.launch.env.items()}
+    return dict(sorted({**by_name, **configured}.items()))

@@ -67,16 +67,16 @@ def _listed(cores: Sequence[int]) -> str:
 
 def cores_here(text: str | None, hostname: str, local_rank: int) -> tuple[int, ...] | None:
     """This rank's entry in ENV_CORES; None if unset. Raises MappingError on an invalid value."""
-    said = of_host(ENV_CORES, text, hostname)
-    if said is None:
+    entry = of_host(ENV_CORES, text, hostname)
+    if entry is None:
         return None
     try:
-        cores = parse_cpus(said.split("/")[local_rank].replace("+", ","))
+        cores = parse_cpus(entry.split("/")[local_rank].replace("+", ","))
     except (ValueError, IndexError):
         cores = ()
     if not cores:
         raise MappingError(
-            f"{ENV_CORES}={said[:200]!r} for {hostname}: no cores for local rank {local_rank}; laddertron sets "
+            f"{ENV_CORES}={entry[:200]!r} for {hostname}: no cores for local rank {local_rank}; laddertron sets "
             "it: unset it"
         )
     return cores
@@ -86,14 +86,14 @@ def of_host(name: str, text: str | None, hostname: str) -> str | None:
     """This host's entry in the value of that variable; None if unset. Raises MappingError on an invalid value."""
     if text is None:
         return None
-    found = None
+    entry = None
     for part in text.split(","):
-        host, sign, said = part.partition("=")
-        if not host or not sign or not said:
+        host, sign, value = part.partition("=")
+        if not host or not sign or not value:
             raise MappingError(f"{name}={text[:200]!r}: expected {_FORMS[name]}; laddertron sets it: unset it")
         if same_host(host, hostname):
-            found = said
-    return found
+            entry = value
+    return entry
 
 
 TASKS = "/proc/self/task"
@@ -101,19 +101,19 @@ TASKS = "/proc/self/task"
 
 def bind(cores: Iterable[int]) -> None:
     """Binds this process's present and future threads to `cores`. Raises MappingError if the machine lacks one."""
-    wanted = set(cores)
+    requested = set(cores)
     for thread in map(int, os.listdir(TASKS)):
         try:
-            os.sched_setaffinity(thread, wanted)
+            os.sched_setaffinity(thread, requested)
         except ProcessLookupError:
             continue  # it ended meanwhile
         except OSError:
             break  # none of the cores is there, which what follows says
     # of cores that a container or a batch step lacks, the kernel says nothing
     given = os.sched_getaffinity(0)
-    if given != wanted:
+    if given != requested:
         raise MappingError(
-            f"launch.bind_to is placement, with cores {format_cpus(wanted)} for this rank, but this process may use "
+            f"launch.bind_to is placement, with cores {format_cpus(requested)} for this rank, but this process may use "
             f"{format_cpus(given)}: save the fabric from inside the same allocation or container (`laddertron launch "
             "CONFIG topo --save FILE`), or set launch.bind_to: none"
         )

@@ -22,10 +22,10 @@ def go_on_below() -> None:
 def _wait_for(child: int) -> int:
     """Returns the exit code of the child: 128 + n if signal n ended it."""
     while True:
-        found = signal.sigwaitinfo(signal.valid_signals())
-        if found.si_signo != signal.SIGCHLD:
-            if found.si_code <= 0:  # sent by a process: the child gets what a terminal sends itself
-                os.kill(child, found.si_signo)
+        received = signal.sigwaitinfo(signal.valid_signals())
+        if received.si_signo != signal.SIGCHLD:
+            if received.si_code <= 0:  # sent by a process: the child gets what a terminal sends itself
+                os.kill(child, received.si_signo)
             continue
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -92,14 +92,14 @@ def descendants(ancestor: int) -> list[ProcessId]:
             children.setdefault(int(fields[1]), []).append(int(name))
             if fields[0] not in "ZX":
                 started[int(name)] = int(fields[19])
-    found: list[ProcessId] = []
+    processes_below: list[ProcessId] = []
     todo = [ancestor]
     while todo:
         for pid in children.get(todo.pop(), []):
             todo.append(pid)
             if pid in started:
-                found.append(ProcessId(pid, started[pid]))
-    return found
+                processes_below.append(ProcessId(pid, started[pid]))
+    return processes_below
 
 
 def words_of(pid: int) -> list[str]:

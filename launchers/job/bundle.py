@@ -76,7 +76,11 @@ def verdict(failure: JobFailure | None, dumps: Mapping[str, Mapping[str, Any]]) 
 
 
 def parts_of(
-    deployment: Deployment, job: Mapping[str, Any], failure: JobFailure | None = None, replica: int = 0, said: str = ""
+    deployment: Deployment,
+    job: Mapping[str, Any],
+    failure: JobFailure | None = None,
+    replica: int = 0,
+    first_line: str = "",
 ) -> dict[str, bytes]:
     """The archive's files. `job`: EngineJob.bundle's data or {}; `said`: the first line without a job. A failed part
     contains its error."""
@@ -100,7 +104,7 @@ def parts_of(
     if deployment.engine.device != "cpu":
         for path in nccl_records(os.environ):
             out[f"host/nccl/{path.name}"] = _tried(lambda path=path: path.read_bytes()[:MAX_PART])  # type: ignore[misc]
-    return {"README.txt": _readme(said or verdict(failure, dumps), replica, job, out).encode()} | out
+    return {"README.txt": _readme(first_line or verdict(failure, dumps), replica, job, out).encode()} | out
 
 
 def nccl_records(environ: Mapping[str, str]) -> list[Path]:

@@ -140,10 +140,10 @@ def unreachable(output: Sequence[str]) -> tuple[str, str | None] | None:
     """The cause that the output names, prefixed by its host, and the host (None if not named); None if there is no
     known one."""
     text = "\n".join(" ".join(line[:LINE].split()) for line in output if not is_log_line(line))
-    found = next(((match, cause) for pattern, cause in _COMPILED if (match := pattern.search(text))), None)
-    if found is None:
+    first = next(((match, cause) for pattern, cause in _COMPILED if (match := pattern.search(text))), None)
+    if first is None:
         return None
-    match, cause = found
+    match, cause = first
     host = match.groupdict().get("host") or _host_in(text)
     shown = cause.text.format(**match.groupdict()) if cause.text else " ".join(match[0].split())
     shown = f"{shown}: {cause.fix}" if cause.fix else shown

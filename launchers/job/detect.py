@@ -114,12 +114,12 @@ class StepWatch:
         if not self._longest:
             return self.first_s
         size = tokens.bit_length()
-        known = max((s for s in self._longest if s <= size), default=min(self._longest))
-        least = self.factor * self._longest[known]
-        if known >= size:
+        measured = max((s for s in self._longest if s <= size), default=min(self._longest))
+        least = self.factor * self._longest[measured]
+        if measured >= size:
             return max(self.floor_s, least)
         # this size was never measured: assume the time a token of the largest smaller size
-        return max(self.floor_s, least, min(least * float(1 << (size - known)), self.first_s))
+        return max(self.floor_s, least, min(least * float(1 << (size - measured)), self.first_s))
 
 
 def stalled(beats: Mapping[int, Beat], watch: StepWatch, since_beat: Mapping[int, float]) -> tuple[int, str] | None:

@@ -38,10 +38,10 @@ class DeviceMemory:
     async def free(self) -> None:
         """Waits until the memory is free. After `most_s` seconds raises RuntimeError, which names devices and bytes."""
         deadline = time.monotonic() + self._most_s
-        while held := await asyncio.to_thread(self._held):  # starting the driver's library may take a second
+        while busy := await asyncio.to_thread(self._held):  # starting the driver's library may take a second
             if time.monotonic() >= deadline:
                 raise RuntimeError(
-                    f"{', '.join(held)} after {self._most_s:g} s, with all ranks gone: another process has it, or the "
+                    f"{', '.join(busy)} after {self._most_s:g} s, with all ranks gone: another process has it, or the "
                     "driver keeps it (nvidia-smi shows which)"
                 )
             await asyncio.sleep(_LOOK_AGAIN_S)  # the driver has no event for it
@@ -55,7 +55,7 @@ def nvml_look(nvml: Any, devices: Collection[Device]) -> Look:
     """Makes a Look at these GPUs of this host, by `nvml` (pynvml). It leaves out devices that do not answer."""
 
     def look() -> dict[str, int]:
-        found = {}
+        used_bytes = {}
         try:
             nvml.nvmlInit()
         except nvml.NVMLError:
@@ -64,25 +64,25 @@ def nvml_look(nvml: Any, devices: Collection[Device]) -> Look:
             for device in devices:
                 try:
                     handle = nvml.nvmlDeviceGetHandleByUUID(device.uuid)
-                    found[f"cuda:{device.index}"] = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+                    used_bytes[f"cuda:{device.index}"] = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
                 except nvml.NVMLError:
                     continue
         finally:
             nvml.nvmlShutdown()
-        return found
+        return used_bytes
 
     return look
 
 
 def device_memory(
-    deployment: Deployment, wanted: Collection[int], in_use: dict[str, int] | None
+    deployment: Deployment, indices: Collection[int], in_use: dict[str, int] | None
 ) -> DeviceMemory | None:
-    """The memory of this host's GPUs with the indices `wanted`; None if no rank uses one. in_use: DeviceMemory's
+    """The memory of this host's GPUs with the indices `indices`; None if no rank uses one. in_use: DeviceMemory's
     `before`."""
     nvml = None if deployment.engine.device == "cpu" else load_nvml()
     if nvml is None:
         return None
-    found = select(gpus(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")).devices
-    used = [device for device in found if device.index in wanted]
+    visible = select(gpus(nvml), os.environ.get("CUDA_VISIBLE_DEVICES")).devices
+    used = [device for device in visible if device.index in indices]
     slack = SLACK_BYTES + GPU_CONTEXT + NCCL_BUFFERS  # the latter two: of a standby's ranks
     return DeviceMemory(nvml_look(nvml, used), slack=slack, before=in_use) if used else None

@@ -89,8 +89,8 @@ class Fleet:
 
     def _resolved(self, deployment: Deployment) -> Deployment:
         """Adds the chosen interface to the deployment, so that ranks need not choose again."""
-        found = {choose_network(deployment, share).interfaces for share in self.shares}
-        if len(found) != 1 or len(interfaces := found.pop()) != 1:
+        interface_sets = {choose_network(deployment, share).interfaces for share in self.shares}
+        if len(interface_sets) != 1 or len(interfaces := interface_sets.pop()) != 1:
             return deployment
         return replace(deployment, launch=replace(deployment.launch, interface=interfaces[0]))
 

@@ -37,13 +37,13 @@ LAST_WORDS_S = 2.0
 _LINE_LIMIT = 8192
 
 
-Said = News | messages.Tokens | messages.Running | RankHeartbeat
+LauncherOutput = News | messages.Tokens | messages.Running | RankHeartbeat
 
 
 class LaunchOwner(Protocol):
     """The job that a launch belongs to."""
 
-    def launch_said(self, said: Said, node: str | None) -> None:
+    def on_launch_output(self, output: LauncherOutput, node: str | None) -> None:
         """Called on the event loop. The first Evidence ends the launch: `Launch.failure` returns soon after. `node`: of
         the rank that the news is about."""
 
@@ -226,16 +226,16 @@ class Launch:
     async def _kill_known(self) -> list[str]:
         """Kills ranks on this host that are no descendants of the keeper (Slurm's); returns the names of survivors."""
         here = (socket.gethostname(), boot_id())
-        known: dict[int, processes.ProcessId] = {}
+        listed: dict[int, processes.ProcessId] = {}
         for rank, state in self._board.ranks.items():
             if (hello := state.hello) is not None and (hello.hostname, hello.boot_id) == here:
-                known[rank] = processes.ProcessId(hello.pid, hello.start_time)
-        for process in known.values():
+                listed[rank] = processes.ProcessId(hello.pid, hello.start_time)
+        for process in listed.values():
             processes.kill(process)
         deadline = time.monotonic() + self._options.kill_grace_s
         return [
             self._board.name(rank)
-            for rank, process in known.items()
+            for rank, process in listed.items()
             if not await asyncio.to_thread(processes.wait_for, process, deadline - time.monotonic())
         ]
 
@@ -255,18 +255,18 @@ class Launch:
         news = self._board.heard(rank, message, time.monotonic())
         if isinstance(message, messages.Tokens | messages.Running):
             # also after evidence of a failure: these tokens need not be computed again
-            self.owner.launch_said(message, None)
+            self.owner.on_launch_output(message, None)
         elif isinstance(message, messages.Beat):
             if (hello := self._board.ranks[rank].hello) is not None:
                 report = RankHeartbeat(rank, hello.hostname, hello.pid, message.step, time.time(), message.rows)
-                self.owner.launch_said(report, None)
+                self.owner.on_launch_output(report, None)
         elif isinstance(message, messages.Hello):
             if self._options.hosts is not None:
                 self._board.hosts[rank] = self._options.hosts.contact(self.seats, rank, message.machine)
             where = {"rank": rank, "node": message.hostname}
             log.info("rank %d is pid %d on %s", rank, message.pid, message.hostname, extra=where)
-            if self._serving is not None and (held := self._serving.weights_of(rank, message.boot_id)) is not None:
-                self.send(held, rank)
+            if self._serving is not None and (retained := self._serving.weights_of(rank, message.boot_id)) is not None:
+                self.send(retained, rank)
             if self._board.loads:
                 self.send(messages.Load(), rank)
         elif isinstance(message, messages.DumpReply) and message.dump_id == self._dump_id:
@@ -295,7 +295,7 @@ class Launch:
                     continue
                 self.sign_at = time.monotonic()
                 self._trouble.set()
-            self.owner.launch_said(item, node)
+            self.owner.on_launch_output(item, node)
 
     async def _watch(self) -> None:
         last = time.monotonic()

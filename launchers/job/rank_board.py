@@ -143,8 +143,8 @@ class RankBoard:
                 news.append(self._progress(""))
             case Announce(digests, samples):
                 state.announced = message
-                found = self._identity and from_owner(self._identity, rank, digests, samples)
-                news += [self._differs(found)] if found else self._agreement()
+                difference = self._identity and from_owner(self._identity, rank, digests, samples)
+                news += [self._differs(difference)] if difference else self._agreement()
             case Loading(fraction, detail):
                 fraction = min(1.0, max(0.0, fraction))
                 if fraction != state.fraction:
@@ -195,8 +195,8 @@ class RankBoard:
 
     def _standing(self) -> list[Standing]:
         """The ranks' Standing messages; [] until each has sent one."""
-        found = [state.standing for state in self.ranks.values() if state.standing is not None]
-        return found if len(found) == len(self.ranks) else []
+        standings = [state.standing for state in self.ranks.values() if state.standing is not None]
+        return standings if len(standings) == len(self.ranks) else []
 
     def _progress(self, detail: str) -> Loading:
         return Loading(min(state.fraction for state in self.ranks.values()), detail)
@@ -211,8 +211,8 @@ class RankBoard:
         )
         if loading and len({frozenset(one) for one in digests.values()}) > 1:
             return []  # some have loaded, and announced more
-        if (found := differing(digests)) is not None:
-            return [self.sign(Evidence("mismatch", *found))]
+        if (difference := differing(digests)) is not None:
+            return [self.sign(Evidence("mismatch", *difference))]
         if self.evidence or loading:
             return []
         samples = {rank: message.samples for rank, message in announced.items()}
@@ -223,9 +223,9 @@ class RankBoard:
         assert limits is not None
         return [Ready(limits)]
 
-    def _differs(self, found: Difference) -> Evidence:
-        than = "the model that this job serves" if found.other is None else self.name(found.other)
-        return self.sign(Evidence("model_changed", found.rank, f"{found.text} from {than}: {self._fix}"))
+    def _differs(self, difference: Difference) -> Evidence:
+        than = "the model that this job serves" if difference.other is None else self.name(difference.other)
+        return self.sign(Evidence("model_changed", difference.rank, f"{difference.text} from {than}: {self._fix}"))
 
     def held_up(self, seconds: float) -> None:
         """Extends all deadlines by `seconds`, for which this process was suspended."""
@@ -266,10 +266,10 @@ class RankBoard:
         if not self.ready or any(state.suspect for state in self.ranks.values()):
             return []
         beats = {rank: state.beat for rank, state in self.ranks.items() if state.beat is not None}
-        found = stalled(beats, self._steps, {rank: now - self.ranks[rank].beat_at for rank in beats})
-        if found is None:
+        stall = stalled(beats, self._steps, {rank: now - self.ranks[rank].beat_at for rank in beats})
+        if stall is None:
             return []
-        slow, text = found
+        slow, text = stall
         if len(beats) == 1:  # no other ranks to compare with
             return [self.sign(Evidence("stalled", slow, text))]
         late = behind(beats, self._stage_ranks)

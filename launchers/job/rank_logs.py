@@ -51,16 +51,16 @@ class RankWords:
 
     def take(self, line: str, replica: int) -> None:
         """Logs one line of a launch's output."""
-        found = _LINE.search(line)  # a launcher may prefix a tag
-        if found is None:
+        match = _LINE.search(line)  # a launcher may prefix a tag
+        if match is None:
             log.info("%s", line)
             return
-        level = logging.getLevelNamesMapping()[found["level"]]
-        if level >= logging.WARNING and self._again(found["text"]):
+        level = logging.getLevelNamesMapping()[match["level"]]
+        if level >= logging.WARNING and self._again(match["text"]):
             level = logging.INFO
-        rank, node = int(found["rank"]), found["node"]
+        rank, node = int(match["rank"]), match["node"]
         extra = {"rank": rank, "node": node, "replica": replica}
-        log.log(level, "rank %d on %s: %s", rank, node, found["text"], extra=extra)
+        log.log(level, "rank %d on %s: %s", rank, node, match["text"], extra=extra)
 
     def _again(self, text: str) -> bool:
         again = text in self._said

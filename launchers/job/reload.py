@@ -60,10 +60,10 @@ def serving_in(folder: Path, pid: int) -> Serving | None:
     """The arguments of the start of process `pid`; None if it has not written them."""
     try:
         with (folder / SERVING).open("rb") as file:
-            found = build(Serving, json.loads(file.read(_MAX_SERVING)))
+            serving = build(Serving, json.loads(file.read(_MAX_SERVING)))
     except (OSError, ValueError, RecursionError):
         return None
-    return found if found.pid == pid else None
+    return serving if serving.pid == pid else None
 
 
 def different_keys(old: Deployment, new: Deployment) -> Iterator[str]:
@@ -83,8 +83,8 @@ def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
     if old.served_model_name != new.served_model_name:
         text = f"clients ask for {old.served_model_name!r}: set it to that, or restart `laddertron serve`"
         yield "model.served_model_name", text
-    longest, wanted = old.model.max_model_len, new.model.max_model_len
-    if longest is not None and (wanted is None or wanted > longest):
+    longest, length = old.model.max_model_len, new.model.max_model_len
+    if longest is not None and (length is None or length > longest):
         yield "model.max_model_len", f"the text workers take up to {longest} tokens: restart `laddertron serve`"
 
 
@@ -142,15 +142,15 @@ class Reloader:
         try:
             loaded = await asyncio.to_thread(self._read)
             new = loaded.deployment
-            found = [
+            problems = [
                 loaded.fault(key, f"cannot change by a reload, {why}") for key, why in unchangeable(self._began, new)
             ]
             if await asyncio.to_thread(text_digest, Path(new.text_folder)) != self._text:
                 key = "model.tokenizer" if new.model.tokenizer else "model.path"
                 text = "another tokenizer or chat template, which the text workers hold: restart `laddertron serve`"
-                found.append(loaded.fault(key, f"cannot change by a reload, {text}"))
-            if found:
-                return "refused", found
+                problems.append(loaded.fault(key, f"cannot change by a reload, {text}"))
+            if problems:
+                return "refused", problems
             identity = await asyncio.to_thread(identity_of, new)
             specs = await asyncio.to_thread(self._specs, new)
         except ConfigError as error:
@@ -162,8 +162,8 @@ class Reloader:
             reason = await replica.replace(replace(spec, identity=identity))
             self._models[index] = identity.digest if reason is None else before
             if reason is not None:
-                kept = f"replica {index} keeps the old configuration"
-                return "failed", [f"{kept}{', those before it have the new one' if index else ''}: {reason}"]
+                unchanged = f"replica {index} keeps the old configuration"
+                return "failed", [f"{unchanged}{', those before it have the new one' if index else ''}: {reason}"]
             self.deployments[index] = new
         return "done", []
 

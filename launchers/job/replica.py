@@ -23,7 +23,7 @@ from ...engine.request import ModelLimits, Request
 from ..compose.mpi import LaunchCommand
 from ..control.messages import Cancel, Drain, Loading, Ready, Running, Standing, StopChoice, Submit, Tokens
 from .detect import SAME_FILES, Evidence, JobFailure, RestartPolicy, bad_node, by_a_request, no_launch
-from .job_launch import Launch, Said
+from .job_launch import Launch, LauncherOutput
 from .options import JobOptions
 from .rank_board import Recovered, Suspect
 
@@ -100,17 +100,17 @@ class Member:
         self._changed = asyncio.Event()
         self.running: asyncio.Task[None]
 
-    def launch_said(self, said: Said, node: str | None) -> None:
-        match said:
+    def on_launch_output(self, output: LauncherOutput, node: str | None) -> None:
+        match output:
             case Standing():
-                self.standing = said
+                self.standing = output
             case Ready(limits) if not self.launch.failing:
                 self.ready_since, self.limits = time.monotonic(), limits
             case Ready():  # of a launch that is being ended
                 return
             case Tokens(events):
                 self.progress |= any(event.tokens or event.finish in ("stop", "length") for event in events)
-        self._replica.launch_said(self, said, node)
+        self._replica.on_launch_output(self, output, node)
         self._changed.set()
 
     def end(self, failure: JobFailure | None) -> None:
@@ -218,12 +218,12 @@ class Replica:
         if self.state.phase != "failed":
             self._set_state("stopped")
 
-    async def _end_others(self, kept: Member | None) -> None:
-        """Ends every launch but `kept`, and what would start one; returns when their processes have exited."""
+    async def _end_others(self, survivor: Member | None) -> None:
+        """Ends every launch but `survivor`, and what would start one; returns when their processes have exited."""
         if self._next is not None:
             self._next.cancel()
         self._end_standby()
-        others = [member for member in self._members if member is not kept]
+        others = [member for member in self._members if member is not survivor]
         for member in others:
             member.over.set()
         await asyncio.gather(*(member.running for member in others))
@@ -554,10 +554,10 @@ class Replica:
 
     # news
 
-    def launch_said(self, member: Member, said: Said, node: str | None) -> None:
+    def on_launch_output(self, member: Member, output: LauncherOutput, node: str | None) -> None:
         listener, phase = self._listener, self.state.phase
         assert listener is not None
-        match said:
+        match output:
             case Tokens(events):
                 self._tell(listener.on_tokens, list(events))
             case Running(started, parked):
@@ -568,7 +568,7 @@ class Replica:
             self._show_standby()
         if member is not self.serving:
             return
-        match said:
+        match output:
             case Loading(fraction, detail):
                 if phase in ("starting", "loading", "reloading"):
                     self._set_state("loading", reason=(f"{fraction:.0%} {detail}" if fraction else detail).strip())
@@ -581,7 +581,7 @@ class Replica:
                 if phase in ("ready", "suspect"):
                     self._set_state("suspect", reason=text, rank=rank, node=node)
             case RankHeartbeat():
-                self._tell(listener.on_report, said)
+                self._tell(listener.on_report, output)
 
     def _set_state(
         self,

@@ -20,5 +20,5 @@ def say(message: dict[str, Any]) -> None:
 
 def answer_in(line: str, mark: str) -> dict[str, Any] | None:
     """The answer in a line of output; None if there is none."""
-    _, found, text = line.partition(mark)
-    return json.loads(text) if found else None
+    _, mark_found, text = line.partition(mark)
+    return json.loads(text) if mark_found else None

@@ -156,7 +156,7 @@ def _measure(
         plans = [plan(fabric, placement, shape, backend, sizes, index) for index, shape in enumerate(shapes)]
     else:
         plans = [PreflightPlan((), ())] * groups
-    wanted = plans[group]
+    own_plan = plans[group]
     # groups connect all at once: one whose shape lacks a strategy of another's still takes its turn
     together = tuple(dict.fromkeys(row for p in plans for row in p.sweep)) if groups > 1 else ()
     address = local_address(deployment, [nodes[rank] for rank in layout.ranks])
@@ -173,15 +173,15 @@ def _measure(
         log = stack.enter_context(nccl_log("INIT,NET")) if backend == "nccl" else None
         with watch.over(unconnected, watch.limit_s + SLACK_S):
             communicator = stack.enter_context(connect(bootstrap, layout, replace(options, process_groups=grouped)))
-        points = sweep(wanted, communicator, bootstrap, layout, options, shapes[group], device, together, watch)
-        line = line_of(bootstrap, backend, device, communicator) if wanted.rounds else None
-        links = measure_links(wanted, bootstrap, line, nodes, watch)
+        points = sweep(own_plan, communicator, bootstrap, layout, options, shapes[group], device, together, watch)
+        line = line_of(bootstrap, backend, device, communicator) if own_plan.rounds else None
+        links = measure_links(own_plan, bootstrap, line, nodes, watch)
         mine = report(identity, bootstrap, backend, device, len(layout.nodes) > 1, log)
         status, outcome = 0, None
-        said = {"report": unbuild(mine), "links": links}
+        answer = {"report": unbuild(mine), "links": links}
         if bootstrap.rank % size == 0:
-            said["sweep"] = [(p.strategy, p.nbytes, p.seconds) for p in points]  # the same on all of its group
-        everyone = bootstrap.all_gather(json.dumps(said).encode())
+            answer["sweep"] = [(p.strategy, p.nbytes, p.seconds) for p in points]  # the same on all of its group
+        everyone = bootstrap.all_gather(json.dumps(answer).encode())
         if bootstrap.rank == 0:
             outcome = _judge(deployment, fabric, shapes, backend, everyone)
             carrier = line.carrier if line is not None else ""
@@ -212,11 +212,12 @@ def _judge(
     everyone: Sequence[bytes],
 ) -> PreflightOutcome:
     size = deployment.parallel.tensor_parallel_size
-    said = [json.loads(data) for data in everyone]
-    reports = tuple(build(RankReport, t["report"]) for t in said)
-    links = tuple(LinkTime(Pair(*pair), latency, rate) for t in said for *pair, latency, rate in t["links"])
+    answers = [json.loads(data) for data in everyone]
+    reports = tuple(build(RankReport, t["report"]) for t in answers)
+    links = tuple(LinkTime(Pair(*pair), latency, rate) for t in answers for *pair, latency, rate in t["links"])
     sweeps = [
-        [Point(s, n, took, shape) for s, n, took in t["sweep"]] for t, shape in zip(said[::size], shapes, strict=True)
+        [Point(s, n, took, shape) for s, n, took in t["sweep"]]
+        for t, shape in zip(answers[::size], shapes, strict=True)
     ]
     group = slowest(sweeps)
     shape, points = shapes[group], sweeps[group]

@@ -55,17 +55,17 @@ class Signs:
             if not self._failed:
                 self._failed, self._over, self.deadline = True, True, now + END_S
             return False
-        found = _SIGN.search(line)
-        if found is None:
+        match = _SIGN.search(line)
+        if match is None:
             rule = self._over and _RULE.fullmatch(line.strip()) is not None
             self._ruled ^= rule
             return rule or self._ruled
-        if found[2] == "done":
+        if match[2] == "done":
             self._over, self.deadline = True, now + DONE_S
             return True
-        self._missing[found[2]].discard(int(found[1]))
+        self._missing[match[2]].discard(int(match[1]))
         if not self._failed and not self._missing["started"]:
-            if found[2] == "started":
+            if match[2] == "started":
                 self.deadline = now + MEET_S
             elif not self._missing["met"]:
                 self.deadline = None

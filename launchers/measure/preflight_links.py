@@ -35,7 +35,7 @@ _SECONDS = 0.25  # for each strategy and size
 
 
 def measure_links(
-    wanted: PreflightPlan,
+    plan: PreflightPlan,
     bootstrap: Bootstrap,
     line: PointToPoint | None,
     nodes: Sequence[str],
@@ -44,8 +44,8 @@ def measure_links(
     """Pairs whose first rank this is: both ranks, the rail, the path, seconds one way, bytes/s.
     Every rank calls it; all end a round before any begins the next. `nodes`: each rank's host, for the words of the
     watch."""
-    found: list[tuple[int, int, int | None, str, float, float]] = []
-    for pairs in wanted.rounds:
+    links: list[tuple[int, int, int | None, str, float, float]] = []
+    for pairs in plan.rounds:
         for pair in pairs:
             if line is not None and bootstrap.rank in (pair.a, pair.b):
                 first = bootstrap.rank == pair.a
@@ -53,13 +53,13 @@ def measure_links(
                 with watch.over(f"nothing came over the link from {ends}".__str__):
                     latency, rate = measure(line, pair.b if first else pair.a, first)
                 if first:
-                    found.append((pair.a, pair.b, pair.rail, pair.path, latency, rate))
+                    links.append((pair.a, pair.b, pair.rail, pair.path, latency, rate))
         bootstrap.all_gather(b"")
-    return found
+    return links
 
 
 def sweep(
-    wanted: PreflightPlan,
+    plan: PreflightPlan,
     control: Communicator,
     bootstrap: Bootstrap,
     layout: GroupLayout,
@@ -72,15 +72,15 @@ def sweep(
     """Measures every strategy and size of the plan; each strategy has its own connections. `together`: with several
     groups, the strategies of all groups, in whose order every rank connects and measures."""
     points = []
-    mine = set(wanted.sweep)
-    for strategy in dict.fromkeys(s for s, _ in together or wanted.sweep):
+    mine = set(plan.sweep)
+    for strategy in dict.fromkeys(s for s, _ in together or plan.sweep):
         own = control
         if strategy in ("exchange", "two_level", "doubling", "pipeline"):
             collective = strategy if strategy in {s for s, _ in mine} else "auto"
             with watch.over(unconnected, watch.limit_s + SLACK_S):
                 own = connect(bootstrap, layout, replace(options, collective=collective, process_groups=False))
         try:
-            for nbytes in (n for s, n in together or wanted.sweep if s == strategy):
+            for nbytes in (n for s, n in together or plan.sweep if s == strategy):
                 if (strategy, nbytes) in mine:
                     took = _all_reduce_s(own, control, nbytes, device, watch)
                     points.append(Point(strategy, nbytes, took, shape))

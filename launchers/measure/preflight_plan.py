@@ -173,7 +173,7 @@ def judge(
     port_bytes_per_s: float | None = None,
 ) -> tuple[Finding, ...]:
     """All findings, errors first. `port_bytes_per_s`: the nominal rate of a port (None: unknown)."""
-    found = [
+    findings = [
         *_transports(reports, require_transport),
         *_clocks(reports),
         *_shared_memory(reports),
@@ -182,7 +182,7 @@ def judge(
         *_poor_links(reports, links, port_bytes_per_s),
         *_unexplained(fitted),
     ]
-    return tuple(sorted(found, key=lambda f: f.severity != "error"))
+    return tuple(sorted(findings, key=lambda f: f.severity != "error"))
 
 
 def unlike(setups: Sequence[Setup]) -> tuple[Finding, ...]:
@@ -190,7 +190,7 @@ def unlike(setups: Sequence[Setup]) -> tuple[Finding, ...]:
     names = sorted({name for s in setups for name in s.versions})
     facts = {"config": [s.config for s in setups]}
     facts |= {name: [s.versions.get(name, "none") for s in setups] for name in names}
-    found = []
+    findings = []
     for name, values in facts.items():
         usual = Counter(values).most_common(1)[0][0] if values else ""
         odd = [(s, value) for s, value in zip(setups, values, strict=True) if value != usual]
@@ -198,8 +198,8 @@ def unlike(setups: Sequence[Setup]) -> tuple[Finding, ...]:
             fix = "start all ranks with one file" if name == "config" else f"install one {name} on every node"
             theirs = ", ".join(sorted({value for _, value in odd}))
             text = f"{name} is {theirs}, on the others {usual}: {fix}"
-            found.append(Finding("error", _who([s for s, _ in odd]), text))
-    return tuple(found)
+            findings.append(Finding("error", _who([s for s, _ in odd]), text))
+    return tuple(findings)
 
 
 def _transports(reports: Sequence[RankReport], require: str) -> list[Finding]:
@@ -217,7 +217,7 @@ def _transports(reports: Sequence[RankReport], require: str) -> list[Finding]:
         if not wrong:
             return []
         return [Finding("error", _who(wrong), "traffic goes by NET/IB, parallel.require_transport is socket")]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for r in reports:
         if not r.transport.used or r.transport.used == "NET/IB":
             continue
@@ -232,10 +232,10 @@ def _transports(reports: Sequence[RankReport], require: str) -> list[Finding]:
         why = (
             "; ".join(lacks) or "devices, memlock and libibverbs are there: is the port active, is NCCL_IB_DISABLE set?"
         )
-        found.append(
+        findings.append(
             Finding("error", _who([r]), f"traffic goes by {r.transport.used}, parallel.require_transport is ib: {why}")
         )
-    return found
+    return findings
 
 
 def _clocks(reports: Sequence[RankReport]) -> list[Finding]:
@@ -285,7 +285,7 @@ def _slow_ranks(reports: Sequence[RankReport]) -> list[Finding]:
 
 def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> list[Finding]:
     """Findings for links that are slower than others of the same path inside nodes, or between nodes."""
-    found = []
+    findings = []
     for path in sorted({k.pair.path for k in links}):
         alike = [k for k in links if k.pair.path == path]
         if len(alike) < 2:
@@ -300,8 +300,8 @@ def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> lis
                 what.append(f"{k.bytes_per_s / 1e9:.1f} GB/s, others {rate / 1e9:.1f} GB/s")
             if what:
                 text = f"{'; '.join(what)}: look at cable, port errors and PCIe width"
-                found.append(Finding("error", _ends(reports, k), text))
-    return found
+                findings.append(Finding("error", _ends(reports, k), text))
+    return findings
 
 
 def _poor_links(
@@ -313,14 +313,14 @@ def _poor_links(
     least = (port_bytes_per_s or SLOW_BYTES_PER_S) * NOMINAL_SHARE
     slow = sorted((k for k in across if k.bytes_per_s < least), key=lambda k: k.bytes_per_s)
     far = sorted((k for k in across if k.latency_s > FAR_S), key=lambda k: -k.latency_s)
-    found = []
+    poor_links = []
     if slow:
-        known = f"a port has {port_bytes_per_s / 1e9:.3g} GB/s" if port_bytes_per_s else "even 1 Gb/s are 0.125 GB/s"
+        nominal = f"a port has {port_bytes_per_s / 1e9:.3g} GB/s" if port_bytes_per_s else "even 1 Gb/s are 0.125 GB/s"
         fix = "does the traffic take this port (launch.interface), and is it otherwise idle?"
-        found.append((slow, f"{slow[0].bytes_per_s / 1e9:.3g} GB/s, {known}: {fix}"))
+        poor_links.append((slow, f"{slow[0].bytes_per_s / 1e9:.3g} GB/s, {nominal}: {fix}"))
     if far:
-        found.append((far, f"latency {far[0].latency_s * 1e6:.1f} us: are these nodes of one site?"))
-    return [Finding("warning", _ends(reports, *poor), text) for poor, text in found]
+        poor_links.append((far, f"latency {far[0].latency_s * 1e6:.1f} us: are these nodes of one site?"))
+    return [Finding("warning", _ends(reports, *poor), text) for poor, text in poor_links]
 
 
 def _ends(reports: Sequence[RankReport], link: LinkTime, *others: LinkTime) -> str:

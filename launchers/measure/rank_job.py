@@ -86,8 +86,8 @@ class BenchJob:
                 if "refused" in answer:
                     raise BenchError(f"{self.name}: {answer['refused']}")
                 return answer
-        said = (Path(self._folder.name) / "log").read_text()[-4000:]
-        raise BenchError(f"{self.name}: the ranks ended with status {process.wait()}:\n{said}")
+        log_tail = (Path(self._folder.name) / "log").read_text()[-4000:]
+        raise BenchError(f"{self.name}: the ranks ended with status {process.wait()}:\n{log_tail}")
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Ends the ranks; `timeout_s`: time for them to exit by themselves."""

@@ -31,22 +31,22 @@ def verify(built: Any, communicator: Communicator) -> None:
     if communicator.leads:
         say({"ready": True})
     for difference in check.run(order["cases"], order["seed"]):
-        found = _first("" if difference is None else str(difference), communicator)
+        first_difference = _first("" if difference is None else str(difference), communicator)
         if communicator.leads:
-            say({"difference": found})
+            say({"difference": first_difference})
     if order["digests"]:
         digests = [check.digests(request) for request in range(len(lengths))]
         everyone = communicator.collect(json.dumps(digests).encode())
         if communicator.leads:  # one rank of each stage speaks for it
-            stages = [json.loads(said) for said in everyone[:: communicator.size]]
+            stages = [json.loads(text) for text in everyone[:: communicator.size]]
             say({"digests": [[*chain(*parts)] for parts in zip(*stages, strict=True)]})
 
 
 def _first(text: str, communicator: Communicator) -> str:
     """The first message of the ranks that is not empty; messages of ranks other than 0 have the rank's number."""
     for rank, words in enumerate(communicator.collect(text.encode())):
-        if said := words.decode():
-            return said if rank == 0 else f"{said}, on rank {rank}"
+        if message := words.decode():
+            return message if rank == 0 else f"{message}, on rank {rank}"
     return ""
 
 

@@ -38,8 +38,10 @@ def agree(communicator: Communicator, deployment: Deployment, node: str, own: An
     if between_ranks(None, samples) is not None:
         # NOTE: the headers name the tensor, and are only read for the error
         tables = {part: Weights(tables_in(folder)) for part, folder in folders_of(deployment).items()}
-        found = between_ranks(ModelIdentity("", {}, tables), samples)
-        assert found is not None
-        than = f"rank {found.other} on {nodes[found.other or 0]}"
-        raise ModelDiffers(f"rank {found.rank} on {nodes[found.rank]}: {found.text} from {than}: {SAME_FILES}")
+        difference = between_ranks(ModelIdentity("", {}, tables), samples)
+        assert difference is not None
+        than = f"rank {difference.other} on {nodes[difference.other or 0]}"
+        raise ModelDiffers(
+            f"rank {difference.rank} on {nodes[difference.rank]}: {difference.text} from {than}: {SAME_FILES}"
+        )
     return [replace(message, name=f"rank {rank} on {nodes[rank]}") for rank, message in enumerate(announced)]

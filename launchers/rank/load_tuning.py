@@ -33,9 +33,9 @@ SIZES = tuple(round(256 * 2 ** (step / 4)) for step in range(4 * 19))
 
 def backend_here(deployment: Deployment) -> Backend:
     """The configured backend; for `auto`, the one that this rank selects."""
-    said = deployment.parallel.backend
-    if said != "auto":
-        return said
+    backend = deployment.parallel.backend
+    if backend != "auto":
+        return backend
     if deployment.engine.device != "cpu":
         import torch
 
@@ -77,12 +77,12 @@ def group_hosts(fabric: Fabric, nodes: Sequence[str], layout: GroupLayout) -> Fa
 def versions() -> dict[str, str]:
     import torch
 
-    found = {"laddertron": __version__, "torch": torch.__version__}
+    versions_by_name = {"laddertron": __version__, "torch": torch.__version__}
     if torch.cuda.is_available():
-        found["cuda"] = torch.version.cuda or "none"
+        versions_by_name["cuda"] = torch.version.cuda or "none"
         nccl: Any = torch.cuda.nccl
-        found["nccl"] = ".".join(map(str, nccl.version()))
-    return found
+        versions_by_name["nccl"] = ".".join(map(str, nccl.version()))
+    return versions_by_name
 
 
 def tabulate(choose: Chooser) -> tuple[tuple[int, str], ...]:

@@ -104,10 +104,10 @@ class ReplicaJob:
             case messages.Loading(_, detail):
                 self._set(JobState("loading", reason=detail))
             case messages.Announce(digests, samples, name):
-                found = self.identity and from_owner(self.identity, 0, digests, samples)
-                if found:
+                differs = self.identity and from_owner(self.identity, 0, digests, samples)
+                if differs:
                     self.fail(
-                        f"{name or f'rank 0 on {self._node}'}: {found.text} from the model of the run: {SAME_FILES}"
+                        f"{name or f'rank 0 on {self._node}'}: {differs.text} from the model of the run: {SAME_FILES}"
                     )
             case messages.Ready(limits) if self.state.phase != "failed":
                 self._set(JobState("ready", limits=limits))

@@ -80,12 +80,12 @@ def require_transport(deployment: Deployment, backend: str, spans: bool) -> None
     """Enforces `parallel.require_transport` for a group that `spans` nodes. For NCCL it sets NCCL_NET, which must be
     done before the first communicator: NCCL then fails if the network is missing, instead of falling back. Raises
     ValueError for a backend that has only sockets. Preflight does not call this, and reports what is missing."""
-    wanted = deployment.parallel.require_transport
-    if not spans or wanted == "any":
+    transport = deployment.parallel.require_transport
+    if not spans or transport == "any":
         return
     if backend == "nccl":
-        os.environ.setdefault("NCCL_NET", "IB" if wanted == "ib" else "Socket")
-    elif wanted == "ib" and backend in ("native", "gloo"):
+        os.environ.setdefault("NCCL_NET", "IB" if transport == "ib" else "Socket")
+    elif transport == "ib" and backend in ("native", "gloo"):
         raise ValueError(
             f"parallel.require_transport is ib, backend {backend} sends over sockets between nodes: use backend nccl, "
             "or require_transport: any"
@@ -94,8 +94,8 @@ def require_transport(deployment: Deployment, backend: str, spans: bool) -> None
 
 def require_own_hostnames(bootstrap: Bootstrap) -> None:
     """Raises MappingError on every rank if two machines of the job have one hostname. All ranks call it at once."""
-    said = bootstrap.all_gather(json.dumps(unbuild(this_machine())).encode())
-    if (shared := shared_hostname({rank: from_json(Machine, text) for rank, text in enumerate(said)})) is not None:
+    machines = bootstrap.all_gather(json.dumps(unbuild(this_machine())).encode())
+    if (shared := shared_hostname({rank: from_json(Machine, text) for rank, text in enumerate(machines)})) is not None:
         raise MappingError(shared[1])
 
 
@@ -112,8 +112,8 @@ def join_group(
     """Connects this rank's group. Raises ValueError, MeshError or RuntimeError."""
     bootstrap = bootstrap or start_bootstrap(deployment, identity)
     require_own_hostnames(bootstrap)
-    said = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
-    places = [place.decode().partition(" ") for place in said]
+    places_sent = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
+    places = [place.decode().partition(" ") for place in places_sent]
     nodes = tuple(node for _, _, node in places)
     observed = [(rank, node, int(local)) for rank, (local, _, node) in enumerate(places)]
     if (seats := os.environ.get(ENV_SEATS)) is not None:
@@ -191,15 +191,15 @@ def set_threads(deployment: Deployment, identity: Identity) -> None:
 def choose_device(deployment: Deployment, identity: Identity) -> Any:
     import torch
 
-    wanted, error = deployment.engine.device, ""
-    usable = wanted != "cpu" and torch.cuda.is_available()
-    if wanted != "cpu" and not usable:
+    requested, error = deployment.engine.device, ""
+    usable = requested != "cpu" and torch.cuda.is_available()
+    if requested != "cpu" and not usable:
         try:
             torch.cuda.current_device()
         except (AssertionError, RuntimeError) as fault:
             error = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
     try:
-        choice = choose(wanted, look(), usable, error)
+        choice = choose(requested, look(), usable, error)
     except CudaUnusable as fault:
         raise DeviceError(f"{identity.node}: {fault}") from None
     if choice.warning:
@@ -306,12 +306,12 @@ def run_rank(
         if standby and channel is not None:
             communicator.set_timeout(deployment.daemon.load_timeout)
             sharers = identity.local_size
-            found = stand_by(
+            retained_fd = stand_by(
                 channel, communicator, lambda file: has_room(deployment, communicator, device, sharers, file)
             )
-            if found is None:
+            if retained_fd is None:
                 return
-            weights_file = found
+            weights_file = retained_fd
         announced = {"config": deploy.digest(deployment)}
         say(messages.Announce(announced | small_files(deployment), headers_of(deployment)))
         built = build(

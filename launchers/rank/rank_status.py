@@ -60,11 +60,11 @@ class ExpertRows:
 
     def add(self, rows: Tensor) -> None:
         """Adds one step; rows [E]: rows of each expert."""
-        each = rows.numpy()
-        for bucket, count in enumerate(np.bincount(np.searchsorted(EXPERT_ROWS, each)).tolist()):
+        counts = rows.numpy()
+        for bucket, count in enumerate(np.bincount(np.searchsorted(EXPERT_ROWS, counts)).tolist()):
             self._each.counts[bucket] += count
-        self._each.total += float(each.sum())
-        self._computed += int(each[self._own.start : self._own.stop : self._own.step].sum())
+        self._each.total += float(counts.sum())
+        self._computed += int(counts[self._own.start : self._own.stop : self._own.step].sum())
 
     def to_rows(self) -> tuple[MetricRow, ...]:
         mine = MetricRow("rank_expert_rows_total", (), float(self._computed))
@@ -73,16 +73,16 @@ class ExpertRows:
 
 def collective_rows(entries: Iterable[Entry]) -> Iterator[MetricRow]:
     """Yields seconds, bytes and counts of collectives, and seconds by layer of all-reduces whose layer is known."""
-    found: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+    totals: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for entry in without_carriers(entries):
         where = (entry.op, entry.link)
-        found["collective_bytes_total", where] += entry.bytes
-        found["collectives_total", where] += entry.count
+        totals["collective_bytes_total", where] += entry.bytes
+        totals["collectives_total", where] += entry.count
         for exposure, seconds in (("hidden", entry.hidden_s), ("exposed", entry.waited_s)):
-            found["collective_seconds_total", (*where, exposure)] += seconds
+            totals["collective_seconds_total", (*where, exposure)] += seconds
             if entry.layer:
-                found["layer_collective_seconds_total", (entry.layer, entry.link, exposure)] += seconds
-    return (MetricRow(series, labels, value) for (series, labels), value in found.items())
+                totals["layer_collective_seconds_total", (entry.layer, entry.link, exposure)] += seconds
+    return (MetricRow(series, labels, value) for (series, labels), value in totals.items())
 
 
 @dataclass(slots=True)
@@ -214,8 +214,8 @@ def make_look(fs: Sysfs, ports: bool, gpu_uuid: str | None, nvml: Any | None = N
     def look() -> Figures:
         nonlocal begun
         out = port_counters(fs) if ports else {}
-        if held := resident_bytes(fs):
-            out["rank_resident_memory_bytes",] = float(held)
+        if resident := resident_bytes(fs):
+            out["rank_resident_memory_bytes",] = float(resident)
         if nvml is not None and gpu_uuid is not None:
             if not begun:
                 nvml.nvmlInit()

@@ -53,8 +53,8 @@ def stand_by(channel: Channel, communicator: Communicator, has_room: Callable[[i
     see Standing."""
     communicator.gather(np.zeros(1, np.uint8))
     file, commands = -1, channel.poll(0.0)
-    if commands and isinstance(held := commands[0], HeldWeights):
-        file = open_held(held)
+    if commands and isinstance(retained := commands[0], HeldWeights):
+        file = open_held(retained)
     channel.send_state(Standing(resident_bytes(Sysfs()), has_room(file)))
     while commands := commands or channel.poll(None):
         for command in commands:
@@ -64,14 +64,14 @@ def stand_by(channel: Channel, communicator: Communicator, has_room: Callable[[i
     return None
 
 
-def open_held(held: HeldWeights) -> int:
+def open_held(retained: HeldWeights) -> int:
     """Opens the retained weights' file, which then outlives its process; on failure logs it and returns -1."""
     try:
-        file = os.open(f"/proc/{held.pid}/fd/{held.file}", os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(f"/proc/{retained.pid}/fd/{retained.file}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         log.warning("weights are not shared with the serving launch, a failure costs their load: %s", error)
         return -1
-    if start_time(held.pid) != held.start_time:  # another process has this pid now
+    if start_time(retained.pid) != retained.start_time:  # another process has this pid now
         os.close(file)
         return -1
     return file

@@ -80,10 +80,10 @@ def collect(deployment: Deployment, config: Path, output: Path) -> tuple[Path, s
         output.chmod(0o600)
         return output, f"from the daemon (pid {pid})"
     why = "no daemon runs here" if pid is None else f"the daemon (pid {pid}) did not answer within {ANSWER_S:g} s"
-    found = newest(folder) if folder.is_dir() else []
-    last = {"last-failure.tar.gz": found[0].read_bytes()} if found else {}
-    said = f"{why}; {f'the last failure is {found[0].name}' if found else 'no failure was recorded'}"
-    parts = parts_of(deployment, {}, said=said) | log_tails(data_dir) | local_ranks(config) | last
+    bundles = newest(folder) if folder.is_dir() else []
+    last = {"last-failure.tar.gz": bundles[0].read_bytes()} if bundles else {}
+    source = f"{why}; {f'the last failure is {bundles[0].name}' if bundles else 'no failure was recorded'}"
+    parts = parts_of(deployment, {}, first_line=source) | log_tails(data_dir) | local_ranks(config) | last
     return write_bundle(output, parts), why
 
 

@@ -129,10 +129,10 @@ def stack_warnings(deployment: Deployment) -> tuple[str, ...]:
     """Faults of this host's CUDA stack, unless the deployment computes on CPUs."""
     if deployment.engine.device == "cpu":
         return ()
-    found, launch = look(), deployment.launch
-    if deployment.engine.device == "cuda" and not (found.gpus or launch.hosts or launch.hostfile or launch.fabric):
+    facts, launch = look(), deployment.launch
+    if deployment.engine.device == "cuda" and not (facts.gpus or launch.hosts or launch.hostfile or launch.fabric):
         return ("engine.device: cuda, and this host shows no NVIDIA GPU: ranks cannot start here",)
-    return stack_faults(found)
+    return stack_faults(facts)
 
 
 def tls_faults(loaded: LoadedDeployment) -> Iterator[str]:
@@ -158,12 +158,12 @@ def cpu_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """Faults of the hosts' processors: a CPU tier, or int8 weights, that they do not support."""
     d = loaded.deployment
     try:
-        found = host_tiers(d)
+        tiers = host_tiers(d)
     except (OSError, ValueError) as error:
         yield loaded.fault("launch.fabric", str(error))
         return
     forced = d.launch.env.get(VARIABLE) or os.environ.get(VARIABLE)
-    for tier, host in found.items():
+    for tier, host in tiers.items():
         key = "launch.env"
         try:
             played = lowered(forced, tier) if forced else tier
@@ -208,15 +208,17 @@ def port_faults(loaded: LoadedDeployment) -> Iterator[str]:
 def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """A KV cache that this host cannot hold, where all ranks are on it: found here, not by each rank."""
     d = loaded.deployment
-    launch, wanted = d.launch, d.engine.kv_cache_memory
+    launch, bytes_per_rank = d.launch, d.engine.kv_cache_memory
     listed = [host.partition(":")[0] for host in launch.hosts]
     elsewhere = not all(map(HostNames(listed, socket.gethostname()).is_here, listed))
     elsewhere |= bool(launch.hostfile or launch.fabric) or "SLURM_JOB_ID" in os.environ
-    if wanted is None or elsewhere or d.engine.device == "cuda":
+    if bytes_per_rank is None or elsewhere or d.engine.device == "cuda":
         return
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if wanted * d.world_size > have:
-        text = f"{wanted >> 20} MiB for each of {d.world_size} ranks, and this host has {have >> 20} MiB: lower it"
+    if bytes_per_rank * d.world_size > have:
+        text = (
+            f"{bytes_per_rank >> 20} MiB for each of {d.world_size} ranks, and this host has {have >> 20} MiB: lower it"
+        )
         yield loaded.fault("engine.kv_cache_memory", text)
 
 
@@ -271,9 +273,9 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
         if d.parallel.deterministic == "everywhere":
             yield from refused(loaded, "parallel.deterministic", lambda: check_everywhere(model, size), taken)
     if bad.isdisjoint(("parallel.pipeline_parallel_size", "parallel.pipeline_layers")):
-        stages, each = d.parallel.pipeline_parallel_size, d.parallel.pipeline_layers
-        key = "parallel.pipeline_layers" if each else "parallel.pipeline_parallel_size"
-        yield from refused(loaded, key, lambda: choose_layers(model, stages, each), taken)
+        stages, layer_counts = d.parallel.pipeline_parallel_size, d.parallel.pipeline_layers
+        key = "parallel.pipeline_layers" if layer_counts else "parallel.pipeline_parallel_size"
+        yield from refused(loaded, key, lambda: choose_layers(model, stages, layer_counts), taken)
     if look and (small := d.engine.draft_model) is not None and "engine.draft_model" not in bad:
         longest = d.model.max_model_len
         yield from refused(loaded, "engine.draft_model", lambda: check_draft(from_folder(Path(small)), model, longest))
@@ -386,13 +388,13 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
       laddertron check configs/llama-3.1-405b-tp16.yaml --no-model
       laddertron check deploy.yaml --set parallel.tensor_parallel_size=4
     """
-    found = draft(config, overrides)
-    loaded = found.loaded
-    faults = [*found.faults, *model_faults(loaded, not no_model, found.bad)]
+    drafted = draft(config, overrides)
+    loaded = drafted.loaded
+    faults = [*drafted.faults, *model_faults(loaded, not no_model, drafted.bad)]
     if not no_model:
         faults += [*missing_files(loaded), *tls_faults(loaded), *cpu_faults(loaded), *memory_faults(loaded)]
         faults += [*address_faults(loaded), *port_faults(loaded)]
-        if found.bad.isdisjoint(("model", "model.path")):
+        if drafted.bad.isdisjoint(("model", "model.path")):
             faults += tokenizer_faults(loaded)
     if not faults and not no_model:
         faults += [*weights_faults(loaded), *start_faults(loaded)]

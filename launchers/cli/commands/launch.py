@@ -41,8 +41,8 @@ def before_its_fabric(deployment: Deployment, arguments: Sequence[str], environ:
     if launch.fabric is None or arguments[0] != "topo" or not any(w.partition("=")[0] == "--save" for w in arguments):
         return deployment
     bare = replace(deployment, launch=replace(launch, fabric=None))
-    known = launch.hosts or launch.hostfile or read_hosts(bare, environ, None).allocation
-    return bare if known or not Path(launch.fabric).exists() else deployment
+    hosts_given = launch.hosts or launch.hostfile or read_hosts(bare, environ, None).allocation
+    return bare if hosts_given or not Path(launch.fabric).exists() else deployment
 
 
 def site_of(deployment: Deployment, environ: Mapping[str, str], dry_run: bool) -> Site:
@@ -55,13 +55,13 @@ def site_of(deployment: Deployment, environ: Mapping[str, str], dry_run: bool) -
         return assume(deployment, environ)
 
 
-def whole_of(fleet: Fleet, arguments: Sequence[str]) -> Share:
+def hosts_of_all(fleet: Fleet, arguments: Sequence[str]) -> Share:
     """The hosts of all replicas in one job; of `topo`, which records the fabric, with the spare ones."""
-    whole = together(fleet.shares)
+    share = together(fleet.shares)
     if arguments[0] != "topo":
-        return whole
-    spares = (Host(name.partition(":")[0], whole.hosts[0].slots) for name in fleet.deployment.launch.spare_hosts)
-    return replace(whole, hosts=(*whole.hosts, *spares))
+        return share
+    spares = (Host(name.partition(":")[0], share.hosts[0].slots) for name in fleet.deployment.launch.spare_hosts)
+    return replace(share, hosts=(*share.hosts, *spares))
 
 
 def printed(
@@ -79,11 +79,11 @@ def printed(
     if alone and not again:
         jobs = [compose(deployment, site, share, worker_program(site), CONTROL) for share in fleet.shares]
         texts = [render(job, f"replica {n} of {len(jobs)} {below}") for n, job in enumerate(jobs)]
-    elif site.kind == "torchrun" and len((whole := whole_of(fleet, arguments)).hosts) > 1:
-        commands = torchrun_hosts(deployment, site, whole, program)
-        return "\n\n".join(render(c, f"start this on {h.name}") for c, h in zip(commands, whole.hosts, strict=True))
+    elif site.kind == "torchrun" and len((all_hosts := hosts_of_all(fleet, arguments)).hosts) > 1:
+        commands = torchrun_hosts(deployment, site, all_hosts, program)
+        return "\n\n".join(render(c, f"start this on {h.name}") for c, h in zip(commands, all_hosts.hosts, strict=True))
     else:
-        job = compose(deployment, site, whole_of(fleet, arguments), program)
+        job = compose(deployment, site, hosts_of_all(fleet, arguments), program)
         texts = [render(job, f"the ranks {below}" if again else title)]
     if alone:
         starts = "its ranks and waits for them" if again else "a job for each replica"
@@ -146,7 +146,7 @@ def command(
         fleet = Fleet(deployment, environ, site=site)
         argv, extra = program, {}
         if not alone:
-            job = compose(deployment, site, whole_of(fleet, arguments), program)
+            job = compose(deployment, site, hosts_of_all(fleet, arguments), program)
             argv, extra = job.argv, job.env
     click.echo(f"+ {shlex.join(argv)}", err=True)
     sys.stdout.flush()

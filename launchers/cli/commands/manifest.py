@@ -34,12 +34,12 @@ def command(model: Path, check: bool) -> None:
 
     console, start = Console(stderr=True), time.monotonic()
     if check:
-        found = read_manifest(model)
-        if found is None:
+        listed = read_manifest(model)
+        if listed is None:
             raise CheckpointError(f"{model}: no manifest: write it with `laddertron manifest {model}`")
         with ended_by(CheckpointError, end=click.ClickException), Verifier(model, stored_in(model), (0, 1)) as verifier:
             verifier.finish()
-        manifest, done = found, "matches the manifest"
+        manifest, done = listed, "matches the manifest"
     else:
         with byte_bar(console, "checksums") as progress:
             manifest = make_manifest(model, progress)

@@ -46,8 +46,8 @@ def _print() -> None:
         for series in group:
             labels = f", by {', '.join(series.labels)}" if series.labels else ""
             # the name on a line of its own: one that is folded is found by no search
-            said = click.wrap_text(f"{series.kind}{labels}. {series.help}", width, "    ", "    ")
-            click.echo(f"  {series.full_name}\n{said}")
+            text = click.wrap_text(f"{series.kind}{labels}. {series.help}", width, "    ", "    ")
+            click.echo(f"  {series.full_name}\n{text}")
         click.echo()
 
 

@@ -39,9 +39,9 @@ def launch(loaded: LoadedDeployment, words: list[str]) -> int:
     with ended_by(ValueError, OSError):
         fleet = Fleet(loaded.deployment, os.environ)
         program = child.laddertron("preflight", *words, python=fleet.site.python)
-        whole = together(fleet.shares)
-        job = compose(loaded.deployment, fleet.site, whole, program, (SIGNS,))
-    hosts = [host.name for host in whole.hosts for _ in range(host.slots)]
+        share = together(fleet.shares)
+        job = compose(loaded.deployment, fleet.site, share, program, (SIGNS,))
+    hosts = [host.name for host in share.hosts for _ in range(host.slots)]
     code = hold(job.argv, {**job.env, SIGNS: "1"}, hosts, lambda line: click.echo(line, nl=False, err=True))
     return code if code in (0, 2, 130) else 1  # mpirun has codes of its own, such as 255 for a host out of reach
 

@@ -61,14 +61,14 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
         )
     sent = time.time()
     os.kill(pid, number)
-    while (said := _outcome(folder)).get("began", 0.0) < sent or said["pid"] != pid:
+    while (outcome := _outcome(folder)).get("began", 0.0) < sent or outcome["pid"] != pid:
         if holder_pid(folder) != pid:
             raise UsageError(f"the daemon (process {pid}) exited during the reload: see its log")
         time.sleep(0.1)  # there is no event for a replaced file
-    for reason in said["reasons"]:
+    for reason in outcome["reasons"]:
         show_error(reason)
-    if said["outcome"] != "done":
-        show_error(f"reload: {said['outcome']}: the daemon continues with the old configuration")
+    if outcome["outcome"] != "done":
+        show_error(f"reload: {outcome['outcome']}: the daemon continues with the old configuration")
         return FAILED
     click.echo("reload: done")
     return OK
@@ -90,7 +90,7 @@ def _reload_signal(pid: int) -> signal.Signals | None:
 
 def _outcome(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
+        outcome: dict[str, Any] = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found
+    return outcome

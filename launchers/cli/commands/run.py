@@ -198,8 +198,10 @@ async def drive(
     failed = next((job.state for job in jobs if job.state.phase == "failed"), None)
     if bundles is not None and failed is not None:
         failure = JobFailure("rank_error", summary.reason or "", failed.rank, failed.node, exit_code=failed.exit_code)
-        found = [await job.bundle() for job in jobs]
-        await asyncio.to_thread(bundles.write, {"replicas": found} if len(found) > 1 else found[0], failure)
+        bundles_of_jobs = [await job.bundle() for job in jobs]
+        await asyncio.to_thread(
+            bundles.write, {"replicas": bundles_of_jobs} if len(bundles_of_jobs) > 1 else bundles_of_jobs[0], failure
+        )
     return report(summary, arguments, console)
 
 

@@ -67,8 +67,8 @@ def command(
         raise ValueError(f"--ranks-per-node {per_node}: {size} ranks % {per_node} = {size % per_node}: use a divisor")
     sharing = share(config, expert_layout, dense_path, size // per_node, per_node)
     check_shapes(config, size, sharing)
-    wanted = tuple(int(n) for n in pipeline_layers.split(",") if n)
-    parts = make_stages(config, choose_layers(config, stages, wanted))
+    layer_counts = tuple(int(n) for n in pipeline_layers.split(",") if n)
+    parts = make_stages(config, choose_layers(config, stages, layer_counts))
     source = open_checkpoint(model, config)
     if overwrite:
         shutil.rmtree(shards_folder(home, size, stages, sharing), ignore_errors=True)

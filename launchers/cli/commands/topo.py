@@ -33,10 +33,10 @@ MESSAGE_BYTES = 32 << 10
 
 def live_fabric(environ: Mapping[str, str], me: Identity | None) -> tuple[Fabric, tuple[str, ...]]:
     """The hosts of all ranks, or this host alone, and notes on what could not be looked at. Every rank calls it."""
-    found = discover(environ.get("CUDA_VISIBLE_DEVICES"))
+    discovery = discover(environ.get("CUDA_VISIBLE_DEVICES"))
     if me is None or me.world_size == 1:
-        return Fabric((found.node,)), found.notes
-    return gather(found.node, bootstrap_of(me, environ).all_gather), found.notes
+        return Fabric((discovery.node,)), discovery.notes
+    return gather(discovery.node, bootstrap_of(me, environ).all_gather), discovery.notes
 
 
 def predicted(backend: Backend, shape: Shape) -> str:
@@ -54,9 +54,13 @@ def predicted(backend: Backend, shape: Shape) -> str:
 
 def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], forced: str | None) -> dict[str, Any]:
     """The tables and the whole fabric. `forced`: the CPU tier that ranks use instead of their hosts'."""
-    found: dict[str, Any] = {"fabric": json.loads(fabric.to_json()), "digest": fabric.digest, "forced_cpu_tier": forced}
+    tables: dict[str, Any] = {
+        "fabric": json.loads(fabric.to_json()),
+        "digest": fabric.digest,
+        "forced_cpu_tier": forced,
+    }
     if placement is not None:
-        found["placement"] = {
+        tables["placement"] = {
             "tensor_parallel_size": placement.tensor_parallel_size,
             "replicas": placement.replicas,
             "stages": placement.stages,
@@ -68,7 +72,7 @@ def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], fo
             "ranks": [unbuild(row) for row in explain(placement)],
             "notes": placement.notes,
         }
-    return found
+    return tables
 
 
 @click.command()
@@ -99,9 +103,9 @@ def command(
       laddertron launch deploy.yaml topo
     """
     environ = dict(os.environ)
-    wanted = plan or config
-    deployment = load(wanted, overrides) if wanted else None
-    with faults_of(wanted or "topo", "parallel: "):
+    config_path = plan or config
+    deployment = load(config_path, overrides) if config_path else None
+    with faults_of(config_path or "topo", "parallel: "):
         me = identify(environ)
         # The deployment's own file is what --save makes again.
         source = fabric_file or (deployment.launch.fabric if deployment and save is None else None)

@@ -27,8 +27,8 @@ def compare(one: Digests, other: Digests) -> str:
         for place, ((name, a), (its, b)) in enumerate(zip(mine, theirs, strict=False)):
             at = next((at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
             if its != name or at is not None:
-                found = place, at or 0, f"request {request}, position {at or 0}: {name} differs"
-                first = found if first is None else min(first, found)
+                difference = place, at or 0, f"request {request}, position {at or 0}: {name} differs"
+                first = difference if first is None else min(first, difference)
                 break
     return "" if first is None else first[2]
 
@@ -61,9 +61,9 @@ def command(config: str, against: str | None, overrides: tuple[str, ...], reques
     different, digests = False, list[Digests]()
     with ended_by(RuntimeError, ValueError), ended_by_term():
         for name, deployment in deployments:
-            found = _run(name, deployment, order)
-            different |= found[0]
-            digests += found[1]
+            result = _run(name, deployment, order)
+            different |= result[0]
+            digests += result[1]
             order["cases"] = 0  # the other layout's own mixes are a check of its own
     if against:
         where = compare(*digests)
@@ -78,13 +78,13 @@ def _run(name: str, deployment: Deployment, order: dict[str, Any]) -> tuple[bool
     keys = deployment.parallel
     title = f"{name}: tp {keys.tensor_parallel_size}, deterministic {str(keys.deterministic).lower()}"
     with BenchJob(deployment, name, "laddertron.launchers.measure.verify_rank", (json.dumps(order),)) as job:
-        found = [said for _ in range(order["cases"]) if (said := job.answer()["difference"])]
+        differences = [difference for _ in range(order["cases"]) if (difference := job.answer()["difference"])]
         digests = [job.answer()["digests"]] if order["digests"] else []
-    if not found:
+    if not differences:
         _say(title + (f", {order['cases']} mixes: all bits are equal" if order["cases"] else ""))
         return False, digests
-    _say(f"{title}: bits differ in {len(found)} of {order['cases']} mixes, first:")
-    _say(f"  {found[0]}")
+    _say(f"{title}: bits differ in {len(differences)} of {order['cases']} mixes, first:")
+    _say(f"  {differences[0]}")
     return True, digests
 
 

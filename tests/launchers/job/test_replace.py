@@ -51,13 +51,13 @@ class FakeLaunch:
         self.done.append("load")
 
     def stand(self) -> None:
-        self.owner.launch_said(Standing(1, self.room), None)
+        self.owner.on_launch_output(Standing(1, self.room), None)
 
     def ready(self) -> None:
-        self.owner.launch_said(Ready(LIMITS), None)
+        self.owner.on_launch_output(Ready(LIMITS), None)
 
     def answer(self, name: str) -> None:
-        self.owner.launch_said(Tokens((TokensEvent(name, 0, 0, (1,), "length"),)), None)
+        self.owner.on_launch_output(Tokens((TokensEvent(name, 0, 0, (1,), "length"),)), None)
 
     def fail(self, reason: str, kind: Any = "rank_error") -> None:
         self.failing = True
@@ -198,7 +198,7 @@ def test_without_room_requests_wait_while_it_loads(
         await turns()
         assert (new.done, old.done) == (["load"], ["submit a", "drain", "end"])
         assert "cuda:0 still holds 40 GiB; loading all the same" in caplog.text
-        new.owner.launch_said(Loading(0.5, "weights 1 of 2 GB"), None)
+        new.owner.on_launch_output(Loading(0.5, "weights 1 of 2 GB"), None)
         assert (job.state.phase, job.state.reason) == ("reloading", "50% weights 1 of 2 GB")
         new.ready()
         assert await task is None
