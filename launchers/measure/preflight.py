@@ -13,7 +13,7 @@ from pathlib import Path
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
 from ...models.config.model_config import from_folder
-from ...topology.comm.bootstrap import Bootstrap, StarBootstrap, bootstrap_of
+from ...topology.comm.bootstrap import Bootstrap, MpiBootstrap, bootstrap_of, require_own_hostnames
 from ...topology.comm.groups import CommOptions
 from ...topology.comm.nccl import nccl_log, nccl_log_path
 from ...topology.connect import connect
@@ -27,7 +27,7 @@ from ...topology.placement.identity import Identity, require_world
 from ...topology.placement.layout import observed_layout
 from ..rank import load_tuning as tuned
 from ..rank.network import local_address, use_route
-from ..rank.rank import choose_device, comm_options, require_own_hostnames, set_threads
+from ..rank.rank import choose_device, comm_options, set_threads
 from .preflight_job import MEET_S, START_S, Watch, sign
 from .preflight_links import SLACK_S, measure_links, report, sweep, unconnected
 from .preflight_plan import (
@@ -86,8 +86,8 @@ def message_bytes(deployment: Deployment) -> tuple[int, ...]:
     return tuple(model.hidden_size * width * batch for batch in BATCHES if model.hidden_size * width * batch <= 8 << 20)
 
 
-class _Star(StarBootstrap):
-    """A StarBootstrap with watched rounds, which name ranks that do not answer."""
+class _Star(MpiBootstrap):
+    """MPI whose rounds are a star and watched: they name ranks that do not answer."""
 
     watch: Watch
     hosts: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class _Star(StarBootstrap):
 
         # others may be busy with what they are allowed to take; rank 0, who alone knows whom it lacks, speaks first
         with self.watch.over(words, self.watch.limit_s + SLACK_S * (1 if self.rank == 0 else 2)):
-            return super().all_gather(payload)
+            return self.star_gather(payload)
 
 
 def _bootstrap(identity: Identity, watch: Watch) -> Bootstrap:
@@ -200,7 +200,7 @@ def meet(deployment: Deployment, identity: Identity, bootstrap: Bootstrap) -> tu
     setups = tuple(Setup(**json.loads(data)) for data in bootstrap.all_gather(json.dumps(asdict(mine)).encode()))
     if findings := unlike(setups):
         raise UnlikeRanks("\n".join(map(str, findings)))
-    require_own_hostnames(bootstrap)
+    require_own_hostnames(bootstrap.all_gather)
     return setups
 
 

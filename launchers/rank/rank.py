@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import secrets
@@ -28,10 +27,8 @@ from ...topology.hardware.cpu_tier import current as current_tier
 from ...topology.hardware.cuda_stack import CudaUnusable, choose, look
 from ...topology.hardware.fabric import counted
 from ...topology.hardware.sysfs import Sysfs, available_bytes
-from ...topology.json_codec import from_json, unbuild
 from ...topology.placement.identity import Identity
 from ...topology.placement.layout import observed_layout
-from ...topology.placement.machines import Machine, shared_hostname, this_machine
 from ...topology.placement.mapping import MappingError, verify
 from ..compose.ports import ENV_PORTS, ports_at
 from ..compose.rank_mapping import ENV_CORES, ENV_SEATS, bind, cores_here, expected
@@ -92,13 +89,6 @@ def require_transport(deployment: Deployment, backend: str, spans: bool) -> None
         )
 
 
-def require_own_hostnames(bootstrap: Bootstrap) -> None:
-    """Raises MappingError on every rank if two machines of the job have one hostname. All ranks call it at once."""
-    machines = bootstrap.all_gather(json.dumps(unbuild(this_machine())).encode())
-    if (shared := shared_hostname({rank: from_json(Machine, text) for rank, text in enumerate(machines)})) is not None:
-        raise MappingError(shared[1])
-
-
 def start_bootstrap(deployment: Deployment, identity: Identity) -> Bootstrap:
     """Starts MPI or the store, after what must precede it. Raises ValueError or RuntimeError."""
     require_shared_memory(identity, os.environ)
@@ -111,7 +101,6 @@ def join_group(
 ) -> Communicator:
     """Connects this rank's group. Raises ValueError, MeshError or RuntimeError."""
     bootstrap = bootstrap or start_bootstrap(deployment, identity)
-    require_own_hostnames(bootstrap)
     places_sent = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
     places = [place.decode().partition(" ") for place in places_sent]
     nodes = tuple(node for _, _, node in places)

@@ -33,12 +33,17 @@ def namesakes(link: Cluster) -> Iterator[Cluster]:
     assert link.run(1, ["hostname", "n1"]).returncode == 0
 
 
-def test_one_hostname_on_two_machines_is_refused_at_once(namesakes: Cluster, tmp_path: Path) -> None:
-    """The MPI looks for the other rank in its own machine's shared memory, and waits for ever."""
+@pytest.mark.parametrize("command", ["run", "launch run", "launch topo"])
+def test_one_hostname_on_two_machines_is_refused_at_once(namesakes: Cluster, tmp_path: Path, command: str) -> None:
+    """A collective of the MPI looks for the other rank in its own machine's shared memory, and waits for ever: by the
+    owner of the ranks, or by the ranks of an mpirun among themselves."""
     job = Job(tmp_path, section(namesakes, ", interface: eth0"), tp=2, lines=2)
-    done = namesakes.run(0, job.command(sys.executable, launch=False), QUIET)
+    words = job.command(sys.executable, launch=command != "run")
+    if command == "launch topo":
+        words = [*words[: words.index("run")], "topo"]
+    done = namesakes.run(0, words, QUIET, timeout=HANG_S)
     said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == 1, said
+    assert done.returncode == (2 if command == "launch topo" else 1), said
     assert "two machines have the hostname n0: 10.213.0.1 (rank 0) and 10.213.0.2 (rank 1)" in said or (
         "10.213.0.2 (rank 1) and 10.213.0.1 (rank 0)" in said
     ), said

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, Protocol
 
 from ..hardware.ports import ANY_PORT, listen
+from ..json_codec import from_json, unbuild
 from ..placement.identity import Identity
+from ..placement.machines import Machine, shared_hostname, this_machine
+from ..placement.mapping import MappingError
 
 LIMIT = 1 << 20
 """The most bytes that a rank may contribute to a round, for addresses and digests."""
@@ -34,7 +38,10 @@ class Bootstrap(Protocol):
 
 
 class MpiBootstrap:
-    """The ranks of an mpirun or srun. MPI is initialised here (thread level SERIALIZED) and finalised at exit."""
+    """The ranks of an mpirun or srun. MPI is initialised here (thread level SERIALIZED) and finalised at exit.
+    `waits_for`: the rank being waited for in `star_gather`, else None."""
+
+    waits_for: int | None = None
 
     def __init__(self) -> None:
         import mpi4py
@@ -65,15 +72,10 @@ class MpiBootstrap:
         self.comm.Allgatherv([payload, self._mpi.BYTE], [received, (counts, None), self._mpi.BYTE])
         return _split(received, counts)
 
-
-class StarBootstrap(MpiBootstrap):
-    """MPI whose rounds only use links to rank 0, so that a broken link between two other ranks does not stop them. (An
-    MPI collective may use any link, and cannot tell for which it waits.) `waits_for`: the rank being waited for, None
-    outside a round."""
-
-    waits_for: int | None = None
-
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def star_gather(self, payload: bytes) -> list[bytes]:
+        """An all-gather that only uses links to rank 0, so that a broken link between two other ranks does not stop it.
+        An MPI collective may use any link, cannot tell for which it waits, and looks for a rank whose hostname is its
+        own in its own machine's memory."""
         _check(payload)
         try:
             if self.rank != 0:
@@ -155,9 +157,12 @@ class StoreBootstrap:
 
 def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
     """The bootstrap of this job: MPI, or the store at torchrun's MASTER_ADDR and MASTER_PORT, which its agent hosts,
-    else rank 0. Raises ValueError if these variables are missing or invalid."""
+    else rank 0. Raises ValueError if these variables are missing or invalid, MappingError if two machines have one
+    hostname."""
     if identity.launcher != "torchrun":
-        return MpiBootstrap()
+        mpi = MpiBootstrap()
+        require_own_hostnames(mpi.star_gather)
+        return mpi
     address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise ValueError(
@@ -167,7 +172,17 @@ def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
     keeps = identity.rank == 0 and not agent
     store = open_store(address, int(port), master=keeps)
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return StoreBootstrap(store, identity.rank, identity.world_size, attempt=attempt, keeps=keeps)
+    over_store = StoreBootstrap(store, identity.rank, identity.world_size, attempt=attempt, keeps=keeps)
+    require_own_hostnames(over_store.all_gather)
+    return over_store
+
+
+def require_own_hostnames(gather: Callable[[bytes], list[bytes]]) -> None:
+    """Raises MappingError on every rank if two machines of the job have one hostname. The first round of a job, by a
+    `gather` that is no collective of MPI."""
+    machines = gather(json.dumps(unbuild(this_machine())).encode())
+    if (shared := shared_hostname({rank: from_json(Machine, text) for rank, text in enumerate(machines)})) is not None:
+        raise MappingError(shared[1])
 
 
 def open_store(address: str, port: int, master: bool, timeout_s: float = START_S, ports: range = ANY_PORT) -> Any:

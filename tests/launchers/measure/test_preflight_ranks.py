@@ -23,7 +23,7 @@ from laddertron.launchers.cli.commands.preflight import show
 from laddertron.launchers.measure import preflight, preflight_links
 from laddertron.launchers.measure.preflight_job import MEET_S, START_S, Watch
 from laddertron.launchers.measure.preflight_plan import NodeTransport, RankReport
-from laddertron.topology.comm.bootstrap import StarBootstrap
+from laddertron.topology.comm.bootstrap import MpiBootstrap
 from laddertron.topology.comm.nccl import nccl_log, nccl_log_path
 from laddertron.topology.cost.cost import Shape
 from laddertron.topology.hardware.discover import discover
@@ -211,8 +211,8 @@ def test_rank_0_speaks_before_those_that_wait_for_it(monkeypatch: pytest.MonkeyP
     """It alone knows who is missing: the others give it longer than it may enter later than they did. MPI's start is
     left to whoever holds the job, who can tell a host that starts late from one that is cut off."""
     limits = dict[int, float]()
-    monkeypatch.setattr(StarBootstrap, "__init__", lambda self: None)
-    monkeypatch.setattr(StarBootstrap, "all_gather", lambda self, payload: [payload])
+    monkeypatch.setattr(MpiBootstrap, "__init__", lambda self: None)
+    monkeypatch.setattr(MpiBootstrap, "star_gather", lambda self, payload: [payload])
     alarms: list[int] = []
     monkeypatch.setattr("signal.alarm", alarms.append)
     for rank in range(3):

@@ -28,14 +28,13 @@ from laddertron.launchers.rank import rank
 from laddertron.launchers.rank.rank import (
     DeviceError,
     comm_options,
-    require_own_hostnames,
     require_transport,
     run_rank,
     set_threads,
 )
 from laddertron.launchers.rank.rank_status import Status
 from laddertron.launchers.rank.standing_by import StandbyRefused, stand_by
-from laddertron.topology.comm.bootstrap import StoreBootstrap, bootstrap_of, open_store
+from laddertron.topology.comm.bootstrap import StoreBootstrap, bootstrap_of, open_store, require_own_hostnames
 from laddertron.topology.comm.groups import CommOptions
 from laddertron.topology.connect import connect
 from laddertron.topology.hardware.cpu_tier import VARIABLE
@@ -358,12 +357,9 @@ def test_a_rank_that_stands_by_keeps_the_weights_of_the_one_that_serves(caplog: 
 def test_a_hostname_of_two_machines_ends_the_ranks_before_they_connect() -> None:
     """Ranks of an outer launcher have no owner that would compare them."""
 
-    class Namesake:
-        rank, size = 0, 2
-
-        def all_gather(self, payload: bytes) -> list[bytes]:
-            own = json.loads(payload)
-            return [payload, json.dumps({**own, "boot_id": "another", "addresses": ["10.9.9.9"]}).encode()]
+    def namesake(payload: bytes) -> list[bytes]:
+        own = json.loads(payload)
+        return [payload, json.dumps({**own, "boot_id": "another", "addresses": ["10.9.9.9"]}).encode()]
 
     with pytest.raises(MappingError, match=rf"the hostname {socket.gethostname()}: .* and 10\.9\.9\.9 \(rank 1\)"):
-        require_own_hostnames(Namesake())
+        require_own_hostnames(namesake)
