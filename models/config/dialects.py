@@ -73,6 +73,15 @@ def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> di
     return _remote(config, fields, "llamaLadder", "LlamaLadder") | {"ladder_layers": count if last else layers}
 
 
+def declared_words(config: ModelConfig, data: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The config.json of weights that were trained for `config.wiring`. `data`: the keys that a stock config.json has
+    of this model."""
+    words = to_dialect(config, data, dialect_of(config))
+    words |= {"laddertron_wiring": declaration(config.wiring), "torch_dtype": dtype}
+    words.pop("dtype", None)
+    return words
+
+
 def _remote(config: ModelConfig, data: Mapping[str, Any], model_type: str, name: str) -> dict[str, Any]:
     """A config.json with a model_type that other programs refuse as unknown, and remote code for transformers."""
     module = MODELING_FILE.removesuffix(".py")

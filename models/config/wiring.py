@@ -40,7 +40,7 @@ def choose_wiring(
         return replace(config, wiring=silent), [warning]
     if declared.name == "shortcut":
         raise WiringError(f"model.wiring={name}: these weights' experts have a shortcut of their own: use wiring auto")
-    chosen = _wiring(name, ladder_layers, config.num_layers)
+    chosen = wiring_named(name, ladder_layers, config.num_layers)
     if chosen == declared:
         return config, []
     fixed = declared.desync_every or declared.lanes is not None
@@ -80,13 +80,14 @@ def retrained(
     if layers is not None:
         if name not in ("ladder", "hybrid"):
             raise WiringError(f"wiring {name} with ladder layers: layers belong to ladder and hybrid")
-        return _wiring("hybrid", layers, config.num_layers)
+        return wiring_named("hybrid", layers, config.num_layers)
     if name in ("auto", "hybrid", "none", "no-communication"):
         raise WiringError(f"wiring {name} cannot be trained for: name one, or the layers that are to be ladder")
     return make_wiring(name, config.num_layers, tensor_parallel_size=tensor_parallel_size)
 
 
-def _wiring(name: str, ladder_layers: int | tuple[int, ...] | None, num_layers: int) -> Wiring:
+def wiring_named(name: str, ladder_layers: int | tuple[int, ...] | None, num_layers: int) -> Wiring:
+    """ladder_layers: of a hybrid, the last n layers or indices. Raises WiringError."""
     if name != "hybrid":
         try:
             return make_wiring(name, num_layers)

@@ -225,15 +225,15 @@ def inside(folder: Path, name: str) -> Path:
     return file
 
 
-def _refuse_other_formats(folder: Path) -> None:
+def refuse_other_formats(folder: Path) -> None:
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     if not names:
         raise CheckpointError(f"{folder}: no such model folder, or an empty one")
     if names & {"metadata.json", ".metadata", "common.pt"} or any(n.startswith("iter_") for n in names):
         raise CheckpointError(
-            f"{folder}: a Megatron-core distributed checkpoint: convert it with `torchrun tools/checkpoint/convert.py "
-            f"--model-type GPT --loader core --saver llama_mistral --load-dir {folder} --save-dir OUT` of Megatron-LM "
-            "and give the resulting Hugging Face folder"
+            f"{folder}: a Megatron-core distributed checkpoint, whose metadata are pickled: if you trust it, write a "
+            f"folder with `torchrun --nproc-per-node N -m laddertron.tools.train.megatron to-folder {folder} OUT "
+            "--like FOLDER --wiring WIRING`, FOLDER having the model's config.json"
         )
     if any(n.endswith((".bin", ".pt", ".pth")) for n in names):
         raise CheckpointError(
@@ -265,7 +265,7 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """Reads every tensor of a checkpoint folder, by name, with or without an index. Raises CheckpointError."""
     weight_map = _index(folder)
     if not (files := weight_files(folder, weight_map)):
-        _refuse_other_formats(folder)
+        refuse_other_formats(folder)
     tensors: dict[str, StoredTensor] = {}
     for name in files:
         for tensor in read_header(inside(folder, name)):

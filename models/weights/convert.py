@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config.dialects import MODELING_FILE, DialectError, to_dialect
 from ..config.json_fields import read_json
 from ..config.model_config import Layout, ModelConfig, from_folder
-from .checkpoint import ITEMSIZES, CheckpointError, StoredTensor
+from .checkpoint import ITEMSIZES, CheckpointError, StoredTensor, refuse_other_formats
 from .file_writer import Entries, write_tensors
 from .mapping import open_checkpoint
 from .rows import Rows, sources
@@ -35,6 +35,8 @@ def convert(folder: Path, target: Path, dialect: str, progress: Progress = lambd
     cannot express this model), CheckpointError, ValueError or OSError."""
     if target.exists():
         raise CheckpointError(f"{target}: is there already: remove it, or give another folder")
+    if not (folder / "config.json").is_file():
+        refuse_other_formats(folder)
     config, data = from_folder(folder), read_json(folder / "config.json").data
     words = to_dialect(config, data, dialect)
     stored = open_checkpoint(folder, config).tensors

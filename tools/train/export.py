@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...models.config.dialects import dialect_of, to_dialect
+from ...models.config.dialects import declared_words
 from ...models.config.model_config import Wiring
-from ...models.config.parts import declaration
 from ...models.config.wiring import RECORD, record
 from ...models.reference import Reference
 from ...models.weights.convert import write_model
@@ -37,9 +36,7 @@ def export(
         for parameter in parameters.values():
             whole(parameter.detach())
     else:
-        words = to_dialect(config, data, dialect_of(config))
-        words |= {"laddertron_wiring": declaration(config.wiring), "torch_dtype": save_dtype}
-        words.pop("dtype", None)
+        words = declared_words(config, data, save_dtype)
 
         def fill(name: str, out: Tensor) -> None:
             out.copy_(whole(parameters[name].detach()))

@@ -119,10 +119,10 @@ def test_pointers_pickles_and_other_formats_are_refused_with_the_mend(tmp_path: 
     refused(lambda: read_folder(tmp_path), "no *.safetensors")
     for name in (".metadata", "common.pt", "metadata.json"):
         (tmp_path / name).write_text("")
-        refused(lambda: read_folder(tmp_path), "Megatron-core distributed checkpoint", "convert.py")
+        refused(lambda: read_folder(tmp_path), "Megatron-core distributed checkpoint", "to-folder")
         (tmp_path / name).unlink()
     (tmp_path / "iter_0000100").mkdir()
-    refused(lambda: read_folder(tmp_path), "--loader core", str(tmp_path))
+    refused(lambda: read_folder(tmp_path), "to-folder", str(tmp_path))
     refused(lambda: read_folder(tmp_path / "nowhere"), "no such model folder")
 
 

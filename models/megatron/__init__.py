@@ -1,0 +1,1 @@
+"""Models with a laddertron wiring as Megatron-core's GPTModel, for training: Megatron-LM takes a spec of `specs`."""
