@@ -85,58 +85,58 @@ def text_part(name: str, text: str, met: bool | None) -> Part:
     return Part((f"## {name}", "", *(f"    {line}".rstrip() for line in text.strip().splitlines())), checks)
 
 
-def environment_part(found: PreflightOutcome) -> Part:
+def environment_part(outcome: PreflightOutcome) -> Part:
     """Every rank's host, device, transport and clock; versions, which are the same on all; preflight's findings."""
-    now = median(rank.clock_s for rank in found.reports)
+    now = median(rank.clock_s for rank in outcome.reports)
     rows = tuple(
         (
             str(r.rank), r.hostname, r.device, r.transport.used or "one node",
             f"{r.matmul_s * 1e3:.2f}", f"{(r.clock_s - now) * 1e3:+.0f}",
         )
-        for r in found.reports
+        for r in outcome.reports
     )  # fmt: skip
     columns = ("rank", "host", "device", "between nodes", "matmul ms", "clock ms")
-    note = "Every rank: " + ", ".join(f"{name} {version}" for name, version in found.versions.items()) + "."
-    findings = [f"- {finding}" for finding in found.findings]
-    errors = sum(finding.severity == "error" for finding in found.findings)
+    note = "Every rank: " + ", ".join(f"{name} {version}" for name, version in outcome.versions.items()) + "."
+    findings = [f"- {finding}" for finding in outcome.findings]
+    errors = sum(finding.severity == "error" for finding in outcome.findings)
     lines = (*sheet_lines(Sheet("Environment", columns, rows, 4, note)), *(["", *findings] if findings else []))
     return Part(lines, (Check("preflight", f"{errors} errors", "0 errors", not errors),))
 
 
-def fabric_part(found: PreflightOutcome) -> Part:
+def fabric_part(outcome: PreflightOutcome) -> Part:
     """Links against their nominal rates, all-reduces against the price of these."""
-    shape, hosts = found.shape, {r.rank: r.hostname for r in found.reports}
+    shape, hosts = outcome.shape, {r.rank: r.hostname for r in outcome.reports}
     rows = []
-    for link in found.links:
+    for link in outcome.links:
         nominal = shape.intra_bytes_per_s if link.pair.rail is None else shape.inter_bytes_per_s
         ends = (f"{hosts[rank]} rank {rank}" for rank in (link.pair.a, link.pair.b))
         rates = ("-" if rate is None else f"{rate / 1e9:.2f}" for rate in (nominal, link.bytes_per_s))
         rows.append((" - ".join(ends), f"{link.latency_s * 1e6:.1f}", *rates))
     columns = ("link", "one way us", "nominal GB/s", "measured GB/s")
-    lines = sheet_lines(Sheet("Links", columns, tuple(rows), 1, f"Measured by {found.carrier}.")) if rows else []
-    if found.fitted is None:
+    lines = sheet_lines(Sheet("Links", columns, tuple(rows), 1, f"Measured by {outcome.carrier}.")) if rows else []
+    if outcome.fitted is None:
         return Part(tuple(lines))
-    costs, rows = reference(found.backend, shape), []
-    points = [residual.point for residual in found.fitted.residuals]
+    costs, rows = reference(outcome.backend, shape), []
+    points = [residual.point for residual in outcome.fitted.residuals]
     for size in sorted({point.nbytes for point in points}):
         best = min((p for p in points if p.nbytes == size), key=lambda p: p.seconds)
         times = (predict(costs, shape, best.strategy, size), best.seconds)
         rows.append((binary(size), str(best.strategy), *(f"{seconds * 1e6:,.0f}" for seconds in times)))
     columns = ("size", "fastest strategy", "predicted us", "measured us")
-    note = f"{found.backend} over {shape.nodes} x {shape.per_node} ranks; predicted by nominal rates."
+    note = f"{outcome.backend} over {shape.nodes} x {shape.per_node} ranks; predicted by nominal rates."
     return Part((*lines, "", *sheet_lines(Sheet("All-reduces", columns, tuple(rows), 2, note))))
 
 
 def memory_part(rows: Sequence[Mapping[str, Any]], plan: CapacityEstimate) -> Part:
     """Bytes in use of each rank after loading, from bench's rows."""
     m, gpu = plan.memory, plan.question.keys.gpu
-    held = rows[0]["rank_bytes"]
-    fullest = max(range(len(held)), key=held.__getitem__)
+    in_use = rows[0]["rank_bytes"]
+    fullest = max(range(len(in_use)), key=in_use.__getitem__)
     predicted = sum(m.parts.values()) + m.kv_bytes
-    cells = (("every rank", binary(predicted), f"{binary(min(held))} to {binary(held[fullest])} (rank {fullest})"),)
+    cells = (("every rank", binary(predicted), f"{binary(min(in_use))} to {binary(in_use[fullest])} (rank {fullest})"),)
     note = "" if gpu else "Not judged on CPUs: Python and torch are in what is measured, untouched KV blocks are not."
     lines = sheet_lines(Sheet("Memory after loading", ("", "predicted", "measured"), cells, 1, note))
-    share = held[fullest] / predicted
+    share = in_use[fullest] / predicted
     check = Check("memory of the fullest rank", f"{share:.2f}", f"≤ {MAX_MEMORY:.2f}", share <= MAX_MEMORY)
     return Part(tuple(lines), (check,) if gpu else ())
 
@@ -171,20 +171,18 @@ def speed_part(rows: Sequence[Mapping[str, Any]], plan: CapacityEstimate, limits
     return Part(tuple(sheet_lines(Sheet("Speed", columns, tuple(cells), 0, note))), tuple(checks))
 
 
-def recovery_part(found: Recovery, limits: AcceptanceConfig) -> Part:
-    most = found.start_s + limits.recovery_margin
-    text = "the text of an undisturbed one" if found.same else "another text than an undisturbed one"
+def recovery_part(kill: Recovery, limits: AcceptanceConfig) -> Part:
+    most = kill.start_s + limits.recovery_margin
+    text = "the text of an undisturbed one" if kill.same else "another text than an undisturbed one"
     cells = (
-        ("start of the daemon until it is ready", "-", f"{found.start_s:.1f} s"),
-        ("kill of a rank to the next token", f"{most:.1f} s at most", f"{found.next_s:.1f} s"),
+        ("start of the daemon until it is ready", "-", f"{kill.start_s:.1f} s"),
+        ("kill of a rank to the next token", f"{most:.1f} s at most", f"{kill.next_s:.1f} s"),
     )
-    note = (
-        f"The daemon reported: {found.reason.rstrip('.')}. The stream {'has ' + text if found.complete else 'broke'}."
-    )
+    note = f"The daemon reported: {kill.reason.rstrip('.')}. The stream {'has ' + text if kill.complete else 'broke'}."
     lines = sheet_lines(Sheet("A killed rank", ("", "predicted", "measured"), cells, 1, note))
     checks = (
-        Check("kill to the next token", f"{found.next_s:.1f} s", f"≤ {most:.1f} s", found.next_s <= most),
-        Check("the stream over the kill", "complete" if found.complete else "broken", "complete", found.complete),
+        Check("kill to the next token", f"{kill.next_s:.1f} s", f"≤ {most:.1f} s", kill.next_s <= most),
+        Check("the stream over the kill", "complete" if kill.complete else "broken", "complete", kill.complete),
     )
     return Part(tuple(lines), checks)
 

@@ -57,13 +57,13 @@ def run_case(engine: Engine, case: Case, vocab: int, seed: int, top_p: float = 1
         return _by_tokens(engine, case)
     prefill = 0.0
     decode: list[float] = []
-    known = time.perf_counter()
+    last = time.perf_counter()
     while engine.has_work:
         before = engine.progress.step
         engine.step()
         if engine.progress.step == before:
             continue  # where steps overlap, one was set off: it ends with a later call
-        took, known = time.perf_counter() - known, time.perf_counter()
+        took, last = time.perf_counter() - last, time.perf_counter()
         if engine.progress.last_tokens > case.batch or (not decode and engine.progress.last_tokens < case.batch):
             prefill += took
         elif engine.progress.last_tokens == case.batch:
@@ -165,11 +165,15 @@ def run_mix(engine: Engine, items: Sequence[Item], name: str) -> MixTiming:
 def step_bytes(about: Mapping[str, Any], case: Case) -> float:
     """Bytes that a decode step of the case must read, on average over its generation: the weights in each micro-batch
     of a pipeline, of experts those that its rows are expected to choose, and keys and values."""
-    parts, weights, kept = min(int(about["microbatches"]), case.batch), float(about["weights"]), about["kv_per_token"]
+    parts, weights, kv_bytes = (
+        min(int(about["microbatches"]), case.batch),
+        float(about["weights"]),
+        about["kv_per_token"],
+    )
     if about["experts"]:
-        held, count, chosen = about["experts"]
-        weights -= float(held * (1.0 - distinct_experts(count, chosen, ceil(case.batch / parts)) / count))
-    return parts * weights + float(kept * case.batch * (case.prompt + case.generate / 2))
+        expert_weights, count, chosen = about["experts"]
+        weights -= float(expert_weights * (1.0 - distinct_experts(count, chosen, ceil(case.batch / parts)) / count))
+    return parts * weights + float(kv_bytes * case.batch * (case.prompt + case.generate / 2))
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:

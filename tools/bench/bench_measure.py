@@ -97,7 +97,7 @@ def measure(jobs: Sequence[tuple[str, Job]], cases: Sequence[Case], repeats: int
         say(f"run {number} of {len(pairs) * repeats}: {_about(name, case)}")
         runs[index].append(job.ask("case", batch=case.batch, prompt=case.prompt, generate=case.generate))
     floor = max(floors, default=None)
-    return [_row(name, job, case, found, floor) for (name, job, case), found in zip(pairs, runs, strict=True)]
+    return [_row(name, job, case, timings, floor) for (name, job, case), timings in zip(pairs, runs, strict=True)]
 
 
 def _about(name: str, case: Case) -> str:
@@ -134,14 +134,14 @@ def measure_mix(name: str, job: Job, mix: dict[str, Any], repeats: int, say: Say
     runs, pure = [], []
     for repeat in range(repeats + 1):
         say(f"run {repeat} of {repeats} of the mix" if repeat else "warming up")
-        found = job.ask("mix", **mix)
-        seats = min(job.about["max_num_seqs"], len(found["end_s"]))
+        timing = job.ask("mix", **mix)
+        seats = min(job.about["max_num_seqs"], len(timing["end_s"]))
         prompt, generate = (
-            max(1, round(found[key] / len(found["end_s"]))) for key in ("prompt_tokens", "generated_tokens")
+            max(1, round(timing[key] / len(timing["end_s"]))) for key in ("prompt_tokens", "generated_tokens")
         )
         full = None if job.about["speculation"] else job.ask("case", batch=seats, prompt=prompt, generate=generate)
         if repeat:  # the first pair warms up
-            runs.append(found)
+            runs.append(timing)
             pure += [full] if full else []
     names = ("prefill_s", "prompt_tokens", "decode_s", "decode_tokens") if pure else ()
     middle = {name: spread([run[name] for run in pure])[0] for name in names}

@@ -33,9 +33,9 @@ _DRAFTS = {"drafted": "draft", "accepted": "accepted"}
 class Bench:
     """Rank 0's answers to orders."""
 
-    def __init__(self, built: Any, communicator: Communicator, held: list[int]) -> None:
-        """held: bytes of each rank's memory in use after loading."""
-        self.built, self.communicator, self.held = built, communicator, held
+    def __init__(self, built: Any, communicator: Communicator, in_use: list[int]) -> None:
+        """in_use: bytes of each rank's memory in use after loading."""
+        self.built, self.communicator, self.in_use = built, communicator, in_use
         self.engine = Engine(Scheduler(built.scheduler_limits), built.runner, communicator.plans, StepProgress())
         self.seed = 0
         self.about = self._describe()
@@ -50,7 +50,7 @@ class Bench:
             "weights": self._weights,
             "experts": expert_bytes(config, model.dtype.itemsize),
             "kv_per_token": per_token,
-            "rank_bytes": self.held,
+            "rank_bytes": self.in_use,
             "wiring": config.wiring.name,
             "tp": self.communicator.size,
             "nodes": len(self.communicator.layout.nodes),
@@ -72,9 +72,9 @@ class Bench:
                 case = Case(order["batch"], order["prompt"], order["generate"])
                 timing = dataclasses.asdict(run_case(self.engine, case, self._vocab, self.seed))
             case "mix":
-                known = self._drafts()
+                drafts_before = self._drafts()
                 timing = dataclasses.asdict(run_mix(self.engine, self._items(order), str(self.seed)))
-                timing |= {name: count - known[name] for name, count in self._drafts().items()}
+                timing |= {name: count - drafts_before[name] for name, count in self._drafts().items()}
             case other:
                 raise ValueError(f"unknown order {other!r}")
         after = communication(self.communicator.ledger.entries())
@@ -155,11 +155,11 @@ def held_bytes(device: Any) -> int:
 
 def bench(built: Any, communicator: Communicator, lead: Callable[[Bench], None]) -> None:
     """Every rank of a loaded group calls it: rank 0 leads, the others follow until it returns."""
-    held = communicator.collect(str(held_bytes(built.runner.cache.keys[0].device)).encode())
+    in_use = communicator.collect(str(held_bytes(built.runner.cache.keys[0].device)).encode())
     if not communicator.leads:
         follow(built.runner, communicator.plans, StepProgress())
         return
-    leader = Bench(built, communicator, [int(size) for size in held])
+    leader = Bench(built, communicator, [int(size) for size in in_use])
     try:
         lead(leader)
     finally:

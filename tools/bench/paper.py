@@ -161,11 +161,11 @@ def compared(rows: Sequence[Row], sweep: Sweep) -> Iterator[Compared]:
     for row in sorted(rows, key=lambda r: (r["tp"], not r["peer"], r["batch"], WIRINGS.index(r["wiring"]))):
         place = row["tp"], row["peer"], row["batch"]
         own, standard, silent = (measured.get((*place, wiring)) for wiring in (row["wiring"], "standard", "none"))
-        said, said_gain = _published(row, sweep)
+        published, said_gain = _published(row, sweep)
         made, flat = (_simulated(row, wiring, sweep) for wiring in (row["wiring"], "standard"))
         yield Compared(
             row,
-            (own, said, made),
+            (own, published, made),
             (own / standard if own and standard else None, said_gain, made / flat),
             silent / standard - 1 if silent and standard else None,
         )
@@ -176,11 +176,11 @@ def _published(row: Row, sweep: Sweep) -> tuple[float | None, float | None]:
     peer = "p2p" if row["peer"] else "no p2p"
     if row["scale"] != 1 or row["tp"] != max(8, sweep.least):
         return None, None
-    said = TOKENS.get((sweep.name, "2 nodes" if row["tp"] > 8 and row["peer"] else peer, row["batch"]), {})
-    own = said.get(row["wiring"])
+    published = TOKENS.get((sweep.name, "2 nodes" if row["tp"] > 8 and row["peer"] else peer, row["batch"]), {})
+    own = published.get(row["wiring"])
     if own is None and (row["wiring"], row["batch"]) == ("ladder", 4):
         return None, SPEEDUPS[peer].get(sweep.name)
-    return own, own / said["standard"] if own else None
+    return own, own / published["standard"] if own else None
 
 
 def _simulated(row: Row, wiring: str, sweep: Sweep) -> float:
@@ -193,7 +193,7 @@ def _simulated(row: Row, wiring: str, sweep: Sweep) -> float:
     return float(row["batch"] / group.step(load, wired(wiring, config.num_layers, tp)).total_s)
 
 
-def paper_table(found: Sequence[Compared]) -> Table:
+def paper_table(comparison: Sequence[Compared]) -> Table:
     table = Table(
         title="decoded tokens/s and times standard's: measured, published, simulated (H100)",
         title_style="dim", title_justify="left", padding=(0, 1, 0, 0), pad_edge=False, box=SIMPLE,
@@ -201,7 +201,7 @@ def paper_table(found: Sequence[Compared]) -> Table:
     names = ("tp", "P2P", "batch", "wiring", "tok/s", "publ.", "sim.", "gain", "publ.", "sim.", "law", "L/c")
     for name in names:
         table.add_column(name, justify="left" if name == "wiring" else "right", no_wrap=True)
-    for one in found:
+    for one in comparison:
         rates = ["" if rate is None else f"{rate:,.{int(rate < 1000)}f}" for rate in one.rates]
         gains = ["" if gain is None else f"{gain:.2f}" for gain in (*one.gains, one.law, one.ratio)]
         row = one.row
@@ -209,9 +209,9 @@ def paper_table(found: Sequence[Compared]) -> Table:
     return table
 
 
-def paper_plot(found: Sequence[Compared], path: Path) -> None:
+def paper_plot(comparison: Sequence[Compared], path: Path) -> None:
     """Ladder over standard against L/c, each source in a colour, and the law. Raises PlotError or ValueError."""
-    ladder = [one for one in found if one.row["wiring"] == "ladder" and one.ratio is not None]
+    ladder = [one for one in comparison if one.row["wiring"] == "ladder" and one.ratio is not None]
     with picture(path) as axes:
         end = max([2.0, *(one.ratio * 1.1 for one in ladder if one.ratio is not None)])
         points = [end * i / 200 for i in range(201)]

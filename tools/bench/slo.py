@@ -39,15 +39,15 @@ class Slo:
 
 def read_slo(text: str) -> Slo:
     """`ttft=6s,tpot=175ms`, either alone, or a name of NAMED. Raises ValueError."""
-    found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for part in NAMED.get(text, text).split(","):
         match = _LIMIT.fullmatch(part.strip())
         if match is None or not float(match[2]):
             raise ValueError(f"{part!r}: expected ttft=6s,tpot=175ms, or {' or '.join(NAMED)}")
-        if match[1] in found:
+        if match[1] in limits:
             raise ValueError(f"{text!r}: {match[1]} is named twice")
-        found[match[1]] = float(match[2]) / (1000 if match[3] == "ms" else 1)
-    return Slo(found.get("ttft", math.inf), found.get("tpot", math.inf))
+        limits[match[1]] = float(match[2]) / (1000 if match[3] == "ms" else 1)
+    return Slo(limits.get("ttft", math.inf), limits.get("tpot", math.inf))
 
 
 class SloType(click.ParamType[Slo]):

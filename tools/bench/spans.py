@@ -61,12 +61,14 @@ def in_flight(flights: Sequence[Span], records: Iterable[Record]) -> list[Span]:
     """The flights with the ends that the backend saw; where it keeps no such records, they end with their wait."""
     reduces = [record for record in records if record.op == "all_reduce"]
     emulated = [record for record in reduces if record.strategy == "emulated"]
-    known = (emulated or reduces)[-len(flights) :] if flights else []
-    if len(known) != len(flights) or any(r.bytes != f.bytes for r, f in zip(known, flights, strict=True)):
+    records_of_flights = (emulated or reduces)[-len(flights) :] if flights else []
+    if len(records_of_flights) != len(flights) or any(
+        r.bytes != f.bytes for r, f in zip(records_of_flights, flights, strict=True)
+    ):
         return list(flights)
     return [
         Span(f.name, f.category, r.start_s, r.start_s + r.in_flight_s, f.step, f.layer, f.sub_block, f.bytes)
-        for r, f in zip(known, flights, strict=True)
+        for r, f in zip(records_of_flights, flights, strict=True)
     ]
 
 

@@ -37,11 +37,11 @@ def to_and_fro(lanes: Iterable[T], turn: int) -> list[T]:
 
 def in_turns(names: Iterable[str], turns: int, measure: Callable[[str], T]) -> dict[str, list[T]]:
     """Calls `measure` for each name once a turn, in alternating order; returns the results by name."""
-    found: dict[str, list[T]] = {name: [] for name in names}
+    results: dict[str, list[T]] = {name: [] for name in names}
     for turn in range(turns):
-        for name in to_and_fro(found, turn):
-            found[name].append(measure(name))
-    return found
+        for name in to_and_fro(results, turn):
+            results[name].append(measure(name))
+    return results
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -74,13 +74,13 @@ def svg(figure: Any) -> str:
 
 def versions(*packages: str) -> dict[str, str | None]:
     """Each package's version; None where it is not installed."""
-    found: dict[str, str | None] = dict.fromkeys(packages)
+    by_package: dict[str, str | None] = dict.fromkeys(packages)
     for package in packages:
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def environment(folder: Path, needs: Sequence[str], without: Sequence[str] = ()) -> Path:

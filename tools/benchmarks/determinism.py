@@ -54,7 +54,7 @@ def main() -> None:
         for name, value in VALUES.items():
             deployment = Deployment(model, ParallelConfig(args.tp, deterministic=value), engine=engine)
             jobs.append((name, stack.enter_context(BenchJob(roomy(deployment, cases), f"deterministic {name}"))))
-        rows = measure(jobs, cases, args.repeats, 1, lambda said: print(said, file=sys.stderr))
+        rows = measure(jobs, cases, args.repeats, 1, lambda line: print(line, file=sys.stderr))
     lines = [shares(rows[at : at + len(VALUES)]) for at in range(0, len(rows), len(VALUES))]
     print("\n".join(table("batch x prompt | prefill | true | everywhere | decode | true | everywhere", lines)))
 

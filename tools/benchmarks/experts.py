@@ -85,10 +85,10 @@ def choices(config: Any, floor: float, silent: Mapping[int, float], sums: Mappin
     call = max(1e-6, (silent[few] - seconds(few, inf, floor)) / calls)
     flops = seconds(most, 1.0, inf) / max(1e-6, silent[most] - calls * call)
     rates = ComputeRates(flops, floor, floor, call, call, "measured")
-    devices = Devices(2, 1, 8 << 30, False, lambda kind: rates, lambda n, each: links(sums), Shape, gpu=False)
+    devices = Devices(2, 1, 8 << 30, False, lambda kind: rates, lambda n, per_node: links(sums), Shape, gpu=False)
     room = MemoryKeys(gpu=False, max_num_seqs=most, max_num_batched_tokens=512, max_model_len=64)
-    found = mixture_layouts(config, StoredTypes(), room, devices, Work(prompt=8, output=16), "native")
-    times = {x.name: x.step_s for x in found if x.name in BUILT}
+    options = mixture_layouts(config, StoredTypes(), room, devices, Work(prompt=8, output=16), "native")
+    times = {x.name: x.step_s for x in options if x.name in BUILT}
     return {b: min(times, key=lambda name: times[name][BATCHES.index(b)] or inf) for b in silent}
 
 

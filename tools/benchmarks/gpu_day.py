@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PACKAGES = ("torch", "triton", "flashinfer-python", "flashinfer-jit-cache", "megatron-core", "transformers")
 DECODE_BAR, SHARD_BAR = 0.85, 0.95
-Found = dict[str, Any]
+Results = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def parts(device: str, tiny: bool) -> list[Part]:
     ]
 
 
-def run(part: Part, limit_s: float, environment: Mapping[str, str]) -> Found:
+def run(part: Part, limit_s: float, environment: Mapping[str, str]) -> Results:
     """Its JSON lines, and the end of what it said besides. A part that fails or is cut off has them up to there."""
     began = time.monotonic()
     try:
@@ -98,17 +98,17 @@ def run(part: Part, limit_s: float, environment: Mapping[str, str]) -> Found:
     return {"ok": ok, "code": code, "seconds": round(time.monotonic() - began, 1), "lines": lines, "said": words[-12:]}
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(results_so_far: Mapping[str, Any]) -> str:
     from gpu_decode import speed_table
     from gpu_shard_report import shard_table
 
-    results: Mapping[str, Found] = found["parts"]
-    there = {name: value for name, value in found["environment"].items() if value}
+    results: Mapping[str, Results] = results_so_far["parts"]
+    there = {name: value for name, value in results_so_far["environment"].items() if value}
     out = [
         "## One GPU",
         "",
         f"`make gpu` on {there.pop('device')} ({', '.join(f'{name} {value}' for name, value in there.items())}).",
-        *[f"Not installed: {name}." for name in PACKAGES if found["environment"].get(name) is None],
+        *[f"Not installed: {name}." for name in PACKAGES if results_so_far["environment"].get(name) is None],
         "",
     ]
     ended: list[tuple[object, ...]] = []
@@ -128,14 +128,14 @@ def markdown(found: Mapping[str, Any]) -> str:
     rows = [(line, f"{line['batch']} decodes and a prompt of {line['prompt']}", line["mixed_ms"]) for line in mixed]
     rows += [(line, f"a prompt of {line['prompt']}", line["prompt"] / line["prefill_tok_s"] * 1e3) for line in prompts]
     if rows:
-        said = ((line["model"], line["weights"], name, f"{ms:.2f}") for line, name, ms in rows)
-        out += ["", *table("model | weights | step | ms", said)]
+        cells = ((line["model"], line["weights"], name, f"{ms:.2f}") for line, name, ms in rows)
+        out += ["", *table("model | weights | step | ms", cells)]
     if shards:
         out += ["", shard_table(shards)]
     return "\n".join([*out, "", *bars(decodes, shards), ""])
 
 
-def bars(decodes: Sequence[Found], shards: Sequence[Found]) -> list[str]:
+def bars(decodes: Sequence[Results], shards: Sequence[Results]) -> list[str]:
     """Each bar with its figure, reached or not; nothing for what was not measured."""
 
     def verdict(share: float, bar: float) -> str:
@@ -186,14 +186,14 @@ def main() -> int:
 
     there = {"device": machine(device_of(args.device)), "cuda": torch.version.cuda, "nvcc": shutil.which("nvcc")}
     environment = {"python": sys.version.split()[0], **versions(*PACKAGES), **there}
-    found: Found = {"environment": environment, "parts": {}}
+    results: Results = {"environment": environment, "parts": {}}
     if args.out.exists():
         before = json.loads(args.out.read_text())
         if before["environment"] == environment:  # figures of another machine or library are not mixed in
-            found = before
+            results = before
     for part in parts(args.device, args.tiny):
         left = args.minutes * 60 - (time.monotonic() - began)
-        done = found["parts"].get(part.name)
+        done = results["parts"].get(part.name)
         if not part.name.removeprefix("compile ").startswith(args.only) or (
             done is not None and done["ok"] and not args.again
         ):
@@ -202,12 +202,12 @@ def main() -> int:
             print(f"{part.name}: left for the next call", file=sys.stderr)
             continue
         print(f"{part.name} …", file=sys.stderr, flush=True)
-        found["parts"][part.name] = run(part, part.limit_s if part.apart else min(part.limit_s, left), paths)
-        began += found["parts"][part.name]["seconds"] * part.apart
-        _write(args.out, json.dumps(found, indent=1))
-        _write(args.out.with_suffix(".md"), markdown(found))
-    print(markdown(found))
-    return 0 if all(part["ok"] for part in found["parts"].values()) else 1
+        results["parts"][part.name] = run(part, part.limit_s if part.apart else min(part.limit_s, left), paths)
+        began += results["parts"][part.name]["seconds"] * part.apart
+        _write(args.out, json.dumps(results, indent=1))
+        _write(args.out.with_suffix(".md"), markdown(results))
+    print(markdown(results))
+    return 0 if all(part["ok"] for part in results["parts"].values()) else 1
 
 
 def _write(path: Path, text: str) -> None:

@@ -102,12 +102,12 @@ def counted(url: str) -> dict[str, float]:
     """Requests to the API by status code, of the daemon's whole life."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         text = answer.read().decode()
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for line in text.splitlines():
         if line.startswith("laddertron_http_requests_total{") and 'route="/v1/' in line:
             code = line.partition('code="')[2][:3]
-            found[code] = found.get(code, 0.0) + float(line.rpartition(" ")[2])
-    return found
+            counts[code] = counts.get(code, 0.0) + float(line.rpartition(" ")[2])
+    return counts
 
 
 def judged(name: str, url: str) -> tuple[str, ...]:
@@ -130,8 +130,8 @@ def judged(name: str, url: str) -> tuple[str, ...]:
                 print(f"{name}: exit {done.returncode}, see {log}", file=sys.stderr)
         grown = {code: count - before.get(code, 0.0) for code, count in counted(url).items()}
     errors = sum(count for code, count in grown.items() if code >= "400")
-    whole, took = sum(grown.values()), time.monotonic() - began
-    return judge.package, version, f"{whole:.0f}", f"{errors:.0f}", ", ".join(map(str, statuses)), f"{took:.0f}"
+    requests, took = sum(grown.values()), time.monotonic() - began
+    return judge.package, version, f"{requests:.0f}", f"{errors:.0f}", ", ".join(map(str, statuses)), f"{took:.0f}"
 
 
 def client(name: str, url: str) -> None:
@@ -146,10 +146,10 @@ def client(name: str, url: str) -> None:
         files, batches, content = module.create_file, module.create_batch, module.file_content
         chat, retrieve = module.completion, module.retrieve_batch
     else:
-        whole = module.OpenAI(base_url=f"{url}/v1", api_key="none")
+        api = module.OpenAI(base_url=f"{url}/v1", api_key="none")
         common, at = dict[str, str](), {"model": "demo"}
-        files, batches, content = whole.files.create, whole.batches.create, whole.files.content
-        chat, retrieve = whole.chat.completions.create, whole.batches.retrieve
+        files, batches, content = api.files.create, api.batches.create, api.files.content
+        chat, retrieve = api.chat.completions.create, api.batches.retrieve
     for number in range(10):
         messages = [{"role": "user", "content": f"number {number}"}]
         assert chat(messages=messages, max_tokens=8, **at).usage.completion_tokens <= 8

@@ -64,15 +64,15 @@ def _index(plans: Mapping[str, CapacityEstimate]) -> list[str]:
         rows.append((shown, ranks, fits, f"{alone * 1e3:.1f}", plan.recommendation[0]))
     console = Console(width=80, color_system=None, highlight=False)
     with console.capture() as captured:
-        console.print(plan_view(plans[SAMPLES[0]], whole=False))
+        console.print(plan_view(plans[SAMPLES[0]], all_tables=False))
     view = ["", f"`laddertron plan configs/{SAMPLES[0]}.yaml` in a terminal of 80 columns:", "", "```"]
     view += map(str.rstrip, captured.get().splitlines())
     return [*table("plan | ranks | fits | ms per token, batch 1 | advice", rows), *view, "```"]
 
 
-def crossing(found: Sequence[Layout], kind: tuple[str, str], batch: int, per_node: int) -> str:
+def crossing(candidates: Sequence[Layout], kind: tuple[str, str], batch: int, per_node: int) -> str:
     """How the layout with most output tokens a second, so the cheapest, crosses nodes, for these weights."""
-    mine = [x for x in found if (x.stored.weights, x.wiring.name) == kind]
+    mine = [x for x in candidates if (x.stored.weights, x.wiring.name) == kind]
     offers = [(s.output_per_s, x.tp, x.stages) for x in mine for s in x.speeds if s.batch == batch]
     _, tp, stages = max(offers, default=(0.0, 0, 0))
     return NONE if not offers else ACROSS if tp > per_node else STAGES if tp * stages > per_node else INSIDE
@@ -86,9 +86,9 @@ def regions(model: str, nodes: str, link: str) -> dict[str, list[list[str]]]:
     rows: dict[str, list[list[str]]] = {name: [] for name in KINDS}
     for context in CONTEXTS:
         work = replace(q.work, prompt=context - q.work.output // 2, contexts=())
-        found = layouts(q.config, devices.total, q.stored, q.keys, devices, work)
+        candidates = layouts(q.config, devices.total, q.stored, q.keys, devices, work)
         for name, kind in KINDS.items():
-            rows[name].append([crossing(found, kind, batch, devices.per_node) for batch in BATCHES])
+            rows[name].append([crossing(candidates, kind, batch, devices.per_node) for batch in BATCHES])
     return rows
 
 

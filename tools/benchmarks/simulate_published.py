@@ -96,12 +96,14 @@ def fit(rows: Sequence[Key] = FITTED) -> Constants:
     longer, contention from what ladder leaves of that."""
     rates, kv_reads = _fit_rates([row for row in rows if "none" in TOKENS[row]])
     free = dict.fromkeys(("nvlink", "pcie", "ib"), LinkCost(0, 1e15))
-    found = Constants(rates, kv_reads, free, dict.fromkeys(("p2p", "no p2p", "2 nodes"), Contention(0.0, 0.0)))
+    constants = Constants(rates, kv_reads, free, dict.fromkeys(("p2p", "no p2p", "2 nodes"), Contention(0.0, 0.0)))
     for interconnect, link in (("p2p", "nvlink"), ("no p2p", "pcie"), ("2 nodes", "ib")):
         mine = [row for row in rows if row[1] == interconnect]
-        found = replace(found, links={**found.links, link: _fit_link(found, interconnect, mine)})
-        found = replace(found, contention={**found.contention, interconnect: _fit_contention(found, mine)})
-    return found
+        constants = replace(constants, links={**constants.links, link: _fit_link(constants, interconnect, mine)})
+        constants = replace(
+            constants, contention={**constants.contention, interconnect: _fit_contention(constants, mine)}
+        )
+    return constants
 
 
 def _fit_rates(rows: Sequence[Key]) -> tuple[ComputeRates, float]:
@@ -126,34 +128,34 @@ def _fit_rates(rows: Sequence[Key]) -> tuple[ComputeRates, float]:
 
 def _least_squares(lines: Sequence[Sequence[float]], target: Sequence[float]) -> list[float]:
     """The prices whose sums over each line have the least relative errors."""
-    matrix, wanted = np.asarray(lines, dtype=float), np.asarray(target)
+    matrix, goals = np.asarray(lines, dtype=float), np.asarray(target)
     scale = np.abs(matrix).max(axis=0)
-    found: list[float] = (
-        np.linalg.lstsq(matrix / scale / wanted[:, None], np.ones(len(wanted)), rcond=None)[0] / scale
+    prices: list[float] = (
+        np.linalg.lstsq(matrix / scale / goals[:, None], np.ones(len(goals)), rcond=None)[0] / scale
     ).tolist()
-    return found
+    return prices
 
 
-def _fit_link(found: Constants, interconnect: str, rows: Sequence[Key]) -> LinkCost:
+def _fit_link(constants: Constants, interconnect: str, rows: Sequence[Key]) -> LinkCost:
     """Latency and bytes/s of the one link that is not known yet, from what standard takes longer than computing."""
     shape = SHAPES[interconnect]
     hops, volume = (14.0, 1.75) if shape.nodes == 1 else (2.0, 1.875)
     lines, rest = [], []
     for name, _, batch in rows:
-        group = found.group(name, interconnect)
+        group = constants.group(name, interconnect)
         layers = group.config.num_layers
         alone = group.step(Load(decodes=batch, context=POSITIONS), make_wiring("none", layers)).total_s
         slower = batch / TOKENS[name, interconnect, batch]["standard"] - alone
-        known_s = OVERHEAD_S + (14 * found.links["nvlink"].latency_s if shape.nodes > 1 else 0.0)
+        known_s = OVERHEAD_S + (14 * constants.links["nvlink"].latency_s if shape.nodes > 1 else 0.0)
         lines.append([hops, volume * group.message_bytes(Load(decodes=batch))])
         rest.append(slower / (2 * layers) - known_s)
-    latency, each = _least_squares(lines, rest)
-    if latency < 0 or each <= 0:
-        raise ValueError(f"{interconnect}: fitted {latency} s and {each} s a byte: the rows contradict the model")
-    return LinkCost(latency, 1 / each)
+    latency, byte_s = _least_squares(lines, rest)
+    if latency < 0 or byte_s <= 0:
+        raise ValueError(f"{interconnect}: fitted {latency} s and {byte_s} s a byte: the rows contradict the model")
+    return LinkCost(latency, 1 / byte_s)
 
 
-def _fit_contention(found: Constants, rows: Sequence[Key]) -> Contention:
+def _fit_contention(fitted: Constants, rows: Sequence[Key]) -> Contention:
     """Where ladder's rows are met: the smallest batch, whose messages are mostly latency, says what waiting costs, the
     largest what moving bytes does; in turns, as each has a little of both."""
     interconnect = rows[0][1]
@@ -161,7 +163,7 @@ def _fit_contention(found: Constants, rows: Sequence[Key]) -> Contention:
     best = Contention(0.0, 0.0)
 
     def too_fast(row: Key, trial: Contention) -> float:
-        constants = replace(found, contention={**found.contention, interconnect: trial})
+        constants = replace(fitted, contention={**fitted.contention, interconnect: trial})
         return log(TOKENS[row]["ladder"] / constants.tokens_per_s(row, "ladder"))
 
     for _ in range(6):
@@ -198,16 +200,20 @@ def speedups(constants: Constants) -> Iterator[Row]:
     for key, published in TOKENS.items():
         for wiring in ("ladder", "parallel"):
             if wiring in published:
-                said = published[wiring] / published["standard"]
-                yield Row(wiring, key, key in FITTED and wiring == "ladder", said, constants.gain(key, wiring))
+                published_ratio = published[wiring] / published["standard"]
+                yield Row(
+                    wiring, key, key in FITTED and wiring == "ladder", published_ratio, constants.gain(key, wiring)
+                )
     key = ("405B", "2 nodes, no p2p", 4)
     yield Row("ladder", key, False, SPEEDUPS["no p2p"]["405B"], constants.gain(key, "ladder"))
 
 
 def rates(constants: Constants) -> Iterator[Row]:
     for key, published in TOKENS.items():
-        for wiring, said in published.items():
-            yield Row(wiring, key, key in FITTED and wiring != "parallel", said, constants.tokens_per_s(key, wiring))
+        for wiring, published_rate in published.items():
+            yield Row(
+                wiring, key, key in FITTED and wiring != "parallel", published_rate, constants.tokens_per_s(key, wiring)
+            )
 
 
 def other_sizes(constants: Constants) -> Iterator[Row]:
@@ -221,16 +227,16 @@ def other_sizes(constants: Constants) -> Iterator[Row]:
 def shipped(constants: Constants) -> Constants:
     """The rates, prices and contention that `plan` uses; of the fitted ones only what its engine does not do, the
     repeated reading of keys and values."""
-    found = {}
+    prices = {}
     for link, interconnect in (("nvlink", "p2p"), ("pcie", "no p2p"), ("ib", "2 nodes")):
         regime = reference("nccl", SHAPES[interconnect]).regimes[0]
         if (price := regime.inter if link == "ib" else regime.intra) is not None:
-            found[link] = price
+            prices[link] = price
     contention = {"p2p": NCCL_CONTENTION["nvlink"], "no p2p": NCCL_CONTENTION["pcie"], "2 nodes": NCCL_CONTENTION["ib"]}
     device = GPU_MODELS["H100"].device(0, "", 0)
     kv_bytes_per_s = device.memory_bandwidth * WEIGHT_SHARE if device.memory_bandwidth else 0.0
     rates = replace(gpu_rates(device), kv_bytes_per_s=kv_bytes_per_s)
-    return Constants(rates, constants.kv_reads, found, contention)
+    return Constants(rates, constants.kv_reads, prices, contention)
 
 
 def report(constants: Constants) -> list[str]:
@@ -255,9 +261,9 @@ def report(constants: Constants) -> list[str]:
     ):
         cells = []
         for row in rows:
-            said = [f"{rate:.{2 if row.published < 10 else 1}f}" for rate in (row.published, row.simulated)]
+            shown = [f"{rate:.{2 if row.published < 10 else 1}f}" for rate in (row.published, row.simulated)]
             error = f"{row.error:+.1%}" + ("" if abs(row.error) <= LIMIT else " **miss**")
-            cells.append((*row.key, row.what, "yes" if row.fitted else "", *said, error))
+            cells.append((*row.key, row.what, "yes" if row.fitted else "", *shown, error))
         tested = [abs(row.error) for row in rows if not row.fitted]
         missed = sum(error > LIMIT for error in tested)
         mean = exp(sum(log(1 + error) for error in tested) / len(tested)) - 1

@@ -74,11 +74,11 @@ class Lane:
     hidden: float = 0.0
 
     def run(self, items: Items) -> None:
-        found = self.job.ask("mix", items=items)
-        self.tokens += found["generated_tokens"]
-        self.seconds += found["total_s"]
-        self.exposed += found["exposed_s"]
-        self.hidden += found["hidden_s"]
+        result = self.job.ask("mix", items=items)
+        self.tokens += result["generated_tokens"]
+        self.seconds += result["total_s"]
+        self.exposed += result["exposed_s"]
+        self.hidden += result["hidden_s"]
 
     @property
     def rate(self) -> float:
@@ -115,8 +115,8 @@ def _race(console: Console) -> None:
 def _prompts() -> Items:
     """The demo's prompts: one batch of what the models' seats hold."""
     text = TextModel.from_folder(ROOT / "configs/demo-ladder")
-    known = [json.loads(line)["body"].get("prompt") for line in PROMPTS.read_text().splitlines()]
-    ids = [text.tokenizer.encode(prompt).ids for prompt in known if prompt is not None]
+    prompts = [json.loads(line)["body"].get("prompt") for line in PROMPTS.read_text().splitlines()]
+    ids = [text.tokenizer.encode(prompt).ids for prompt in prompts if prompt is not None]
     return [(ids[number % len(ids)], MAX_TOKENS, 0.0) for number in range(SEATS)]
 
 
@@ -180,9 +180,9 @@ def _kill_and_resume(console: Console, folder: Path) -> int:
     _run_until_killed(console, command, output)
     _show(console, [*command, "--resume"])
     resumed = subprocess.run([*command, "--resume"], check=False, env=child.environment())
-    words, whole = tally(LINES, [output])
+    words, complete = tally(LINES, [output])
     console.print(f"\n[bold]{words}")
-    return resumed.returncode if whole else 1
+    return resumed.returncode if complete else 1
 
 
 def _show(console: Console, command: list[str]) -> None:

@@ -108,11 +108,11 @@ def serving(config: Path, log: Path, settings: Mapping[str, object]) -> Iterator
 
 def write_lines(path: Path, count: int, chats: bool = False, **more: Any) -> None:
     """A batch of the demo's prompts over and over, each with a seed of its own; `more`: of each body, over its own."""
-    known = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
-    known = [line for line in known if chats or "prompt" in line["body"]]
+    bodies = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    bodies = [line for line in bodies if chats or "prompt" in line["body"]]
     with path.open("w") as file:
         for number in range(count):
-            line = known[number % len(known)]
+            line = bodies[number % len(bodies)]
             body = {**line["body"], "seed": number, **more}
             file.write(json.dumps({**line, "custom_id": f"line-{number}", "body": body}) + "\n")
 

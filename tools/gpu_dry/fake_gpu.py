@@ -90,8 +90,8 @@ class FakeGpu(_DISPATCH):  # type: ignore[misc]
             if self.is_pinned(x):
                 self.order.record_stream(x, self.order.current)  # the host's allocator records an event there
         if self._graph is not None:
-            for kept, tensors in ((self._graph.reads, reads), (self._graph.writes, writes)):
-                kept.update((x.untyped_storage()._cdata, weakref.ref(x)) for x in tensors)
+            for accesses, tensors in ((self._graph.reads, reads), (self._graph.writes, writes)):
+                accesses.update((x.untyped_storage()._cdata, weakref.ref(x)) for x in tensors)
 
     def host_waits(self, name: str, clock: dict[int, int]) -> None:
         self.note("wait", name, refused=True)
@@ -104,7 +104,7 @@ class FakeGpu(_DISPATCH):  # type: ignore[misc]
     def replay(self, graph: Graph) -> None:
         self.note("replay", "replay")
         reads, writes = (
-            [x for ref in kept.values() if (x := ref()) is not None] for kept in (graph.reads, graph.writes)
+            [x for ref in accesses.values() if (x := ref()) is not None] for accesses in (graph.reads, graph.writes)
         )
         self.access("replay", reads, writes)
 
@@ -193,8 +193,12 @@ class FakeGpu(_DISPATCH):  # type: ignore[misc]
         return out
 
     def _account(self, func: Any, name: str, given: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:
-        known = {x.untyped_storage()._cdata for x in given}
-        made = [x for x in tree_leaves(out) if isinstance(x, FakeTensor) and x.untyped_storage()._cdata not in known]
+        given_storages = {x.untyped_storage()._cdata for x in given}
+        made = [
+            x
+            for x in tree_leaves(out)
+            if isinstance(x, FakeTensor) and x.untyped_storage()._cdata not in given_storages
+        ]
         changed = [
             x
             for place, argument in enumerate(func._schema.arguments)

@@ -67,9 +67,9 @@ def write_checkpoint(folder: Path, case: Case) -> Path:
         kinds = {name: "F8_E4M3" for name in expected_shapes(config) if name.endswith("_proj.weight")}
     elif case.fp8:
         wide = published_fp8(case.model)
-        kept = (*wide[: case.layers - 1], wide[-1])  # the first layer and the last one keep more
+        wide_layers = (*wide[: case.layers - 1], wide[-1])  # the first layer and the last one keep more
         for layer in range(case.layers):
-            for product in set(PRODUCTS) - set(kept[layer]):
+            for product in set(PRODUCTS) - set(wide_layers[layer]):
                 kinds |= dict.fromkeys(sources_of(RankShard(config, 1, 0), layer, product), "F8_E4M3")
     tensors, at = {}, 0
     for name, shape in expected_shapes(config).items():
@@ -77,12 +77,12 @@ def write_checkpoint(folder: Path, case: Case) -> Path:
         stored = [(name, kind, shape)]
         if kind == "F8_E4M3":
             scales = (
-                (shape[0], 1) if block is None else tuple(-(-n // each) for n, each in zip(shape, block, strict=True))
+                (shape[0], 1) if block is None else tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
             )
             stored.append((f"{name}_scale", "F32", scales))
-        for each, dtype, dims in stored:
+        for tensor_name, dtype, dims in stored:
             end = at + int(np.prod(dims)) * _SIZES[dtype]
-            tensors[each] = {"dtype": dtype, "shape": dims, "data_offsets": [at, end]}
+            tensors[tensor_name] = {"dtype": dtype, "shape": dims, "data_offsets": [at, end]}
             at = end
     header = json.dumps(tensors).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -145,15 +145,15 @@ class _Pipeline(Pipeline):
 def communicator(gpu: FakeGpu, case: Case, rank: int, stage: int, ring: Any, plans: Plans) -> Communicator:
     """Makes the communicator of `rank` in the case's group, which is stage `stage`. ring: this end of the line between
     the first and last stages."""
-    each, nodes = case.tp // case.nodes, range(case.nodes)
-    layout = GroupLayout(tuple(tuple(range(n * each, (n + 1) * each)) for n in nodes))
+    per_node, nodes = case.tp // case.nodes, range(case.nodes)
+    layout = GroupLayout(tuple(tuple(range(n * per_node, (n + 1) * per_node)) for n in nodes))
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.tp)
     tp, ledger = dist.group.WORLD, Ledger()
     levels = None
     if case.two_level:
         intra, rails = [dist.new_group(list(node)) for node in layout.nodes], [dist.new_group(r) for r in layout.rails]
-        levels = TwoLevel(intra[rank // each], rails[rank % each], lambda size: size > 40_000)
+        levels = TwoLevel(intra[rank // per_node], rails[rank % per_node], lambda size: size > 40_000)
     pipeline = None
     if case.stages > 1:
         lines = Lines({RING: ring}, lambda line: "the other stage is gone", "stage")
@@ -168,7 +168,7 @@ def communicator(gpu: FakeGpu, case: Case, rank: int, stage: int, ring: Any, pla
     node_reduce: Any = None
     if case.parallel.get("dense_path") == "node":
         inside = [dist.new_group(list(node)) for node in layout.nodes]
-        node_reduce = nccl_collective(inside[rank // each], ledger, "node")
+        node_reduce = nccl_collective(inside[rank // per_node], ledger, "node")
     gathers: Any = AloneGather() if alone else _Gather(tp, ledger, wait)
     return Communicator(
         rank, layout, "nccl", reduce, gathers, sender, ledger, TorchGroups(tp), [], lambda seconds: None,

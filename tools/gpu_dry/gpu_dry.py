@@ -52,7 +52,7 @@ def run_all(jobs: Sequence[tuple[str, Callable[[], dict[str, Any]]]]) -> list[di
     """Runs each job in a fork of this process, two at a time, and returns their results; a failed job's result is a
     fault."""
     waiting, running = deque(enumerate(jobs)), dict[int, tuple[int, float, BufferedRandom]]()
-    found = [dict[str, Any]()] * len(jobs)
+    results = [dict[str, Any]()] * len(jobs)
     while waiting or running:
         if waiting and len(running) < 2:
             number, (_, job) = waiting.popleft()
@@ -62,14 +62,14 @@ def run_all(jobs: Sequence[tuple[str, Callable[[], dict[str, Any]]]]) -> list[di
         pid, status = os.wait()
         number, began, out = running.pop(pid)
         out.seek(0)
-        said = out.read().decode(errors="replace").strip()
+        output = out.read().decode(errors="replace").strip()
         out.close()
         code = os.waitstatus_to_exitcode(status)
         failed = f"exit status {code}" if code >= 0 else signal.strsignal(-code)
-        found[number] = {"faults": [f"{failed}\n{said[-2000:]}"]} if code else json.loads(said.splitlines()[-1])
-        faults = found[number]["faults"]
+        results[number] = {"faults": [f"{failed}\n{output[-2000:]}"]} if code else json.loads(output.splitlines()[-1])
+        faults = results[number]["faults"]
         print("\n  ".join([f"{jobs[number][0]}: {time.monotonic() - began:.0f} s", *faults]), flush=True)
-    return found
+    return results
 
 
 def _fork(job: Callable[[], dict[str, Any]], out: int) -> int:
@@ -88,9 +88,9 @@ def _fork(job: Callable[[], dict[str, Any]], out: int) -> int:
         os._exit(code)
 
 
-def row(found: dict[str, Any]) -> str:
+def row(result: dict[str, Any]) -> str:
     """The table's line of a case."""
-    r, memory = found["rows"], found["memory"]
+    r, memory = result["rows"], result["memory"]
     draws = ("greedy", "temperature", "top_p")
 
     def each(kind: str) -> str:
@@ -101,7 +101,7 @@ def row(found: dict[str, Any]) -> str:
         return f"{memory[name] >> 20}, {memory[f'{name} kept'] >> 20}"
 
     parts = (
-        found["name"], f"{r['recorded launch']}, {r['recorded collective']}", f"{r['drawn launch']}", each("launch"),
+        result["name"], f"{r['recorded launch']}, {r['recorded collective']}", f"{r['drawn launch']}", each("launch"),
         f"{each('to_device')}, {each('to_host')}", each("wait"), f"{r['prompts launch']}, {r['prompts wait']}",
         of("step"), of("recorded"),
     )  # fmt: skip
@@ -150,9 +150,9 @@ def main() -> int:
     jobs += [(name, partial(run_case.run, name)) for name in cases]
     every = run_all(jobs)
     faults = [f"{name}: {fault}" for (name, _), one in zip(jobs, every, strict=True) for fault in one["faults"]]
-    found = every[-len(cases) :]
-    if all(f.get("rows") for f in found):
-        print(table(new := [row(f) for f in found]))
+    latest = every[-len(cases) :]
+    if all(f.get("rows") for f in latest):
+        print(table(new := [row(f) for f in latest]))
         before, old, after = written()
         now = renewed(old, new)
         if "--write" in sys.argv:

@@ -39,7 +39,7 @@ KINDS = ("launch", "to_device", "to_host", "wait")
 
 
 @dataclass
-class Found:
+class CaseResult:
     """`rows`: figures by name, of a step; `faults`: what must not be."""
 
     name: str
@@ -88,14 +88,14 @@ class Rank:
         """The same of STEPS decode-only steps, after all prompts are prefilled."""
         self.add(seats, **params)
         self.steps(3 + 2 * (self.case.stages - 1))
-        found = self.steps(STEPS)
+        counted = self.steps(STEPS)
         for _ in drain(self.engine):
             pass
-        return found
+        return counted
 
 
-def measure(case: Case, folder: Path, driver: FakeDriver, asked: Counter[str]) -> Found:
-    found, rank = Found(case.name), Rank(case, folder)
+def measure(case: Case, folder: Path, driver: FakeDriver, asked: Counter[str]) -> CaseResult:
+    result, rank = CaseResult(case.name), Rank(case, folder)
     compilations, modules = len(driver.sources), set(asked)
     rank.add(2, 700, 3, temperature=0.0)
     rank.add(3, 2400, 3, temperature=0.0)
@@ -105,51 +105,51 @@ def measure(case: Case, folder: Path, driver: FakeDriver, asked: Counter[str]) -
     for _ in drain(rank.engine):
         pass
     for name, counts in (("prompts", prompts), ("mixed", mixed)):
-        found.rows |= {f"{name} {kind}": _sum(counts, kind) for kind in KINDS}
+        result.rows |= {f"{name} {kind}": _sum(counts, kind) for kind in KINDS}
     for name, params in DRAWS.items():
         counts, peak = rank.decode(params, case.seats)
         most = max(most, peak)
-        found.rows |= {f"{name} {kind}": _sum(counts, kind) / STEPS for kind in KINDS}
-        wanted = STEPS * (case.stages * case.recorded + (name != "top_p" and case.draws_recorded))
-        if (recorded := _sum(counts, "replay")) != wanted:
-            found.faults.append(f"{name}: {recorded} replays in {STEPS} decode steps, not {wanted}")
+        result.rows |= {f"{name} {kind}": _sum(counts, kind) / STEPS for kind in KINDS}
+        expected = STEPS * (case.stages * case.recorded + (name != "top_p" and case.draws_recorded))
+        if (recorded := _sum(counts, "replay")) != expected:
+            result.faults.append(f"{name}: {recorded} replays in {STEPS} decode steps, not {expected}")
     largest = GPU.graphs[:: max(1, len(GPU.graphs) // case.stages)]  # each stage records its largest size first
     for kind in ("launch", "collective"):
-        found.rows[f"recorded {kind}"] = sum(_sum(graph.counts, kind) for graph in largest)
+        result.rows[f"recorded {kind}"] = sum(_sum(graph.counts, kind) for graph in largest)
     draws = GPU.graphs[len(GPU.graphs) // 2 :][:1] if case.draws_recorded else []
-    found.rows["drawn launch"] = sum(_sum(graph.counts, "launch") for graph in draws)
+    result.rows["drawn launch"] = sum(_sum(graph.counts, "launch") for graph in draws)
     for seats in (1, 3, 16, 33):  # sizes and lengths that no step had before
         rank.add(min(seats, case.seats), 7 * seats, 3, temperature=0.7, top_k=5)
         for _ in drain(rank.engine):
             pass
     if new := {source.name for source, _ in driver.sources[compilations:]}:
-        found.faults.append(f"compiled after warm-up: {', '.join(sorted(new))}")
+        result.faults.append(f"compiled after warm-up: {', '.join(sorted(new))}")
     if more := set(asked) - modules:
-        found.faults.append(f"FlashInfer compiles after warm-up: {', '.join(sorted(more))}")
-    found.faults += sorted({f"forbidden: {what}" for what in GPU.forbidden})
-    found.faults += [f"unordered: {what} ({n} times)" for what, n in Counter(GPU.order.faults).most_common(8)]
-    weigh(found, rank, most)
-    return found
+        result.faults.append(f"FlashInfer compiles after warm-up: {', '.join(sorted(more))}")
+    result.faults += sorted({f"forbidden: {what}" for what in GPU.forbidden})
+    result.faults += [f"unordered: {what} ({n} times)" for what, n in Counter(GPU.order.faults).most_common(8)]
+    weigh(result, rank, most)
+    return result
 
 
-def weigh(found: Found, rank: Rank, step: int) -> None:
+def weigh(result: CaseResult, rank: Rank, step: int) -> None:
     """The bytes taken and the bytes that engine/step/memory.py reserves for them, of the stage that comes nearest."""
-    kept, memories = rank.working, rank.memories
+    reserved, memories = rank.working, rank.memories
     for name, taken, parts in (
         ("step", [step], ("activations", "all-reduces in flight", "draws")),
         ("attention", [m.attention for m in memories], ("attention workspace",)),
         ("recorded", [m.recorded for m in memories], ("CUDA graphs",)),
-        ("loading", [m.loading for m in memories], tuple(kept[0])),
+        ("loading", [m.loading for m in memories], tuple(reserved[0])),
     ):
-        rooms = [sum(each.get(part, 0) for part in parts) for each in kept]
+        rooms = [sum(parts_reserved.get(part, 0) for part in parts) for parts_reserved in reserved]
         bytes_taken, room = max(zip(taken, rooms, strict=False), key=lambda pair: pair[0] - pair[1])
-        found.memory |= {name: bytes_taken, f"{name} kept": room}
+        result.memory |= {name: bytes_taken, f"{name} kept": room}
         # NOTE: torch's attention computes its scores in one piece on fake tensors, which a GPU's kernels do not.
         if bytes_taken > room and (name != "step" or rank.case.recorded):
-            found.faults.append(f"memory of {name}: {bytes_taken >> 20} MiB taken, {room >> 20} MiB reserved")
+            result.faults.append(f"memory of {name}: {bytes_taken >> 20} MiB taken, {room >> 20} MiB reserved")
 
 
-def check_kernels(found: Found, driver: FakeDriver) -> None:
+def check_kernels(result: CaseResult, driver: FakeDriver) -> None:
     """Each specialisation that a call site asked for, compiled for every capability."""
     for source, options in driver.sources:
         kinds = " ".join(source.signature.values())
@@ -157,33 +157,33 @@ def check_kernels(found: Found, driver: FakeDriver) -> None:
             if capability < 89 and "fp8" in kinds:
                 continue
             if lost := spilled(compiled(source, options, capability).asm["cubin"]):
-                found.faults.append(f"{source.name} ({kinds}) for {capability}: {lost} bytes spilled a thread")
+                result.faults.append(f"{source.name} ({kinds}) for {capability}: {lost} bytes spilled a thread")
 
 
-def collectives(case: Case, folder: Path) -> Found:
+def collectives(case: Case, folder: Path) -> CaseResult:
     """Whether every rank sets off the same collectives in the same order, from its first to those of recorded steps."""
-    found, orders = Found(case.name), dict[str, list[str]]()
+    result, orders = CaseResult(case.name), dict[str, list[str]]()
     GPU.checks_order = False
     for rank in range(case.tp):
         GPU.collectives.clear()
         start(GPU, case, rank, folder)
         digest = hashlib.sha256(repr(GPU.collectives).encode()).hexdigest()[:12]
         orders.setdefault(f"{len(GPU.collectives)} collectives {digest}", []).append(str(rank))
-    found.rows = {f"{order} of ranks {' '.join(ranks)}": len(ranks) for order, ranks in orders.items()}
+    result.rows = {f"{order} of ranks {' '.join(ranks)}": len(ranks) for order, ranks in orders.items()}
     if len(orders) != 1:
-        found.faults.append(f"ranks differ in their collectives: {'; '.join(found.rows)}")
-    return found
+        result.faults.append(f"ranks differ in their collectives: {'; '.join(result.rows)}")
+    return result
 
 
 def run(name: str, every_rank: bool = False) -> dict[str, Any]:
-    """The case's Found, as a dictionary; once a process. every_rank: of the collectives of its ranks."""
+    """The case's result, as a dictionary; once a process. every_rank: of the collectives of its ranks."""
     case = next(case for case in CASES if case.name == name)
     if every_rank:
         case = replace(case, layers=max(2, case.stages), engine={**case.engine, "max_num_seqs": 4})
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint(Path(folder) / "model", case)
         with GPU:
-            found = collectives(case, checkpoint) if every_rank else measure(case, checkpoint, DRIVER, ASKED)
+            result = collectives(case, checkpoint) if every_rank else measure(case, checkpoint, DRIVER, ASKED)
     if not every_rank:
-        check_kernels(found, DRIVER)
-    return asdict(found)
+        check_kernels(result, DRIVER)
+    return asdict(result)

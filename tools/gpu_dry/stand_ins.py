@@ -117,25 +117,25 @@ def spilled(cubin: bytes) -> int:
         file.write(cubin)
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    found = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
-    if found is None:
-        raise ValueError(f"cuobjdump does not report resources: {said[:200]!r}")
-    return int(found[1]) + int(found[2])
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    match = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", output)
+    if match is None:
+        raise ValueError(f"cuobjdump does not report resources: {output[:200]!r}")
+    return int(match[1]) + int(match[2])
 
 
 def written(ttir: str) -> set[int]:
     """The places of the pointers among a kernel's parameters that it stores to, by its Triton IR."""
     signature = re.search(r"tt\.func public @\w+\((.*?)\) attributes", ttir, re.DOTALL)
     names = re.findall(r"(%\w+): ", signature[1]) if signature else []
-    origin, found = {name: name for name in names}, set()
+    origin, stored_to = {name: name for name in names}, set()
     made = r"(%[\w#]+) = tt\.(?:addptr|splat|broadcast|bitcast|expand_dims) (%[\w#]+)"
     for name, source, stored in re.findall(rf"{made}|tt\.(?:store|atomic_\w+) (%[\w#]+)", ttir):
         if stored:
-            found.add(names.index(origin[stored]))
+            stored_to.add(names.index(origin[stored]))
         elif source in origin:  # regions that follow one another have the same names
             origin[name] = origin[source]
-    return found
+    return stored_to
 
 
 def compiled(source: Any, options: dict[str, Any], capability: int) -> Any:

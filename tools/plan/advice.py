@@ -37,25 +37,25 @@ def describe(layout: Layout) -> str:
 
 def recommend(plan: CapacityEstimate) -> tuple[str, ...]:
     """Sentences, most important first."""
-    said = [] if plan.memory.fits else [f"As configured it {plan.memory.verdict}."]
-    said += mixture_words(plan.mixtures)
+    sentences = [] if plan.memory.fits else [f"As configured it {plan.memory.verdict}."]
+    sentences += mixture_words(plan.mixtures)
     wiring = plan.question.config.wiring.name
     there = [x for x in by_cost(plan.layouts) if x.wiring.name == wiring]
     if there:
-        said += _cost_words(plan, there)
+        sentences += _cost_words(plan, there)
         ladder = [x for x in by_cost(plan.layouts) if x.wiring.name == "ladder"]
         if wiring != "ladder" and ladder:
             text = f"If the model were trained as ladder: {describe(ladder[0])}, {_price(ladder[0])}"
-            said.append(f"{text}{_needs(ladder[0])}.")
+            sentences.append(f"{text}{_needs(ladder[0])}.")
         quick = min(there, key=lambda x: x.fastest.step_s if x.fastest else 0.0)
         if quick.fastest:
-            said.append(
+            sentences.append(
                 f"Fastest for one sequence: {describe(quick)}, {quick.fastest.step_s * 1e3:.1f} ms per token "
                 f"({quick.fastest.tokens_per_s:.0f} tokens/s){_needs(quick)}."
             )
     elif plan.layouts:
-        said.append("No layout on these devices has room for this model: add nodes, or use its fp8 weights.")
-    return (*said, *_wiring_words(plan))
+        sentences.append("No layout on these devices has room for this model: add nodes, or use its fp8 weights.")
+    return (*sentences, *_wiring_words(plan))
 
 
 def _cost_words(plan: CapacityEstimate, there: Sequence[Layout]) -> list[str]:
@@ -66,15 +66,15 @@ def _cost_words(plan: CapacityEstimate, there: Sequence[Layout]) -> list[str]:
     if best is own:
         text = f"This layout is the cheapest on these GPUs, {_price(best)}"
         return [f"{text}{_more(best, max_num_seqs)}."]
-    said = [f"Cheapest: {describe(best)}, {_price(best)}{_needs(best)}; {_keys(best)}."]
+    sentences = [f"Cheapest: {describe(best)}, {_price(best)}{_needs(best)}; {_keys(best)}."]
     mine = [x for x in there if x.stored == plan.question.stored]
     if mine and mine[0] not in (best, own):
-        said.append(f"Cheapest with these weights: {describe(mine[0])}, {_price(mine[0])}; {_keys(mine[0])}.")
+        sentences.append(f"Cheapest with these weights: {describe(mine[0])}, {_price(mine[0])}; {_keys(mine[0])}.")
     if own is not None and own.cheapest and best.cheapest:
         ratio = own.cheapest.dollars / best.cheapest.dollars
         verdict = "equal within the model's error" if ratio < 1 + TIE_SHARE else f"{ratio:.1f}x the cheapest"
-        said.append(f"This layout: {describe(own)}, {_price(own)}, {verdict}{_more(own, max_num_seqs)}.")
-    return said
+        sentences.append(f"This layout: {describe(own)}, {_price(own)}, {verdict}{_more(own, max_num_seqs)}.")
+    return sentences
 
 
 def _price(layout: Layout) -> str:
@@ -86,8 +86,8 @@ def _price(layout: Layout) -> str:
 
 def _more(layout: Layout, max_num_seqs: int) -> str:
     speed = layout.cheapest
-    each = -(-speed.batch // layout.replicas) if speed else 0
-    return f"; set engine.max_num_seqs to {each} (now {max_num_seqs})" if each > max_num_seqs else ""
+    per_replica = -(-speed.batch // layout.replicas) if speed else 0
+    return f"; set engine.max_num_seqs to {per_replica} (now {max_num_seqs})" if per_replica > max_num_seqs else ""
 
 
 def _needs(layout: Layout) -> str:
@@ -156,18 +156,18 @@ def _wiring_words(plan: CapacityEstimate) -> list[str]:
         )
     times = {batch: by_key["standard", batch].time for batch in (low, high)}
     ratios = {batch: time.exposed_s / time.compute_s for batch, time in times.items()}
-    said = [f"{text}."]
+    sentences = [f"{text}."]
     if plan.question.shape.nodes > 1:
         best = (
             f"{fastest(ratio, batch)} at batch {batch}, where all-reduces add {ratio:.0%} to the computation"
             for batch, ratio in ratios.items()
         )
-        said.append(f"By measurements on two emulated nodes the fastest layout is {', and '.join(best)}.")
+        sentences.append(f"By measurements on two emulated nodes the fastest layout is {', and '.join(best)}.")
     if (lanes := plan.question.config.lanes) is not None:
         own, hides = by_key["lanes", low], 2 * lanes.delay
-        said.append(
+        sentences.append(
             f"These weights have lanes, which read an output {hides} sub-blocks later: they hide all-reduces up to an "
             f"L/c of {hides}; here it is {ratios[low]:.1f}, and they are {own.speedup:.2f}x as fast as standard at "
             f"batch {low}."
         )
-    return said
+    return sentences

@@ -150,7 +150,7 @@ def make_plan(question: Question) -> CapacityEstimate:
     crossing = hop(q.config, devices, q.stored, size, q.placement.stages)
     depths = tuple(depth(group, room, n, q.placement.stages, 1, crossing, q.work.gpu_hour) for n in contexts)
     predictions, prefills = _speeds(q, group, room, crossing)
-    found = layouts(q.config, size, q.stored, q.keys, devices, q.work) if devices.total > 1 and q.keys.gpu else ()
+    candidates = layouts(q.config, size, q.stored, q.keys, devices, q.work) if devices.total > 1 and q.keys.gpu else ()
     return CapacityEstimate(
         question=q,
         ranks=tuple(explain(q.placement)),
@@ -160,7 +160,7 @@ def make_plan(question: Question) -> CapacityEstimate:
         prefills=prefills,
         split_law=_split_law(q, group),
         depths=depths,
-        layouts=found,
+        layouts=candidates,
         assumptions=_assumptions(q, group),
         mixtures=mixture_layouts(q.config, q.stored, q.keys, devices, q.work, q.backend),
     )
@@ -246,13 +246,13 @@ def devices_of(q: Question) -> Devices:
     """The fabric's devices as the layouts see them: the least of each kind sets the pace."""
     used = [n for n in q.fabric.nodes if any(n.hostname == s.hostname for s in q.placement.seats)]
 
-    def shape(nodes: int, each: int) -> Shape:
-        if (nodes, each) == (q.shape.nodes, q.shape.per_node):
+    def shape(nodes: int, per_node: int) -> Shape:
+        if (nodes, per_node) == (q.shape.nodes, q.shape.per_node):
             return q.shape
-        return replace(q.shape, nodes=nodes, per_node=each, rails=min(each, max(1, len(used[0].hcas))))
+        return replace(q.shape, nodes=nodes, per_node=per_node, rails=min(per_node, max(1, len(used[0].hcas))))
 
-    def linked(nodes: int, each: int) -> Links:
-        return _links(q, shape(nodes, each))
+    def linked(nodes: int, per_node: int) -> Links:
+        return _links(q, shape(nodes, per_node))
 
     if not q.keys.gpu:
         node, per_node = used[0], max(count for _, count in q.placement.hosts)
@@ -296,9 +296,9 @@ def _speeds(
     prompts = [n for n in dict.fromkeys((q.work.prompt, 8192)) if n <= q.config.max_position_embeddings]
     variants = [(name, wiring, group) for name, wiring in wirings(part_of(q)).items()]
     prefills = [
-        Prefill(name, tokens, _prefill(q, each, tokens, wiring))
+        Prefill(name, tokens, _prefill(q, variant_group, tokens, wiring))
         for tokens in prompts
-        for name, wiring, each in (*variants, *split_variants(q, group))
+        for name, wiring, variant_group in (*variants, *split_variants(q, group))
     ]
     return tuple(predictions), tuple(prefills)
 
@@ -308,9 +308,9 @@ def _split_law(q: Question, group: SimulatedGroup) -> SplitLaw | None:
     if tokens < 2 or not split_variants(q, group):
         return None
     load = Load(prompt=tokens, prompt_context=tokens / 2)
-    whole, halves = group.cost(load), [group.cost(half) for half in load.halves()]
+    unsplit, halves = group.cost(load), [group.cost(half) for half in load.halves()]
     half_s = sum(half.sub_block_s for half in halves) / 2
-    return SplitLaw(tokens, whole.sub_block_s, whole.all_reduce.seconds, half_s, halves[0].all_reduce.seconds)
+    return SplitLaw(tokens, unsplit.sub_block_s, unsplit.all_reduce.seconds, half_s, halves[0].all_reduce.seconds)
 
 
 def _traffic(q: Question, group: SimulatedGroup, wiring: Wiring, batch: int) -> StepTraffic:
@@ -334,16 +334,16 @@ def _traffic(q: Question, group: SimulatedGroup, wiring: Wiring, batch: int) -> 
 
 
 def _assumptions(q: Question, group: SimulatedGroup) -> tuple[str, ...]:
-    said = [
+    sentences = [
         f"computing: {group.rates.source}",
         f"collectives: {q.backend}, {group.links.source}",
         f"requests: {q.work.prompt} tokens of prompt, {q.work.output} of output; decoding attends to "
         f"{q.work.context:.0f} positions on average",
     ]
     if q.keys.gpu:
-        said += [
+        sentences += [
             f"a GPU costs ${q.work.gpu_hour:g} an hour; all GPUs of a layout are paid for",
             "keys and values are read once (paged attention by FlashInfer); torch's attention is slower",
             "nothing here was measured on these machines: `laddertron preflight` measures the links, `bench` the rest",
         ]
-    return (*said, *q.notes)
+    return (*sentences, *q.notes)

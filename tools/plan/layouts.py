@@ -136,11 +136,11 @@ def layouts(
     forms = (stored, replace(stored, weights="fp8")) if narrower else (stored,)
     total, node = devices.total, devices.per_node
     sizes = {total, own, node} | {node // n for n in (2, 4, 8, 16) if node % n == 0}
-    found: list[Layout] = []
+    candidates: list[Layout] = []
 
     def add(tp: int, stages: int, how: StoredTypes, wiring: Wiring) -> None:
         if splits(config, tp) and total % (tp * stages) == 0:
-            found.append(_layout(replace(config, wiring=wiring), tp, stages, how, keys, devices, work))
+            candidates.append(_layout(replace(config, wiring=wiring), tp, stages, how, keys, devices, work))
 
     for size in sorted(sizes, reverse=True):
         for stages in (n for n in (1, 2, 4, 8, 16) if n <= min(total // size, config.num_layers)):
@@ -148,21 +148,21 @@ def layouts(
                 for wiring in variants.values():
                     add(size, stages, form, wiring)
     best: dict[tuple[StoredTypes, str, int], tuple[float, int]] = {}
-    for i, x in enumerate(found):
+    for i, x in enumerate(candidates):
         offers = [(s.batch, s.dollars) for s in x.speeds] + [(-d.context, d.dollars) for d in x.depths if d.sequences]
         for given, dollars in offers:
             key = x.stored, x.wiring.name, given
             best[key] = min(best.get(key, (inf, i)), (dollars, i))
     cheapest = {i for _, i in best.values()}
-    return tuple(x for i, x in enumerate(found) if i in cheapest or (x.tp in (own, node, total) and x.stages == 1))
+    return tuple(x for i, x in enumerate(candidates) if i in cheapest or (x.tp in (own, node, total) and x.stages == 1))
 
 
 def batches_over(batches: Sequence[int], nodes: int) -> list[int]:
     """The batches, and so many larger ones that a node of many has as much to do as one of few."""
-    found = list(batches)
-    while found[-1] < MOST_SEQUENCES // 2 * nodes:
-        found.append(2 * found[-1])
-    return found
+    sizes = list(batches)
+    while sizes[-1] < MOST_SEQUENCES // 2 * nodes:
+        sizes.append(2 * sizes[-1])
+    return sizes
 
 
 def _layout(
@@ -178,16 +178,16 @@ def _layout(
         crossing = hop(config, devices, stored, tp, stages)
         prompt_s = group.prefill(work.prompt, keys.max_num_batched_tokens).total_s
         for batch in batches_over(work.batches, devices.nodes):
-            each = ceil(batch / replicas)
-            if each > room.sequences(work.prompt + work.output):
+            per_replica = ceil(batch / replicas)
+            if per_replica > room.sequences(work.prompt + work.output):
                 continue
             # A replica's sequences run in as many batches as there are stages. A token has passed all stages before its
             # sequence's next one starts; in steady state every stage is busy with one of the batches.
-            rows = ceil(each / stages)
+            rows = ceil(per_replica / stages)
             step = group.step(Load(decodes=rows, context=work.context))
             cycle = stages * (step.total_s + crossing(rows))
             # Prompts take turns with decoding; in a pipeline, their chunks fill the stages one after another.
-            output = batch / (cycle + each * prompt_s / work.output)
+            output = batch / (cycle + per_replica * prompt_s / work.output)
             dollars = tp * stages * replicas * work.gpu_hour / 3600 / output * 1e6
             speeds.append(Speed(batch, cycle, batch / cycle, output, dollars, stages * step.exposed_s))
         for context in work.contexts:
@@ -206,13 +206,15 @@ def depth(
     gpu_hour: float,
 ) -> Depth:
     """As many sequences as have room (MOST_SEQUENCES a replica and stage at most), each `context` positions long."""
-    each = min(room.sequences(context), MOST_SEQUENCES * stages)
-    if each < 1:
+    per_replica = min(room.sequences(context), MOST_SEQUENCES * stages)
+    if per_replica < 1:
         return Depth(context, 0)
-    rows = ceil(each / stages)
+    rows = ceil(per_replica / stages)
     cycle = stages * (group.step(Load(decodes=rows, context=float(context))).total_s + hop(rows))
     gpus = group.size * stages * replicas
-    return Depth(context, each * replicas, cycle, gpus * gpu_hour / 3600 / (each * replicas / cycle) * 1e6)
+    return Depth(
+        context, per_replica * replicas, cycle, gpus * gpu_hour / 3600 / (per_replica * replicas / cycle) * 1e6
+    )
 
 
 def group_of(
@@ -227,14 +229,14 @@ def group_of(
 ) -> SimulatedGroup:
     """A group that computes a stage, with its numbers in memory as `stored` says."""
     wide = stored.kept()[stage.first_layer : stage.first_layer + stage.config.num_layers]
-    each = None
+    expert_bytes = None
     if stored.weights == "fp8" and stage.config.experts is not None:
         shard = RankShard(stage.config, tp, 0, None, *sharing)
         elements = 3 * stage.config.hidden_size * len(shard.expert_ids) * len(shard.expert_ffn)
-        each = stored.expert_bytes(shard) / elements
+        expert_bytes = stored.expert_bytes(shard) / elements
     return SimulatedGroup(
         stage.config, tp, rates, links, BYTES[stored.weights], BYTES[stored.kv], BYTES[stored.values],
-        replicate_embedding, wide=wide, expert_bytes=each, sharing=sharing, node_links=node_links,
+        replicate_embedding, wide=wide, expert_bytes=expert_bytes, sharing=sharing, node_links=node_links,
     )  # fmt: skip
 
 
@@ -269,9 +271,9 @@ def hop(config: ModelConfig, devices: Devices, stored: StoredTypes, tp: int, sta
     return seconds
 
 
-def by_cost(found: Sequence[Layout]) -> list[Layout]:
+def by_cost(candidates: Sequence[Layout]) -> list[Layout]:
     """The layouts that can run, the cheapest a token first."""
-    return sorted((x for x in found if x.cheapest), key=lambda x: x.cheapest.dollars if x.cheapest else 0.0)
+    return sorted((x for x in candidates if x.cheapest), key=lambda x: x.cheapest.dollars if x.cheapest else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,9 @@ def memory(
     mixed = -(-layers * sum(has) // c.num_layers) if beside else min(layers, sum(has))
     dense = layers if beside else layers - mixed
     of = {"qkv": layers, "o": layers, "gate_up": dense, "down": dense}
-    held = {p: n * (of[p] * linear + min(of[p], wide_layers[p]) * (other - linear)) for p, n in elements.items()}
+    product_bytes = {
+        p: n * (of[p] * linear + min(of[p], wide_layers[p]) * (other - linear)) for p, n in elements.items()
+    }
     shared, router, int8_scales = _expert_elements(shard)
     biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
     biases += c.latent.rank + c.latent.query_rank if c.latent is not None else 0
@@ -152,8 +154,8 @@ def memory(
     rotary = (keys.max_model_len + 1) * dim * 4 * 2
     parts = {
         "weights: embedding": int(embedding * d * other),
-        "weights: attention": int(held["qkv"] + held["o"] + layers * expanded * other),
-        "weights: MLP": int(held["gate_up"] + held["down"]),
+        "weights: attention": int(product_bytes["qkv"] + product_bytes["o"] + layers * expanded * other),
+        "weights: MLP": int(product_bytes["gate_up"] + product_bytes["down"]),
         "weights: experts": int(mixed * (stored.expert_bytes(shard) + shared_bytes)),
         "weights: router": int(mixed * router * other),
         "weights: norms, biases, scales": int((norms + layers * biases) * other + scales),
@@ -172,8 +174,8 @@ def memory(
         reserve = int(device_bytes * (1.0 - keys.utilization))
     parts["reserve"] = reserve
     left = device_bytes - sum(parts.values())
-    wanted = keys.kv_cache_memory
-    budget = max(0, left if wanted is None else min(left, wanted))
+    kv_limit = keys.kv_cache_memory
+    budget = max(0, left if kv_limit is None else min(left, kv_limit))
     tokens_held = budget // (per_token * keys.block_size) * keys.block_size
     return Memory(device_bytes, parts, budget, per_token, tokens_held, keys.max_model_len, keys.max_num_seqs)
 

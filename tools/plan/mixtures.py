@@ -53,38 +53,38 @@ def mixture_layouts(
     """All layouts, those refused with the reason; none of a dense model or of one device."""
     if config.experts is None or devices.total < 2:
         return ()
-    n, each = devices.nodes, devices.per_node
-    wanted = [("flat", n, 1, "tensor", "whole")]
+    n, per_node = devices.nodes, devices.per_node
+    forms = [("flat", n, 1, "tensor", "whole")]
     if n > 1:
-        wanted.append(("spread", n, 1, "spread", "node"))
+        forms.append(("spread", n, 1, "spread", "node"))
         if config.experts.count < devices.total:
-            wanted.append(("tensor, node", n, 1, "tensor", "node"))
+            forms.append(("tensor, node", n, 1, "tensor", "node"))
         if n <= config.num_layers:
-            wanted.append(("pp", 1, n, "tensor", "whole"))
-            wanted.append(("pp x spread", 1, n, "spread", "whole"))
-        wanted.append(("one node", 1, 1, "tensor", "whole"))
-    wanted.append(("one node, spread" if n > 1 else "spread", 1, 1, "spread", "whole"))
-    found = []
-    for name, nodes, stages, layout, dense in wanted:
-        said = f"tp {nodes * each}{f' x pp {stages}' if stages > 1 else ''}, {layout}, {dense}"
+            forms.append(("pp", 1, n, "tensor", "whole"))
+            forms.append(("pp x spread", 1, n, "spread", "whole"))
+        forms.append(("one node", 1, 1, "tensor", "whole"))
+    forms.append(("one node, spread" if n > 1 else "spread", 1, 1, "spread", "whole"))
+    priced = []
+    for name, nodes, stages, layout, dense in forms:
+        title = f"tp {nodes * per_node}{f' x pp {stages}' if stages > 1 else ''}, {layout}, {dense}"
         try:
-            sharing = share(config, layout, dense, nodes, each)
-            check_shapes(config, nodes * each, sharing)
+            sharing = share(config, layout, dense, nodes, per_node)
+            check_shapes(config, nodes * per_node, sharing)
         except ShapeError as error:
-            found.append(MixtureLayout(name, said, refused=str(error)))
+            priced.append(MixtureLayout(name, title, refused=str(error)))
             continue
-        found.append(_priced(name, said, config, stored, keys, devices, work, backend, (nodes, stages), sharing))
+        priced.append(_priced(name, title, config, stored, keys, devices, work, backend, (nodes, stages), sharing))
         if name == "spread" and n > 1:
-            found.append(_all_to_all(config, stored, keys, devices, work, sharing))
-    return tuple(found)
+            priced.append(_all_to_all(config, stored, keys, devices, work, sharing))
+    return tuple(priced)
 
 
 def _priced(
-    name: str, said: str, config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, devices: Devices, work: Work,
+    name: str, title: str, config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, devices: Devices, work: Work,
     backend: Backend, form: tuple[int, int], sharing: Sharing,
 ) -> MixtureLayout:  # fmt: skip
-    (nodes, stages), each = form, devices.per_node
-    tp = nodes * each
+    (nodes, stages), per_node = form, devices.per_node
+    tp = nodes * per_node
     room = memory(config, tp, stored, keys, devices.memory_bytes, stages, sharing)
     group = _group(config, stored, keys, devices, nodes, stages, sharing)
     crossing = hop(config, devices, stored, tp, stages)
@@ -97,23 +97,23 @@ def _priced(
         size = group.message_bytes(load)
         if nodes > 1:
             strategy = group.links.strategy(size)
-            across = sent_bytes(backend, devices.shape(nodes, each), strategy, size)[1]  # type: ignore[arg-type]
+            across = sent_bytes(backend, devices.shape(nodes, per_node), strategy, size)[1]  # type: ignore[arg-type]
             sent.append(crosses * across)
         else:
             sent.append(crosses * stages * size / tp)  # as many micro-batches as stages
     built = backend == "native" or not sharing.per_node
-    return MixtureLayout(name, said, room, crosses, tuple(sent), tuple(times), built=built)
+    return MixtureLayout(name, title, room, crosses, tuple(sent), tuple(times), built=built)
 
 
 def _group(
     config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, devices: Devices, nodes: int, stages: int,
     sharing: Sharing,
 ) -> SimulatedGroup:  # fmt: skip
-    each = devices.per_node
-    inside = devices.links(1, each) if sharing.per_node else None
-    rates, links = devices.rates(stored.weights), devices.links(nodes, each)
+    per_node = devices.per_node
+    inside = devices.links(1, per_node) if sharing.per_node else None
+    rates, links = devices.rates(stored.weights), devices.links(nodes, per_node)
     stage = fullest_stage(config, stages)
-    return group_of(stage, nodes * each, stored, rates, links, keys.replicate_embedding, sharing, inside)
+    return group_of(stage, nodes * per_node, stored, rates, links, keys.replicate_embedding, sharing, inside)
 
 
 def _all_to_all(
@@ -121,17 +121,17 @@ def _all_to_all(
 ) -> MixtureLayout:
     """Each node computes attention of its own rows and holds their KV; a row goes to every other node that has an
     expert which it chose, once, and its sum comes back."""
-    n, each, e = devices.nodes, devices.per_node, config.experts
+    n, per_node, e = devices.nodes, devices.per_node, config.experts
     assert e is not None
     group = _group(config, stored, keys, devices, n, 1, sharing)
-    room = memory(config, n * each, stored, keys, devices.memory_bytes, 1, sharing)
+    room = memory(config, n * per_node, stored, keys, devices.memory_bytes, 1, sharing)
     costs, shape, moe = reference("nccl", devices.shape(2, 1)), devices.shape(2, 1), sum(e.layers)
     visits = (n - 1) * (1.0 - (1.0 - 1.0 / n) ** (e.chosen * e.count / e.routed))
     times, sent = list[float | None](), []
     for batch in BATCHES:
         rows = ceil(batch / n)
         own, all_rows = (group.cost(Load(decodes=r, context=work.context)) for r in (rows, batch))
-        size = rows * visits * config.hidden_size * BYTES[stored.values] / each
+        size = rows * visits * config.hidden_size * BYTES[stored.values] / per_node
         both = 2 * predict(costs, shape, "p2p", max(1, int(size)))
         pairs = zip(e.layers, own.mlp_s, all_rows.mlp_s, strict=True)
         cost = replace(own, all_reduce=Wire(both))
@@ -143,25 +143,29 @@ def _all_to_all(
         times.append(simulate_step(cost, config.wiring, group.size).total_s if fits else None)
         sent.append(2 * moe * size)
     return MixtureLayout(
-        NOT_BUILT, f"tp {n * each}, experts spread", room, 2 * moe, tuple(sent), tuple(times), built=False
+        NOT_BUILT, f"tp {n * per_node}, experts spread", room, 2 * moe, tuple(sent), tuple(times), built=False
     )
 
 
-def best_of(found: tuple[MixtureLayout, ...], index: int) -> MixtureLayout | None:
+def best_of(candidates: tuple[MixtureLayout, ...], index: int) -> MixtureLayout | None:
     """The quickest that is built at BATCHES[index]."""
-    offers = [(time, i) for i, x in enumerate(found) if x.built and x.step_s and (time := x.step_s[index]) is not None]
-    return found[min(offers)[1]] if offers else None
+    offers = [
+        (time, i) for i, x in enumerate(candidates) if x.built and x.step_s and (time := x.step_s[index]) is not None
+    ]
+    return candidates[min(offers)[1]] if offers else None
 
 
-def mixture_words(found: tuple[MixtureLayout, ...]) -> list[str]:
+def mixture_words(candidates: tuple[MixtureLayout, ...]) -> list[str]:
     """Whether the model fits on one node, and the fastest layout at each batch."""
-    said = []
-    fitting = [x for x in found if x.name.startswith("one node") and x.memory is not None and x.memory.fits]
+    sentences = []
+    fitting = [x for x in candidates if x.name.startswith("one node") and x.memory is not None and x.memory.fits]
     if fitting:
         x = fitting[0]
-        said.append(f"It fits on one node: {x.keys}; use the other nodes for replicas, without traffic between nodes.")
-    quick = [(batch, best_of(found, i)) for i, batch in enumerate(BATCHES)]
+        sentences.append(
+            f"It fits on one node: {x.keys}; use the other nodes for replicas, without traffic between nodes."
+        )
+    quick = [(batch, best_of(candidates, i)) for i, batch in enumerate(BATCHES)]
     words = [
         f"{x.name} at batch {batch} ({1e3 * (x.step_s[i] or 0.0):.1f} ms)" for i, (batch, x) in enumerate(quick) if x
     ]
-    return [*said, f"Fastest of these layouts: {', '.join(words)}."] if words else said
+    return [*sentences, f"Fastest of these layouts: {', '.join(words)}."] if words else sentences

@@ -257,12 +257,14 @@ def _wide(
     published checkpoint of its name has it. Appends to `notes` which of the two."""
     if quantised is not None and any(folder.glob("*.safetensors")):
         try:
-            kept = open_checkpoint(folder, config).quantised_products(RankShard(config, 1, 0))
+            quantised_products = open_checkpoint(folder, config).quantised_products(RankShard(config, 1, 0))
         except (CheckpointError, OSError) as fault:
             notes.append(f"the headers of {folder} cannot be read ({fault}): fp8 weights are assumed by its name")
         else:
             layers = range(config.num_layers)
-            wide = tuple(tuple(p for p in _products(config, i) if f"layers.{i}.{p}" not in kept) for i in layers)
+            wide = tuple(
+                tuple(p for p in _products(config, i) if f"layers.{i}.{p}" not in quantised_products) for i in layers
+            )
             notes += _kept_wide(wide, f"{folder} keeps")
             return wide if any(wide) else ()
     guess = by_folder(folder.name)
@@ -316,8 +318,8 @@ def assumed_fabric(d: Deployment) -> str:
     if d.engine.device == "cpu":
         hosts = max(1, len(d.launch.hosts))
         return f"{hosts}x16xcpu"
-    each = d.launch.ranks_per_node or min(8, d.parallel.tensor_parallel_size)
-    return f"{-(-world // each)}x{each}xH100"
+    per_node = d.launch.ranks_per_node or min(8, d.parallel.tensor_parallel_size)
+    return f"{-(-world // per_node)}x{per_node}xH100"
 
 
 def _attends(config: ModelConfig, heads: int) -> bool:
@@ -326,10 +328,10 @@ def _attends(config: ModelConfig, heads: int) -> bool:
     return config.head_dim in HEAD_DIMS if latent is None else not latent_unfit(latent.rank, latent.rotated, heads)
 
 
-def _replicates(wanted: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:
+def _replicates(setting: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:
     """`parallel.embedding`, settled."""
-    if wanted != "auto":
-        return wanted == "replicate"
+    if setting != "auto":
+        return setting == "replicate"
     return replicates_embedding(config, int(BYTES[dtype]), spans_nodes)
 
 
@@ -341,6 +343,6 @@ def _tuned(d: Deployment, fabric: Fabric, shape: Shape, backend: Backend) -> tup
         from ...topology.cost.tuning import chooser
     except ImportError as error:
         return None, "untuned prices", (f"{d.parallel.tuning_file} is not used: {error}",)
-    found, warnings = chooser(Path(d.parallel.tuning_file), fabric, shape, backend)
-    costs = None if found.source == "untuned" else found.costs
-    return costs, f"{found.source} prices of {Path(d.parallel.tuning_file).name}", warnings
+    tuned, warnings = chooser(Path(d.parallel.tuning_file), fabric, shape, backend)
+    costs = None if tuned.source == "untuned" else tuned.costs
+    return costs, f"{tuned.source} prices of {Path(d.parallel.tuning_file).name}", warnings

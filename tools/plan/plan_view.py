@@ -13,15 +13,15 @@ from .estimate import CapacityEstimate
 from .tables import sheets
 
 
-def plan_view(plan: CapacityEstimate, whole: bool) -> RenderableType:
-    """Assumptions, verdict, advice and three tables of 80 columns; `whole`: all tables."""
+def plan_view(plan: CapacityEstimate, all_tables: bool) -> RenderableType:
+    """Assumptions, verdict, advice and three tables of 80 columns; `all_tables`: all tables."""
     style = "bold green" if plan.memory.fits else "bold red"
     parts: list[RenderableType] = [Text(basis(plan), style="dim"), Text(headline(plan), style=style), Text()]
     parts += [Padding(Text(f"- {sentence}"), (0, 0, 0, 2)) for sentence in plan.recommendation]
-    for sheet in sheets(plan) if whole else brief(plan):
+    for sheet in sheets(plan) if all_tables else brief(plan):
         if sheet.rows:
             parts += [Text(), sheet_view(sheet)]
-    if not whole:
+    if not all_tables:
         return Group(*parts, Text("--all: every table, and the assumptions", style="dim"))
     parts += [Text(), Text("Assumptions", style="bold")]
     return Group(*parts, *(Text(f"  {text}", style="dim") for text in plan.assumptions))

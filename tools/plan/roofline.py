@@ -159,18 +159,18 @@ def links(
     source: str = "untuned prices",
 ) -> Links:
     """Collectives at `costs` (None: untuned), the cheapest strategy per size; of a library only its own."""
-    known = costs or reference(backend, shape)
+    prices = costs or reference(backend, shape)
     slowest = shape.intra if shape.nodes == 1 else shape.inter
     slows = contention or (NCCL_CONTENTION[slowest] if backend == "nccl" else CPU_CONTENTION)
 
     def wire(nbytes: int) -> Wire:
         if shape.size == 1:
             return Wire(0.0)
-        strategy, seconds = choose(known, shape, nbytes, untuned(backend, shape, nbytes))
-        return Wire(seconds, slows=slows.of(predict(known, shape, strategy, 1), seconds))
+        strategy, seconds = choose(prices, shape, nbytes, untuned(backend, shape, nbytes))
+        return Wire(seconds, slows=slows.of(predict(prices, shape, strategy, 1), seconds))
 
     def strategy(nbytes: int) -> str:
-        return choose(known, shape, nbytes, untuned(backend, shape, nbytes))[0] if shape.size > 1 else "none"
+        return choose(prices, shape, nbytes, untuned(backend, shape, nbytes))[0] if shape.size > 1 else "none"
 
     return Links(wire, strategy, source)
 
@@ -180,8 +180,8 @@ def emulated_links(under: Links, emulation: Emulation) -> Links:
 
     def wire(nbytes: int) -> Wire:
         real = under.wire(nbytes)
-        latency_s, held = emulation.parts(nbytes)
-        return Wire(max(real.busy_s, held), latency_s, real.slows)
+        latency_s, held_s = emulation.parts(nbytes)
+        return Wire(max(real.busy_s, held_s), latency_s, real.slows)
 
     return replace(under, wire=wire, source=emulation.label)
 
@@ -191,11 +191,11 @@ def distinct_experts(count: int, chosen: float, rows: int) -> float:
     return count * (1.0 - (1.0 - chosen / count) ** rows)
 
 
-def most_on_a_rank(held: int, share: float, ranks: int) -> float:
-    """The experts read by the busiest of `ranks`: the expected maximum of binomials (`held`, `share`)."""
+def most_on_a_rank(experts: int, share: float, ranks: int) -> float:
+    """The experts read by the busiest of `ranks`: the expected maximum of binomials (`experts`, `share`)."""
     below, expected = 0.0, 0.0
-    for count in range(held):
-        below += comb(held, count) * share**count * (1.0 - share) ** (held - count)
+    for count in range(experts):
+        below += comb(experts, count) * share**count * (1.0 - share) ** (experts - count)
         expected += 1.0 - min(1.0, below) ** ranks
     return expected
 
@@ -242,8 +242,8 @@ class SimulatedGroup:
         windows = c.sliding_window or (None,) * c.num_layers
         attend = {window: self._attend(load, window) for window in set(windows)}
         calls = 2 * call * ATTENTION_CALLS, 2 * call * (1 - ATTENTION_CALLS)
-        kept = self.wide or ((),) * c.num_layers
-        times = {wide: self._products(load.tokens, wide) for wide in set(kept)}
+        wide_products = self.wide or ((),) * c.num_layers
+        times = {wide: self._products(load.tokens, wide) for wide in set(wide_products)}
         mixed = c.experts.layers if c.experts is not None else ()
         experts_s = self._experts(load.tokens)
         vocabulary = c.vocab_size if self.replicate_head else shard.padded_vocab // self.size
@@ -256,10 +256,14 @@ class SimulatedGroup:
             node = self.node_links.wire(message)
         return StepCost(
             attention_s=tuple(
-                times[wide][0] + calls[0] + attend[window] for wide, window in zip(kept, windows, strict=True)
+                times[wide][0] + calls[0] + attend[window] for wide, window in zip(wide_products, windows, strict=True)
             ),
-            mlp_s=tuple(calls[1] + (times[wide][1] if c.has_mlp(i) else experts_s) for i, wide in enumerate(kept)),
-            beside_s=tuple(experts_s if each else 0.0 for each in mixed) if c.experts and c.experts.beside else (),
+            mlp_s=tuple(
+                calls[1] + (times[wide][1] if c.has_mlp(i) else experts_s) for i, wide in enumerate(wide_products)
+            ),
+            beside_s=tuple(experts_s if is_mixture else 0.0 for is_mixture in mixed)
+            if c.experts and c.experts.beside
+            else (),
             mixed=mixed,
             node=node,
             all_reduce=self.links.wire(message),
@@ -274,8 +278,8 @@ class SimulatedGroup:
         drawn, lanes = self.links.wire(max(1, 64 * load.rows)), self.config.lanes
         if lanes is None or lanes.head == "vocab_parallel":
             return drawn
-        each = self.config.hidden_size * (lanes.count if lanes.head == "lane" else 1)
-        rows = self.links.wire(int(load.rows * each * self.value_bytes))
+        values_per_row = self.config.hidden_size * (lanes.count if lanes.head == "lane" else 1)
+        rows = self.links.wire(int(load.rows * values_per_row * self.value_bytes))
         return Wire(rows.busy_s + drawn.busy_s, rows.latency_s + drawn.latency_s, drawn.slows)
 
     def _products(self, rows: int, wide: tuple[str, ...]) -> tuple[float, float]:
@@ -300,18 +304,18 @@ class SimulatedGroup:
         read = distinct_experts(e.count, chosen, rows)
         if self.sharing.spread:
             read = most_on_a_rank(len(shard.expert_ids), read / e.count, self.size)
-        each = rows * chosen * 3.0 * d * e.ffn_size / self.size
+        flops_needed = rows * chosen * 3.0 * d * e.ffn_size / self.size
         fp8 = self.expert_bytes is not None
-        held = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
+        value_bytes = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
         flops = self._value_flops if fp8 else self.rates.flops
-        experts = max(2 * each / flops, read * one * held / self.rates.weight_bytes_per_s)
+        experts = max(2 * flops_needed / flops, read * one * value_bytes / self.rates.weight_bytes_per_s)
         return (
             experts + self._product(3 * d * len(shard.shared_ffn), rows, fp8) + self._product(e.routed * d, rows, True)
         )
 
     def _product(self, weights: float, rows: int, wide: bool = False) -> float:
-        flops, each = (self._value_flops, self.value_bytes) if wide else (self.rates.flops, self.weight_bytes)
-        return max(2.0 * rows * weights / flops, weights * each / self.rates.weight_bytes_per_s)
+        flops, weight_bytes = (self._value_flops, self.value_bytes) if wide else (self.rates.flops, self.weight_bytes)
+        return max(2.0 * rows * weights / flops, weights * weight_bytes / self.rates.weight_bytes_per_s)
 
     @property
     def _value_flops(self) -> float:
@@ -331,11 +335,11 @@ class SimulatedGroup:
     def step(self, load: Load, wiring: Wiring | None = None) -> StepTime:
         """The step on the virtual clock, wired as the model is or as `wiring`."""
         wiring, cost = wiring or self.config.wiring, self.cost(load)
-        whole = _simulated(cost, wiring, self.size, self.overlap)
+        unsplit = _simulated(cost, wiring, self.size, self.overlap)
         if not self.split or load.tokens < 2 or not wiring.waits or not self.overlap:
-            return whole
+            return unsplit
         halves = tuple(self.cost(half) for half in load.halves())
-        return min(whole, _simulated(cost, wiring, self.size, True, halves), key=lambda time: time.total_s)
+        return min(unsplit, _simulated(cost, wiring, self.size, True, halves), key=lambda time: time.total_s)
 
     def prefill(self, prompt: int, chunk: int, wiring: Wiring | None = None) -> StepTime:
         """One prompt of `prompt` tokens, alone, in chunks of at most `chunk`: the sum of its steps."""

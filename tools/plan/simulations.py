@@ -65,7 +65,7 @@ def scaling(model: str, spec: str, batch: int, context: int, fp8: bool = False) 
     """One replica over 1, 2, 4 … nodes of `spec`. Raises ValueError if the model never splits."""
     count, node = nodes_of(spec)
     config, per_node = known(model), len(preset(node).nodes[0].devices)
-    found, nodes = [], 1
+    spans, nodes = [], 1
     while nodes <= count:
         size = nodes * per_node
         if splits(config, size):
@@ -74,7 +74,7 @@ def scaling(model: str, spec: str, batch: int, context: int, fp8: bool = False) 
             load = Load(decodes=batch, context=context)
             cost = group.cost(load)
             standard, ladder = group.step(load, variants["standard"]), group.step(load, variants["ladder"])
-            found.append(
+            spans.append(
                 ReplicaSpan(
                     nodes, size, room.fits, room.kv_tokens, cost.all_reduce.seconds, cost.sub_block_s,
                     standard.total_s, ladder.total_s,
@@ -82,9 +82,9 @@ def scaling(model: str, spec: str, batch: int, context: int, fp8: bool = False) 
                 )
             )  # fmt: skip
         nodes *= 2
-    if not found:
+    if not spans:
         raise ValueError(f"{model} does not split over {per_node} ranks or a multiple of them up to {spec}")
-    return tuple(found)
+    return tuple(spans)
 
 
 def scaling_sheet(model: str, batch: int, context: int, spans: tuple[ReplicaSpan, ...]) -> Sheet:
@@ -107,10 +107,10 @@ def scaling_sheet(model: str, batch: int, context: int, spans: tuple[ReplicaSpan
 
 def nodes_of(spec: str) -> tuple[int, str]:
     """(nodes, one node's preset) of `16x8xH100`. Raises ValueError."""
-    found = _NODES.fullmatch(spec)
-    if found is None:
+    match = _NODES.fullmatch(spec)
+    if match is None:
         raise ValueError(f"--nodes {spec}: expected NODESxGPUSxMODEL such as 16x8xH100")
-    return int(found["count"]), found["node"]
+    return int(match["count"]), match["node"]
 
 
 def delayed(q: Question, delay_s: float) -> Question:

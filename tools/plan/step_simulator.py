@@ -85,8 +85,8 @@ class StepTime:
 def law(compute_s: float, all_reduce_s: float, delay: int = 1) -> float:
     """The best that delay-d (ladder: d = 1) can do against standard: (c + L) / max(c, (c + L) / (d + 1)), from
     sub-block and all-reduce."""
-    whole = compute_s + all_reduce_s
-    return whole / max(compute_s, whole / (delay + 1)) if whole else 1.0
+    total_s = compute_s + all_reduce_s
+    return total_s / max(compute_s, total_s / (delay + 1)) if total_s else 1.0
 
 
 class _InFlight:

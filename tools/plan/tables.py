@@ -21,11 +21,11 @@ _ALWAYS = ("replica", "rank", "host", "device")
 
 def sheets(plan: CapacityEstimate) -> tuple[Sheet, ...]:
     """All tables, in the order in which they answer questions."""
-    found = [_memory(plan), _depths(plan), _speeds(plan), _exposure(plan), _prefill(plan), _traffic(plan)]
-    found += mixture_sheets(plan)
+    all_sheets = [_memory(plan), _depths(plan), _speeds(plan), _exposure(plan), _prefill(plan), _traffic(plan)]
+    all_sheets += mixture_sheets(plan)
     if plan.layouts:
-        found += [_layouts(plan), _batches(plan), _contexts(plan), *verdicts(plan)]
-    return (*found, _ranks(plan))
+        all_sheets += [_layouts(plan), _batches(plan), _contexts(plan), *verdicts(plan)]
+    return (*all_sheets, _ranks(plan))
 
 
 def _memory(plan: CapacityEstimate) -> Sheet:
@@ -104,14 +104,14 @@ def _arithmetic(plan: CapacityEstimate) -> str:
     if plan.split_law is None:
         return ""
     law = plan.split_law
-    whole, split = law.sub_block_s + law.all_reduce_s, max(2 * law.half_s, law.half_s + law.half_all_reduce_s)
+    one_s, split = law.sub_block_s + law.all_reduce_s, max(2 * law.half_s, law.half_s + law.half_all_reduce_s)
     us = "L {:,.0f}, c {:,.0f}, L_half {:,.0f}, c_half {:,.0f} us".format(
         *(1e6 * s for s in (law.all_reduce_s, law.sub_block_s, law.half_all_reduce_s, law.half_s))
     )
     return (
         f"Split: one half of the rows computes while the other's all-reduce is in flight: max(2 c_half, c_half + "
-        f"L_half) instead of c + L. For {law.tokens:,} tokens {us}: {split * 1e6:,.0f} instead of {whole * 1e6:,.0f}, "
-        f"{whole / split:.2f}x at most, less the slowdown by a concurrent all-reduce."
+        f"L_half) instead of c + L. For {law.tokens:,} tokens {us}: {split * 1e6:,.0f} instead of {one_s * 1e6:,.0f}, "
+        f"{one_s / split:.2f}x at most, less the slowdown by a concurrent all-reduce."
     )
 
 

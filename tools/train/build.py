@@ -121,10 +121,10 @@ def _load_lanes(config: ModelConfig, folder: Path, ranks: DataParallel) -> LaneR
     tensors = open_checkpoint(folder, config).tensors
     with Reader() as reader, torch.no_grad():
         for name, parameter in model.named_parameters():
-            each, mine = math.prod(parameter.shape[1:-1]), ranks.rows(parameter.shape[0])
+            width, mine = math.prod(parameter.shape[1:-1]), ranks.rows(parameter.shape[0])
             target = local(parameter.detach())
             rows = target if target.ndim == 1 else target.flatten(0, -2)
-            fill_target(reader, tensors, Fill(name, 0, len(rows), name, mine.start * each), rows)
+            fill_target(reader, tensors, Fill(name, 0, len(rows), name, mine.start * width), rows)
     return model.requires_grad_(False).eval()
 
 

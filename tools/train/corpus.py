@@ -94,7 +94,7 @@ def _in_source(tree: ast.Module, module: str) -> Iterator[Document]:
 def python_documentation(library: Path | None = None) -> list[Document]:
     """The standard library's documentation strings, each text once. `library` defaults to this Python's."""
     root = library or Path(sysconfig.get_paths()["stdlib"])
-    found: list[Document] = []
+    documents: list[Document] = []
     for file in sorted(root.rglob("*.py"), key=lambda file: file.relative_to(root).parts):
         parts = file.relative_to(root).parts
         if SKIPPED & set(parts):
@@ -104,8 +104,8 @@ def python_documentation(library: Path | None = None) -> list[Document]:
         except (SyntaxError, ValueError):
             continue  # sources kept for tools' own tests need not parse
         module = ".".join(parts).removesuffix(".py").removesuffix(".__init__")
-        found.extend(_in_source(tree, module))
-    return list({document.renderings[0].split("\n", 1)[1]: document for document in reversed(found)}.values())[::-1]
+        documents.extend(_in_source(tree, module))
+    return list({document.renderings[0].split("\n", 1)[1]: document for document in reversed(documents)}.values())[::-1]
 
 
 def text_files(paths: Sequence[Path]) -> list[Document]:
@@ -114,9 +114,9 @@ def text_files(paths: Sequence[Path]) -> list[Document]:
     files = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     chosen = [f for f in files if f.is_file() and (f in paths or f.suffix in (".txt", ".md"))]
     lines = [line for file in chosen if file.suffix == ".jsonl" for line in file.read_text("utf-8").splitlines()]
-    whole = [str(json.loads(line)["text"]) for line in lines]
+    records = [str(json.loads(line)["text"]) for line in lines]
     texts = [file.read_text(encoding="utf-8") for file in chosen if file.suffix != ".jsonl"]
-    pieces = [*whole, *(f"{BOS}{piece}{EOS}" for text in texts for piece in _pieces(text))]
+    pieces = [*records, *(f"{BOS}{piece}{EOS}" for text in texts for piece in _pieces(text))]
     if not pieces:
         raise ValueError(f"{', '.join(map(str, paths))}: no text found; give UTF-8 files, or folders of *.txt and *.md")
     return [Document((piece,), _hash(piece) % 100 < HELD_OUT_PERCENT) for piece in pieces]
@@ -124,10 +124,10 @@ def text_files(paths: Sequence[Path]) -> list[Document]:
 
 def digest(documents: Sequence[Document]) -> str:
     """SHA-256 over all renderings in order: what a model card names its corpus by."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for document in documents:
-        whole.update(json.dumps(document.renderings).encode())
-    return whole.hexdigest()
+        hasher.update(json.dumps(document.renderings).encode())
+    return hasher.hexdigest()
 
 
 def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer:

@@ -80,8 +80,8 @@ class DataParallel:
 
     def rows(self, count: int) -> range:
         """Which of a parameter's rows this rank holds: FSDP2 splits as torch.chunk does."""
-        each = -(-count // self.shards)
-        return range(min(count, self.place * each), min(count, (self.place + 1) * each))
+        size = -(-count // self.shards)
+        return range(min(count, self.place * size), min(count, (self.place + 1) * size))
 
     def sum(self, x: Tensor) -> Tensor:
         if self._mesh is not None:

@@ -48,15 +48,15 @@ def export(
 
 
 def write_card(
-    folder: Path, source: str, wiring: Wiring, settings: Settings, found: Adapted, about: Mapping[str, Any]
+    folder: Path, source: str, wiring: Wiring, settings: Settings, adapted: Adapted, about: Mapping[str, Any]
 ) -> None:
     """Writes README.md for people and the evaluation record for programs."""
     rows = [
-        f"| {name} | {each.loss:.4f} | {each.perplexity:.3f} | {_number(each.divergence)} | {_share(each.agreement)} |"
-        for name, each in (
-            (f"{source}, as it was", found.original),
-            (f"{wiring.name}, untrained", found.untrained),
-            (f"{wiring.name}, trained", found.trained),
+        f"| {name} | {row.loss:.4f} | {row.perplexity:.3f} | {_number(row.divergence)} | {_share(row.agreement)} |"
+        for name, row in (
+            (f"{source}, as it was", adapted.original),
+            (f"{wiring.name}, untrained", adapted.untrained),
+            (f"{wiring.name}, trained", adapted.trained),
         )
     ]
     ladder = [i for i, kind in enumerate(wiring.kinds) if kind != "standard"]
@@ -64,11 +64,11 @@ def write_card(
         f"# {folder.name}",
         "",
         f"{source} under {wiring.name} wiring (layers {', '.join(map(str, ladder)) or 'none'}), by `laddertron adapt`:",
-        f"{found.parameters:,} parameters, {found.steps:,} steps of {settings.batch} x {settings.context} tokens "
-        f"({found.steps * settings.batch * settings.context:,}), seed {settings.seed}, on {about['ranks']} ranks.",
+        f"{adapted.parameters:,} parameters, {adapted.steps:,} steps of {settings.batch} x {settings.context} tokens "
+        f"({adapted.steps * settings.batch * settings.context:,}), seed {settings.seed}, on {about['ranks']} ranks.",
         "",
         f"Text: {', '.join(about['text'])} (SHA-256 {about['text_sha256'][:16]}…).",
-        f"Held out: {found.trained.tokens:,} tokens.",
+        f"Held out: {adapted.trained.tokens:,} tokens.",
         "",
         "| | held-out loss | perplexity | KL from the original | greedy agreement |",
         "|---|---|---|---|---|",
@@ -83,7 +83,7 @@ def write_card(
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (folder / RECORD).write_text(
-        json.dumps(record(asdict(found.trained), source, about["text_sha256"]), indent=1) + "\n", encoding="utf-8"
+        json.dumps(record(asdict(adapted.trained), source, about["text_sha256"]), indent=1) + "\n", encoding="utf-8"
     )
 
 

@@ -82,8 +82,8 @@ def share(batch: int, ranks: DataParallel) -> range:
     """This rank's rows of a batch. Raises ValueError where the ranks do not divide it."""
     if batch % ranks.size:
         raise ValueError(f"a batch of {batch} sequences does not split over {ranks.size} ranks: use a multiple")
-    each = batch // ranks.size
-    return range(ranks.rank * each, (ranks.rank + 1) * each)
+    size = batch // ranks.size
+    return range(ranks.rank * size, (ranks.rank + 1) * size)
 
 
 def fit(
@@ -107,8 +107,8 @@ def fit(
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), fused=True)
     about = {"settings": asdict(settings), **(saving.about if saving else {})}
     first = 0
-    if saving and saving.resume and (found := state.newest(saving.folder)) is not None:
-        first = state.load(found, model, optimizer, about, ranks)
+    if saving and saving.resume and (newest := state.newest(saving.folder)) is not None:
+        first = state.load(newest, model, optimizer, about, ranks)
     mixed = torch.autocast(ranks.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16")
     weight = settings.distil.weight if teacher is not None else 0.0
     for step in range(first, settings.steps):
@@ -116,18 +116,18 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = rate
         model.fade = max(0.0, 1.0 - step / settings.anneal) if settings.anneal else 0.0
-        ids, taught = (each.to(ranks.device) for each in batches.rows(step, rows))
+        ids, taught = (tensor.to(ranks.device) for tensor in batches.rows(step, rows))
         count = ranks.sum(taught.sum().double())
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         for at in range(0, len(rows), micro):
-            some, wanted = ids[at : at + micro], taught[at : at + micro]
+            some, targets = ids[at : at + micro], taught[at : at + micro]
             with mixed:
                 logits = model(some[:, :-1])
-                loss = (1 - weight) * next_token(logits, some, wanted)
+                loss = (1 - weight) * next_token(logits, some, targets)
                 if teacher is not None and weight:
                     with torch.no_grad():
                         expected = teacher(some[:, :-1])
-                    loss = loss + weight * divergence(logits, expected, wanted, settings.distil)
+                    loss = loss + weight * divergence(logits, expected, targets, settings.distil)
             # Gradients of sharded weights are reduced at each piece: they stay a share, and are a mean over the ranks.
             (loss * (ranks.size / count.clamp(min=1.0)).float()).backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double()

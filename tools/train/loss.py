@@ -38,8 +38,8 @@ def divergence(student_BTV: Tensor, teacher_BTV: Tensor, taught: Tensor, how: Di
         teacher, chosen = teacher.topk(min(how.top_k, teacher.shape[-1]), dim=-1)
         student = student.gather(-1, chosen)
     log_q, log_p = student.log_softmax(-1), teacher.log_softmax(-1)
-    each = (log_p.exp() * (log_p - log_q)).sum(-1)
-    return torch.where(taught, each, 0.0).sum() * how.temperature**2
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return torch.where(taught, kl, 0.0).sum() * how.temperature**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ def held_out(
         if mine >= len(starts):
             taught = torch.zeros_like(taught)
         logits = model(ids[:, :-1]).float()
-        found = [taught.sum(), next_token(logits, ids, taught)]
+        measured = [taught.sum(), next_token(logits, ids, taught)]
         if original is not None:
             expected = original(ids[:, :-1]).float()
             same = (logits.argmax(-1) == expected.argmax(-1)) & taught
-            found += [divergence(logits, expected, taught, Distil()), same.sum()]
-        sums[: len(found)] += torch.stack([f.double() for f in found]).cpu()
+            measured += [divergence(logits, expected, taught, Distil()), same.sum()]
+        sums[: len(measured)] += torch.stack([f.double() for f in measured]).cpu()
     tokens, loss, apart, same = ranks.sum(sums.to(ranks.device)).tolist()
     if not tokens:
         raise ValueError("no token of the held-out text is taught: give more of it")

@@ -32,9 +32,9 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tupl
     for name, parameter in model.named_parameters():
         parts[name] = local(parameter.detach()), parameter.shape[0]
         for moment in _MOMENTS:
-            held = optimizer.state.get(parameter, {})
-            if moment in held:
-                parts[f"{name}:{moment}"] = local(held[moment]), parameter.shape[0]
+            moments = optimizer.state.get(parameter, {})
+            if moment in moments:
+                parts[f"{name}:{moment}"] = local(moments[moment]), parameter.shape[0]
     return parts
 
 
@@ -56,12 +56,12 @@ def save(
 
     ranks.first_does(clear)
     if ranks.replica == 0:
-        held = _parts(model, optimizer)
-        first = {name: ranks.rows(count).start for name, (_, count) in held.items()}
+        tensors = _parts(model, optimizer)
+        first = {name: ranks.rows(count).start for name, (_, count) in tensors.items()}
         write_tensors(
             part / f"rank-{ranks.place:05}.safetensors",
-            {name: (tuple(tensor.shape), tensor.dtype) for name, (tensor, _) in held.items()},
-            lambda name, out: out.copy_(held[name][0]),
+            {name: (tuple(tensor.shape), tensor.dtype) for name, (tensor, _) in tensors.items()},
+            lambda name, out: out.copy_(tensors[name][0]),
             {"first_rows": json.dumps(first)},
         )
     ranks.barrier()
@@ -87,11 +87,11 @@ def load(
 ) -> int:
     """Fills this rank's rows from files of any number of ranks; returns the step. Raises CheckpointError where the
     state is of another run than `about` says, or incomplete."""
-    said = read_json(state / "state.json").data
+    written = read_json(state / "state.json").data
     for key, value in about.items():
-        if said.get(key) != json.loads(json.dumps(value)):
+        if written.get(key) != json.loads(json.dumps(value)):
             raise CheckpointError(
-                f"{state}: was written with {key}={said.get(key)!r}, this run has {value!r}: go on as it was"
+                f"{state}: was written with {key}={written.get(key)!r}, this run has {value!r}: go on as it was"
             )
     where: dict[str, list[tuple[int, StoredTensor]]] = {}
     for file in sorted(state.glob("rank-*.safetensors")):
@@ -99,7 +99,7 @@ def load(
         first = json.loads(metadata["first_rows"])
         for stored in tensors:
             where.setdefault(stored.name, []).append((first[stored.name], stored))
-    step = int(said["step"])
+    step = int(written["step"])
     for parameter in model.parameters():
         if parameter.requires_grad:
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}

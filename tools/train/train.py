@@ -41,13 +41,13 @@ class Trained:
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """The id of each special token that texts and chat template spell out. Raises ValueError for a tokenizer that
     cuts one of them into pieces."""
-    found = {token: tokenizer.encode(token, add_special_tokens=False).ids for token in SPECIAL_TOKENS}
-    if unknown := [token for token, ids in found.items() if len(ids) != 1]:
+    ids_of = {token: tokenizer.encode(token, add_special_tokens=False).ids for token in SPECIAL_TOKENS}
+    if unknown := [token for token, ids in ids_of.items() if len(ids) != 1]:
         raise ValueError(
             f"the tokenizer has no token {', '.join(unknown)}, which marks where texts and turns begin and end: take "
             "the tokenizer of a model that `laddertron train` made, or leave --tokenizer out to train a new one"
         )
-    return {token: ids[0] for token, ids in found.items()}
+    return {token: ids[0] for token, ids in ids_of.items()}
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[Document], held_out: bool) -> np.ndarray:
@@ -78,9 +78,9 @@ def train(
     model = build(config, ranks, getattr(torch, settings.dtype))
     initialise(model, settings.seed, ranks)
     fit(model, batches, settings, ranks, teacher, saving, on_step)
-    found = held_out(model.eval(), held_out_N, settings.context, ranks, teacher)
+    evaluation = held_out(model.eval(), held_out_N, settings.context, ranks, teacher)
     tokens = settings.steps * settings.batch * settings.context
-    return Trained(model, tokens, len(held_out_N), found.perplexity, found.agreement)
+    return Trained(model, tokens, len(held_out_N), evaluation.perplexity, evaluation.agreement)
 
 
 def save(

@@ -93,8 +93,8 @@ def training_ranks(
         with DataParallel(bootstrap, address, device, shards) as ranks:
             yield ranks
     except BaseException as error:
-        known = isinstance(error, (ValueError, OSError, FloatingPointError, click.ClickException))
-        words = str(error) if known else traceback.format_exc()
+        expected_error = isinstance(error, (ValueError, OSError, FloatingPointError, click.ClickException))
+        words = str(error) if expected_error else traceback.format_exc()
         sys.stderr.write(f"laddertron: rank {identity.rank} on {identity.node}: {words}\n")
         sys.stderr.flush()
         os._exit(1)  # the others wait in a collective: the launcher ends them

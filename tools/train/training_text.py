@@ -26,20 +26,20 @@ class TrainingTextError(ValueError):
 def files_in(paths: Sequence[Path]) -> list[Path]:
     """The files named, and of folders the *.txt, *.md and *.jsonl, in order. Raises TrainingTextError for none."""
     inside = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    found = [f for f in inside if f.is_file() and (f in paths or f.suffix in (".txt", ".md", ".jsonl"))]
-    if not found:
+    files = [f for f in inside if f.is_file() and (f in paths or f.suffix in (".txt", ".md", ".jsonl"))]
+    if not files:
         raise TrainingTextError(f"{', '.join(map(str, paths))}: no *.txt, *.md or *.jsonl there")
-    return found
+    return files
 
 
 def digest(files: Iterable[Path]) -> str:
     """SHA-256 over the files' bytes in order: what a run's data is named by."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):
-                whole.update(block)
-    return whole.hexdigest()
+                hasher.update(block)
+    return hasher.hexdigest()
 
 
 def pieces(text: TextModel, files: Iterable[Path], held_out: bool | None = None) -> Iterator[Piece]:

@@ -165,17 +165,17 @@ class Served:
         """The body of /ready; {} while the daemon does not answer."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/ready", timeout=5) as answer:
-                found: dict[str, Any] = json.load(answer)
+                body: dict[str, Any] = json.load(answer)
         except urllib.error.HTTPError as error:
-            found = json.load(error)
+            body = json.load(error)
         except OSError:
             return {}
-        return found
+        return body
 
     def _ready(self) -> bool:
-        found = self._readiness()
+        readiness = self._readiness()
         standby = "ready" if self._deployment.daemon.standby else "none"
-        return found.get("status") == "ready" and all(one["standby"] == standby for one in found["replicas"])
+        return readiness.get("status") == "ready" and all(one["standby"] == standby for one in readiness["replicas"])
 
     def kill_a_rank(self, tokens: int) -> pages.Recovery:
         """Kills one that runs on this host while a stream of so many tokens is open. Raises StepFailed."""
@@ -288,9 +288,9 @@ def measure(steps: Steps, deployment: Deployment, plan: CapacityEstimate, asked:
     _, out = steps.run("preflight", "preflight", "--json", codes=(OK, FAILED))
     if not out.startswith("{"):
         raise StepFailed(f"preflight: {steps.last_words('preflight')}")
-    found = build(PreflightOutcome, json.loads(out))
-    yield pages.environment_part(found)
-    yield pages.fabric_part(found)
+    outcome = build(PreflightOutcome, json.loads(out))
+    yield pages.environment_part(outcome)
+    yield pages.fabric_part(outcome)
     sizes = ("--prompt", str(work.prompt), "--generate", str(work.output))
     batch = ("--batch", ",".join(map(str, work.batches)), "--repeats", str(asked.repeats))
     rows = json.loads(steps.run("bench", "bench", "sweep", *sizes, *batch, "--json", "-")[1])

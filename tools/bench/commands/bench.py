@@ -53,12 +53,12 @@ def _numbers(ctx: click.Context, parameter: click.Parameter, value: str | None) 
 def _range(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int]:
     low, colon, high = value.partition(":")
     try:
-        found = int(low), int(high if colon else low)
+        bounds = int(low), int(high if colon else low)
     except ValueError:
         raise click.BadParameter(f"{value!r}: a number, or a range such as 16:256") from None
-    if not 1 <= found[0] <= found[1]:
+    if not 1 <= bounds[0] <= bounds[1]:
         raise click.BadParameter(f"{value!r}: at least 1, and the lower end first")
-    return found
+    return bounds
 
 
 @_FAILS
@@ -274,10 +274,10 @@ def paper(model: str, tp: tuple[int, ...] | None, batch: tuple[int, ...] | None,
     with _telling() if identity.rank == 0 else nullcontext(lambda text: None) as say:
         among_ranks(identity, lambda: run(asked, identity, say, keep))
     if identity.rank == 0:
-        found = list(compared([r for r in rows if (r["model"], r["scale"]) == (sweep.name, scale)], sweep))
-        Console(highlight=False).print(paper_table(found))
+        comparison = list(compared([r for r in rows if (r["model"], r["scale"]) == (sweep.name, scale)], sweep))
+        Console(highlight=False).print(paper_table(comparison))
         if picture is not None:
-            paper_plot(found, Path(picture))
+            paper_plot(comparison, Path(picture))
     return 0
 
 

@@ -70,13 +70,13 @@ def layouts(site: Site, todo: list[list[Any]], tokens: int) -> Iterator[Row]:
 
 def points(rows: Sequence[Row]) -> list[Row]:
     """Medians over the runs: batch, ratio (L/c, as what communicating adds to computing) and tokens/s of each kind."""
-    found = []
+    medians = []
     for batch, aimed in sorted({(row["batch"], row["aimed"]) for row in rows}):
         runs = [row["rates"] for row in rows if (row["batch"], row["aimed"]) == (batch, aimed)]
         rates = {kind: round(median(run[kind] for run in runs), 1) for kind in KINDS}
         ratio = median(run["no-communication"] / run["standard"] - 1 for run in runs)
-        found.append({"batch": batch, "ratio": round(ratio, 2), "rates": rates})
-    return found
+        medians.append({"batch": batch, "ratio": round(ratio, 2), "rates": rates})
+    return medians
 
 
 def crossing(mine: Sequence[Row]) -> str:
@@ -88,15 +88,15 @@ def crossing(mine: Sequence[Row]) -> str:
     return f"{gaps[-1][0]:.1f} and more" if gaps[-1][1] > 0 else "0"
 
 
-def report(found: Sequence[Row]) -> list[str]:
+def report(medians: Sequence[Row]) -> list[str]:
     """Markdown; of the law: the share of ladder's step that the law predicts."""
     cells = []
-    for p in found:
+    for p in medians:
         rates, best = p["rates"], max(STOCK, key=p["rates"].__getitem__)
         of_law = rates["ladder"] / (rates["standard"] * law(1.0, p["ratio"]))
         shown = (f"{rates[kind]:,.0f}" for kind in KINDS)
         cells.append((f"{p['batch']}, {p['ratio']:.2f}", *shown, best, f"{of_law:.2f}"))
-    ups = ", ".join(f"{crossing([p for p in found if p['batch'] == b])} (batch {b})" for b in BATCHES)
+    ups = ", ".join(f"{crossing([p for p in medians if p['batch'] == b])} (batch {b})" for b in BATCHES)
     head = f"batch, L/c | {' | '.join(KINDS)} | best stock | ladder, of the law"
     return [
         "![tokens/s of layouts against L/c](pictures/layouts.svg)", "", *table(head, cells), "",
@@ -124,14 +124,14 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
     if not rows:
         sys.exit(f"{RESULTS}: no results; measure first, without --report")
-    found = points(rows)
-    lines = report(found)
+    medians = points(rows)
+    lines = report(medians)
     print("\n".join(lines))
     if args.write:
         page, pictures = DOCS / "layouts.md", DOCS / "pictures"
         page.write_text(renewed(page.read_text(), lines))
-        (pictures / "layouts.json").write_text("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
-        (pictures / "layouts.svg").write_text(layouts_picture(found))
+        (pictures / "layouts.json").write_text("[\n" + ",\n".join(map(json.dumps, medians)) + "\n]\n")
+        (pictures / "layouts.svg").write_text(layouts_picture(medians))
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def sums(nodes: int, per_node: int, nice: int, **spec: Any) -> Iterator[Row]:
     """Runs reduce_ranks.py on `nodes` nodes and yields its rows."""
     cores = sorted(os.sched_getaffinity(0))
     crowded = nodes * per_node > len(cores)
-    each = None if crowded else [[cores[i]] for i in range(nodes)]
-    with Cluster(nodes, cores=each, mtu=MTU, nice=nice) as cluster:
+    node_cores = None if crowded else [[cores[i]] for i in range(nodes)]
+    with Cluster(nodes, cores=node_cores, mtu=MTU, nice=nice) as cluster:
         path = [str(TESTS), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = TUNED | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if crowded:
@@ -104,31 +104,31 @@ def wirings(
         jobs = {kind: stack.enter_context(wiring_job(site, kind, ranks)) for kind in kinds}
 
         def run(batch: int, kind: str) -> Row:
-            found = jobs[kind].ask("case", batch=batch, prompt=32, generate=11)
+            timing = jobs[kind].ask("case", batch=batch, prompt=32, generate=11)
             # a rank that begins a delay earlier waits twice as long for every other one: their mean
             alone_s = fmean(jobs[kind].ask("all_reduce", bytes=batch * row, count=8)["seconds"])
-            return found | {"alone_s": alone_s, "step_s": batch * found["decode_s"] / found["decode_tokens"]}
+            return timing | {"alone_s": alone_s, "step_s": batch * timing["decode_s"] / timing["decode_tokens"]}
 
         site.switch.link(0.0)
         first = in_turns(jobs, 3, partial(run, 1))
-        c = median(each["step_s"] for each in first["no-communication"]) / sub_blocks
-        at_rest = median(each["alone_s"] for each in first["standard"])
+        c = median(run["step_s"] for run in first["no-communication"]) / sub_blocks
+        at_rest = median(run["alone_s"] for run in first["standard"])
         delays = [(d, None) for d in delays_s] + [(max(0.0, r * c - at_rest), r) for r in ratios]
         for (delay_s, aimed), batch in product(delays, (1, 8)):
             site.switch.link(delay_s)
             before, began = site.switch.stats().cpu_s, time.perf_counter()
-            found = in_turns(jobs, turns, partial(run, batch))
+            runs_by_kind = in_turns(jobs, turns, partial(run, batch))
             switch_share = (site.switch.stats().cpu_s - before) / (time.perf_counter() - began)
-            all_reduce_s = median(each["alone_s"] for runs in found.values() for each in runs)
-            for kind, runs in found.items():
-                busy_s = sum(each["prefill_s"] + each["decode_s"] for each in runs)
+            all_reduce_s = median(timing["alone_s"] for runs in runs_by_kind.values() for timing in runs)
+            for kind, runs in runs_by_kind.items():
+                busy_s = sum(timing["prefill_s"] + timing["decode_s"] for timing in runs)
                 yield {
                     "model": f"hidden {shape['hidden_size']}, {sub_blocks // 2} layers, {shape['torch_dtype']}",
                     "delay_s": delay_s, "aimed": aimed, "batch": batch, "wiring": kind, "sub_blocks": sub_blocks,
-                    "step_s": median(each["step_s"] for each in runs), "all_reduce_s": all_reduce_s,
-                    "sub_blocks_s": [median(each["sub_blocks_s"][at] for each in runs) for at in (0, 1)],
+                    "step_s": median(timing["step_s"] for timing in runs), "all_reduce_s": all_reduce_s,
+                    "sub_blocks_s": [median(timing["sub_blocks_s"][at] for timing in runs) for at in (0, 1)],
                     "switch_share": switch_share,
-                    "other_threads_share": sum(each["other_threads_s"] for each in runs) / busy_s,
+                    "other_threads_share": sum(timing["other_threads_s"] for timing in runs) / busy_s,
                 }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def splits(site: Site, cases: list[tuple[int, int, int]], turns: int) -> Iterato
                 seconds = in_turns(jobs, turns, partial(step_s, jobs, case))
                 batch, prompt, steps = case
                 what = f"decode {batch}" if steps else f"prefill {batch} x {prompt}"
-                yield {"delay_s": delay_s, "case": what, **{kind: spread(each) for kind, each in seconds.items()}}
+                yield {"delay_s": delay_s, "case": what, **{kind: spread(values) for kind, values in seconds.items()}}
 
 
 def drafts(site: Site, prompt: int, answer: int, turns: int) -> Iterator[Row]:
@@ -182,8 +182,8 @@ def drafts(site: Site, prompt: int, answer: int, turns: int) -> Iterator[Row]:
             site.switch.link(delay_s)
             for batch in (1, 8):
                 in_turns(jobs, 3, partial(tokens_s, batch))  # answers are recorded, and auto learns
-                found = in_turns(jobs, turns, partial(tokens_s, batch))
-                yield {"delay_s": delay_s, "batch": batch, **{kind: spread(each) for kind, each in found.items()}}
+                rates = in_turns(jobs, turns, partial(tokens_s, batch))
+                yield {"delay_s": delay_s, "batch": batch, **{kind: spread(values) for kind, values in rates.items()}}
 
 
 def split_prefills(nice: int) -> Iterator[Row]:

@@ -24,12 +24,12 @@ MEASURED = {1: "#2166ac", 8: "#67a9cf"}
 
 def paper_points() -> dict[str, list[tuple[float, float]]]:
     """(L/c, speed-up) of the published rows: L/c as what communication adds to what computation takes."""
-    found = {}
+    published = {}
     for name, (model, links, _) in PUBLISHED.items():
         rows = {batch: rates for (of, by, batch), rates in TOKENS.items() if (of, by) == (model, links)}
         silent = {b: TOKENS[model, "p2p" if links == "no p2p" else links, b]["none"] for b in rows}
-        found[name] = [(silent[b] / r["standard"] - 1, r["ladder"] / r["standard"]) for b, r in rows.items()]
-    return found
+        published[name] = [(silent[b] / r["standard"] - 1, r["ladder"] / r["standard"]) for b, r in rows.items()]
+    return published
 
 
 def picture(points: Sequence[tuple[float, float, int]]) -> str:
@@ -38,8 +38,10 @@ def picture(points: Sequence[tuple[float, float, int]]) -> str:
     axes = figure.add_subplot()
     ratios = np.linspace(0.0, X_END, 301)
     axes.plot(ratios, [law(1.0, r) for r in ratios], color="#222", label="the law (c + L) / max(c, (c + L) / 2)")
-    for name, found in paper_points().items():
-        axes.scatter(*zip(*found, strict=True), marker="^", color=PUBLISHED[name][2], label=f"published, H100: {name}")
+    for name, published in paper_points().items():
+        axes.scatter(
+            *zip(*published, strict=True), marker="^", color=PUBLISHED[name][2], label=f"published, H100: {name}"
+        )
     for batch, colour in MEASURED.items():
         if mine := [(ratio, speed) for ratio, speed, of in points if of == batch]:
             label = f"laddertron, emulated nodes, batch {batch}"

@@ -29,19 +29,19 @@ LARGE_BAR = 1.0
 def _sums(lines: Sequence[Line], small: bool) -> dict[tuple[str, float, int], dict[str, Line]]:
     """Measurements of our and other libraries' all-reduce, for a decode step's message (`small`) or a prompt's, by
     (nodes x ranks, delay, bytes) and lane."""
-    found: dict[tuple[str, float, int], dict[str, Line]] = {}
+    by_case: dict[tuple[str, float, int], dict[str, Line]] = {}
     for line in lines:
         if (line["bytes"] == SMALL) == small:
             key = (f"{line['nodes']} x {line['per_node']}", line["delay_s"], line["bytes"])
-            found.setdefault(key, {})[line["lane"]] = line
-    return found
+            by_case.setdefault(key, {})[line["lane"]] = line
+    return by_case
 
 
 def reduce_tables(lines: Sequence[Line]) -> list[str]:
     small = []
     for (shape, _, _), lanes in _sums(lines, True).items():
-        found = (lanes[name] for name in ("native", "gloo", "openmpi"))
-        small.append((shape, *(f"{line['median_s'] * 1e3:.2f} ({line['p90_s'] * 1e3:.2f})" for line in found)))
+        chosen = (lanes[name] for name in ("native", "gloo", "openmpi"))
+        small.append((shape, *(f"{line['median_s'] * 1e3:.2f} ({line['p90_s'] * 1e3:.2f})" for line in chosen)))
     rows = [
         "### One all-reduce of 16 KB, 1 ms one way",
         "",
@@ -74,9 +74,9 @@ def split_table(lines: Sequence[Line]) -> list[str]:
     rows = []
     for line in lines:
         cells = [spread([seconds * 1e3 for seconds in line[k]], ".1f") for k in SPLIT_KINDS]
-        whole, split, carried = (line[k][0] for k in ("whole", "split", "carried"))
-        closed = f"{(whole - split) / (whole - carried):.0%}" if whole > carried else "-"
-        rows.append((f"{line['delay_s'] * 1e3:g} ms, {line['case']}", *cells, f"{whole / split:.2f}", closed))
+        unsplit, split, carried = (line[k][0] for k in ("whole", "split", "carried"))
+        closed = f"{(unsplit - split) / (unsplit - carried):.0%}" if unsplit > carried else "-"
+        rows.append((f"{line['delay_s'] * 1e3:g} ms, {line['case']}", *cells, f"{unsplit / split:.2f}", closed))
     return table("one way, case | whole | split | auto | carried | whole / split | gap closed", rows)
 
 

@@ -140,11 +140,11 @@ class Cell:
 
 def cells(lines: Sequence[Line]) -> list[Cell]:
     """By delay and batch."""
-    found: dict[tuple[str, int], dict[int, dict[str, Line]]] = {}
+    by_cell: dict[tuple[str, int], dict[int, dict[str, Line]]] = {}
     for line in lines:
         delay = f"{line['delay_s'] * 1e3:g} ms" if line["aimed"] is None else f"L = {line['aimed']:g} c"
-        found.setdefault((delay, line["batch"]), {}).setdefault(line["run"], {})[line["wiring"]] = line
-    made = [Cell(delay, batch, list(runs.values())) for (delay, batch), runs in found.items()]
+        by_cell.setdefault((delay, line["batch"]), {}).setdefault(line["run"], {})[line["wiring"]] = line
+    made = [Cell(delay, batch, list(runs.values())) for (delay, batch), runs in by_cell.items()]
     return sorted(made, key=lambda cell: (cell.delay_s, cell.batch))
 
 
@@ -154,11 +154,13 @@ def wiring_tables(lines: Sequence[Line]) -> list[str]:
     for cell in cells(lines):
         speeds.append((cell.where, *cell.rates(WIRINGS), spread(cell.gains("ladder"), ".2f")))
         names = ("attention_s", "mlp_s", "all_reduce_s", "carrying_s", "outside_s")
-        found = [f"{median(getattr(each, name) for each in cell.prices) * 1e3:.2f}" for name in names]
-        found.insert(3, f"{cell.ratio:.2f}")
-        law_s = median(predicted_step(each, "ladder") for each in cell.prices)
+        cells_text = [f"{median(getattr(price, name) for price in cell.prices) * 1e3:.2f}" for name in names]
+        cells_text.insert(3, f"{cell.ratio:.2f}")
+        law_s = median(predicted_step(price, "ladder") for price in cell.prices)
         taken = (f"{seconds * 1e3:.1f}" for seconds in (law_s, median(cell.steps("ladder"))))
-        steps.append((cell.where, *found, *taken, *(spread(cell.of_law(w), ".2f") for w in ("ladder", "standard"))))
+        steps.append(
+            (cell.where, *cells_text, *taken, *(spread(cell.of_law(w), ".2f") for w in ("ladder", "standard")))
+        )
     number = len({line["run"] for line in lines})
     shares, others = ([line[f"{name}_share"] for line in lines] for name in ("switch", "other_threads"))
     return [
@@ -208,22 +210,20 @@ def later_table(lines: Sequence[Line]) -> list[str]:
 
 def wiring_bars(lines: Sequence[Line]) -> list[tuple[bool, str]]:
     """(met, in words) of every case; each run's medians."""
-    found: list[tuple[bool, str]] = []
+    bars: list[tuple[bool, str]] = []
     for cell in cells(lines):
         where, shares, gains = f"ladder {cell.delay}, batch {cell.batch}", cell.of_law("ladder"), cell.gains("ladder")
         if cell.ratio >= FROM_RATIO:
-            found.append(
-                (median(shares) >= LAW_BAR, f"{where}: {spread(shares, '.2f')} of the law, at least {LAW_BAR}")
-            )
+            bars.append((median(shares) >= LAW_BAR, f"{where}: {spread(shares, '.2f')} of the law, at least {LAW_BAR}"))
         if (bar := {1e-3: SPEED_BAR, 0.0: REST_BAR}.get(cell.delay_s)) is not None:
-            found.append((median(gains) >= bar, f"{where}: {spread(gains, '.2f')}x, at least {bar}x"))
-    return found
+            bars.append((median(gains) >= bar, f"{where}: {spread(gains, '.2f')}x, at least {bar}x"))
+    return bars
 
 
 def law_points(lines: Sequence[Line]) -> list[tuple[float, float, int]]:
     """(L/c as what communication adds to what computation takes, speed-up, batch) of every cell, for the picture."""
-    found = []
+    points = []
     for cell in cells(lines):
         ratio = median(a / b - 1 for a, b in zip(cell.steps("standard"), cell.steps("no-communication"), strict=True))
-        found.append((ratio, median(cell.gains("ladder")), cell.batch))
-    return found
+        points.append((ratio, median(cell.gains("ladder")), cell.batch))
+    return points

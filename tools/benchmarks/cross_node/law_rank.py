@@ -107,14 +107,14 @@ def give_drafts(runner: Any, prompt: int, right: float) -> None:
 
     def keep(batch: Batch) -> None:
         for slot in batch.released:
-            known = runner.tokens[slot, : runner.length[slot]].copy()
-            answers[known[:prompt].tobytes()] = known
+            ids = runner.tokens[slot, : runner.length[slot]].copy()
+            answers[ids[:prompt].tobytes()] = ids
         apply(batch)
 
-    def look_up(known: NDArray[np.int32], most: int) -> list[int]:
-        answer, at = answers.get(known[:prompt].tobytes(), known), len(known)
-        drafts: list[int] = answer[at : at + max(0, most)].tolist() if np.array_equal(answer[:at], known) else []
-        chance = [Random(f"{known[0]} {at} {i}").random() for i in range(len(drafts))]
+    def look_up(ids: NDArray[np.int32], most: int) -> list[int]:
+        answer, at = answers.get(ids[:prompt].tobytes(), ids), len(ids)
+        drafts: list[int] = answer[at : at + max(0, most)].tolist() if np.array_equal(answer[:at], ids) else []
+        chance = [Random(f"{ids[0]} {at} {i}").random() for i in range(len(drafts))]
         return [draft if c < right else (draft + 1) % 1000 for draft, c in zip(drafts, chance, strict=True)]
 
     runner._apply, vars(runners)["look_up"] = keep, look_up
@@ -132,10 +132,10 @@ def lead(leader: Bench, awaited: bool) -> None:
             say({"seconds": plans.all_reduces(order["bytes"], order["count"])})
             continue
         began, main_s, every_s = time.monotonic(), time.thread_time(), time.process_time()
-        found = leader.ask(**order)
+        timing = leader.ask(**order)
         other_s = time.process_time() - every_s - (time.thread_time() - main_s)
         records = [record for record in ledger.history() if record.start_s >= began]
-        say(found | {"other_threads_s": other_s, "sub_blocks_s": sub_blocks(records, awaited)})
+        say(timing | {"other_threads_s": other_s, "sub_blocks_s": sub_blocks(records, awaited)})
 
 
 def work(built: Any, communicator: Any) -> None:

@@ -90,8 +90,8 @@ def measure(spec: dict[str, Any]) -> None:
                 for name, call in calls.items():
                     times[name].append(timed(control, call, x, counts[name]))
             for name, parts in times.items():
-                found, where = np.concatenate(parts), {"nodes": len(layout.nodes), "per_node": layout.per_node}
-                figures = {"median_s": float(np.median(found)), "p90_s": float(np.quantile(found, 0.9))}
+                seconds, where = np.concatenate(parts), {"nodes": len(layout.nodes), "per_node": layout.per_node}
+                figures = {"median_s": float(np.median(seconds)), "p90_s": float(np.quantile(seconds, 0.9))}
                 if control.rank == 0:
                     say(**where, delay_s=delay, lane=name, bytes=size, **figures)
 

@@ -84,7 +84,7 @@ def lanes_table(lines: Sequence[Mapping[str, Any]], lanes: int) -> list[str]:
     for cell in cells(lines):
         laws = [[lanes_of_the_law(case, lanes, d) for case in cell.runs] for d in (1, 2) if not alone]
         ratios = laws or [cell.gains(names[-1])]
-        rows.append((cell.where, *cell.rates(names), *(spread(each, ".2f") for each in ratios)))
+        rows.append((cell.where, *cell.rates(names), *(spread(shares, ".2f") for shares in ratios)))
     shares = "lanes over standard" if alone else "delay-1, of the law | delay-2, of the law"
     bars = "bars: 0.95 for one sequence, 0.90 for eight" if alone else f"bar: {LAW_BAR} of the law"
     return [*table(f"one way, batch | {' | '.join(names)} | {shares}", rows), "", f"{lanes} lanes; {bars}"]

@@ -89,8 +89,8 @@ class Site:
 
 def rate(job: BenchJob, batch: int, prompt: int, generate: int) -> float:
     """Decoded tokens/s of one run."""
-    found = job.ask("case", batch=batch, prompt=prompt, generate=generate)
-    return float(found["decode_tokens"] / found["decode_s"])
+    timing = job.ask("case", batch=batch, prompt=prompt, generate=generate)
+    return float(timing["decode_tokens"] / timing["decode_s"])
 
 
 def insist() -> None:

@@ -36,14 +36,14 @@ def moved_bytes(ranks: int, nbytes: int) -> int:
     return round(2 * (ranks - 1) / ranks * nbytes)
 
 
-def launch_of(emulation: Emulation, ranks: int, held: int, nbytes: int, vector_bytes: int) -> HoldKernelLaunch:
-    """One message in a group of `ranks` that occupies `held` multiprocessors. What is left over beyond whole vectors
+def launch_of(emulation: Emulation, ranks: int, occupied: int, nbytes: int, vector_bytes: int) -> HoldKernelLaunch:
+    """One message in a group of `ranks` that takes `occupied` multiprocessors. What is left over beyond whole vectors
     stays where it is. Raises ValueError for a message that takes more than LONGEST_S."""
     seconds = emulation.seconds(nbytes)
     if seconds > LONGEST_S:
         raise ValueError(f"{emulation.label}: {nbytes} bytes take {seconds:.3g} s, at most {LONGEST_S:g} s can be had")
     vectors, moved = nbytes // vector_bytes, moved_bytes(ranks, nbytes) // vector_bytes
-    return HoldKernelLaunch(held, round(seconds * 1e9), vectors if held else 0, moved if held else 0)
+    return HoldKernelLaunch(occupied, round(seconds * 1e9), vectors if occupied else 0, moved if occupied else 0)
 
 
 def load_kernels() -> Any:
@@ -64,8 +64,8 @@ class EmulatedOnGpu:
     ready, and the later one decides when x may be taken. Messages of one such group go one after another, as NCCL's
     do. x passes unchanged through the emulation."""
 
-    def __init__(self, inner: Collective, emulation: Emulation, ledger: Ledger, ranks: int, held: int = 0) -> None:
-        """ranks: of the emulated group; held: multiprocessors that a message occupies. Raises RuntimeError without
+    def __init__(self, inner: Collective, emulation: Emulation, ledger: Ledger, ranks: int, occupied: int = 0) -> None:
+        """ranks: of the emulated group; occupied: multiprocessors that a message occupies. Raises RuntimeError without
         Triton, ValueError if not one multiprocessor would be left to compute."""
         try:
             self._kernels = load_kernels()
@@ -74,11 +74,11 @@ class EmulatedOnGpu:
                 f"{emulation.label}: needs Triton, which comes with CUDA builds of torch ({fault}): make env ACCEL=cuda"
             ) from fault
         there = multiprocessors_here()
-        if held >= there:
+        if occupied >= there:
             raise ValueError(
                 f"{emulation.label}: this GPU has {there}, and some must be left to compute: use at most {there - 1}"
             )
-        self._inner, self._emulation, self._ranks, self._held = inner, emulation, ranks, held
+        self._inner, self._emulation, self._ranks, self._held = inner, emulation, ranks, occupied
         self._scratches: list[Tensor] = []
         self._side = StreamCollective(self._issue, ledger, "emulated", emulation.label)
 

@@ -73,8 +73,8 @@ def main() -> None:
     config = of_layers(TINY if args.tiny else known(args.model), args.layers, args.prompt + args.gen + 1)
     floor = copy_bandwidth(device, (16 if args.tiny else 1024) << 20)
     there = {"CUDA": torch.version.cuda, **versions("torch", "triton", "flashinfer-python", "transformers")}
-    said = ", ".join(f"{name} {number}" for name, number in there.items() if number)
-    say(machine=machine(device), versions=said, copy_gb_s=round(floor / 1e9, 1))
+    installed = ", ".join(f"{name} {number}" for name, number in there.items() if number)
+    say(machine=machine(device), versions=installed, copy_gb_s=round(floor / 1e9, 1))
     lines: list[Line] = []
     engines = {"ours": ours, "transformers": theirs}
     for line in (line for name in args.engines.split(",") for line in engines[name](config, args, device)):
@@ -171,7 +171,7 @@ def run_engine(model: LlamaModel, communicator: Communicator, args: argparse.Nam
 def mixed_step_s(engine: Engine, vocab: int, batch: int, prompt_steps: int, args: argparse.Namespace) -> float:
     """A step of `batch` decodes and one whole prompt: four steps in which a newcomer comes and goes, less
     three without. The median of --repeat newcomers. prompt_steps: what the prompts of the others take."""
-    dice, found = random.Random(batch), []
+    dice, differences = random.Random(batch), []
 
     def add(name: str, generate: int) -> None:
         prompt = random_prompt(dice, vocab, args.prompt)
@@ -189,10 +189,10 @@ def mixed_step_s(engine: Engine, vocab: int, batch: int, prompt_steps: int, args
         steps(prompt_steps + 2)
         alone = steps(2) / 2
         add(f"mixed-{batch}-{repetition}-newcomer", 1)
-        found.append(steps(4) - 3 * alone)
+        differences.append(steps(4) - 3 * alone)
         for _ in drain(engine):
             pass
-    return statistics.median(found)
+    return statistics.median(differences)
 
 
 def release(device: torch.device) -> None:
@@ -223,8 +223,8 @@ def theirs(config: ModelConfig, args: argparse.Namespace, device: torch.device) 
     for batch in args.batch:
         runs = []
         for _ in range(args.repeat + 1):
-            found = run(model, torch.randint(3, config.vocab_size, (batch, args.prompt), device=device), args.gen)
-            runs.append((found["prefill_s"], found["step_s"]))
+            timing = run(model, torch.randint(3, config.vocab_size, (batch, args.prompt), device=device), args.gen)
+            runs.append((timing["prefill_s"], timing["step_s"]))
         yield case_line(what, config, args, batch, runs)
 
 

@@ -48,8 +48,8 @@ def device_of(name: str) -> torch.device:
 
 def machine(device: torch.device) -> str:
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return f"{found.name}, {found.multi_processor_count} multiprocessors, {found.total_memory >> 30} GiB"
+        gpu = torch.cuda.get_device_properties(device)
+        return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors, {gpu.total_memory >> 30} GiB"
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
 
 

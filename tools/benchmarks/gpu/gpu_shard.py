@@ -104,8 +104,8 @@ class Rank:
 
     def layout(self, batch: int, device: torch.device) -> tuple[StepLayout, Tensor]:
         """A step of `batch` decodes at the last position, and its token ids."""
-        each = -(-self.context // BLOCK)
-        table = torch.arange(batch * each, device=device).view(batch, each)
+        blocks = -(-self.context // BLOCK)
+        table = torch.arange(batch * blocks, device=device).view(batch, blocks)
         at = torch.full((batch,), self.context - 1, device=device)
         layout = StepLayout(
             at, list(range(batch + 1)), [self.context] * batch, table, table[:, -1].clone(), at % BLOCK, batch
@@ -130,12 +130,12 @@ class Rank:
 class Variant:
     """One wiring over one emulated fabric."""
 
-    def __init__(self, rank: Rank, wiring: str, held: int, batch: int, recorder: CudaRecorder | None) -> None:
+    def __init__(self, rank: Rank, wiring: str, occupied: int, batch: int, recorder: CudaRecorder | None) -> None:
         case, self.device = rank.case, rank.device
-        self.wiring, self.held = wiring, held
+        self.wiring, self.occupied = wiring, occupied
         self.emulation = emulation_of(case.fabric, case.ranks)
         self.collective = Counted(
-            EmulatedOnGpu(Alone(), self.emulation, Ledger(), case.ranks, held)
+            EmulatedOnGpu(Alone(), self.emulation, Ledger(), case.ranks, occupied)
             if rank.device.type == "cuda"
             else Emulated(Alone(), self.emulation, Ledger())
         )
@@ -174,24 +174,24 @@ class Variant:
 
 def measure(name: str, args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
     case = CASES[name]
-    whole = TINY if args.tiny else known(case.model)
-    config, group = of_layers(whole, args.layers, args.context), lone_group(case.ranks)
+    full = TINY if args.tiny else known(case.model)
+    config, group = of_layers(full, args.layers, args.context), lone_group(case.ranks)
     try:
         rank = Rank.make(case, config, group, device, max(args.batch))
         recorder = CudaRecorder(device, Ledger()) if device.type == "cuda" else None
         for batch in args.batch:
-            yield from _batch(rank, batch, args, recorder, whole.num_layers)
+            yield from _batch(rank, batch, args, recorder, full.num_layers)
     finally:
         dist.destroy_process_group()
 
 
 def _batch(
-    rank: Rank, batch: int, args: argparse.Namespace, recorder: CudaRecorder | None, whole: int
+    rank: Rank, batch: int, args: argparse.Namespace, recorder: CudaRecorder | None, num_layers: int
 ) -> Iterator[dict[str, Any]]:
     """All variants of one batch, in turns."""
     config, case, gpu = rank.model.config, rank.case, rank.device.type == "cuda"
     k, load, shape = HELD if gpu else HELD[:1], Load(decodes=batch, context=rank.context), SHAPES[case.paper[1]]
-    variants = [Variant(rank, wiring, held, batch, recorder) for wiring in WIRINGS for held in k]
+    variants = [Variant(rank, wiring, occupied, batch, recorder) for wiring in WIRINGS for occupied in k]
     variants.append(Variant(rank, "no-communication", 0, batch, recorder))
     for variant in variants:
         for _ in range(WARM_UP):
@@ -200,20 +200,20 @@ def _batch(
         for variant in variants:
             variant.seconds += [variant.step() for _ in range(args.steps)]
     message = torch.zeros((batch, config.hidden_size), dtype=DTYPES[config.dtype], device=rank.device)
-    alone = {variant.held: variant.alone_s(message, recorder) for variant in variants[: len(k)]}
+    alone = {variant.occupied: variant.alone_s(message, recorder) for variant in variants[: len(k)]}
     for variant in variants:
         step_s = statistics.median(variant.seconds)
         yield {
             "model": "tiny" if args.tiny else case.paper[0], "interconnect": case.paper[1], "tp": case.ranks,
             "fabric": variant.emulation.label, "timed_by": "kernel" if gpu else "host timer",
             "device": str(torch.cuda.get_device_name(rank.device)) if gpu else "CPU",
-            "layers": config.num_layers, "of_layers": whole, "attention": rank.attention.name,
+            "layers": config.num_layers, "of_layers": num_layers, "attention": rank.attention.name,
             "recorded": gpu and isinstance(rank.attention, Capturable),
-            "batch": batch, "context": rank.context, "wiring": variant.wiring, "k": variant.held,
+            "batch": batch, "context": rank.context, "wiring": variant.wiring, "k": variant.occupied,
             "plan_ms": predicted_ms(config, shape, rank.device, load, NAMES.get(variant.wiring, variant.wiring)),
             "all_reduces": variant.all_reduces,
             "predicted_us": round(variant.emulation.seconds(message.nbytes) * 1e6, 2),
-            "alone_us": round(alone[variant.held] * 1e6, 2),
+            "alone_us": round(alone[variant.occupied] * 1e6, 2),
             "step_ms": round(step_s * 1e3, 4), "fastest_ms": round(min(variant.seconds) * 1e3, 4),
             "tokens_s": round(batch / step_s, 2),
         }  # fmt: skip

@@ -23,14 +23,16 @@ def hidden(standard_s: float, ladder_s: float, silent_s: float) -> float:
 
 
 def _published(key: tuple[str, str, int]) -> list[str]:
-    found = TOKENS.get(key)
-    if found is None:
+    published = TOKENS.get(key)
+    if published is None:
         return ["", "", ""]
     share = ""
-    if "none" in found:
-        share = f"{hidden(*(1 / found[name] for name in ('standard', 'ladder', 'none'))):.0%}"
-    rates = " / ".join(f"{found[name]:g}" for name in ("standard", "ladder", "parallel", "none") if name in found)
-    return [f"{found['ladder'] / found['standard']:.2f}", share, rates]
+    if "none" in published:
+        share = f"{hidden(*(1 / published[name] for name in ('standard', 'ladder', 'none'))):.0%}"
+    rates = " / ".join(
+        f"{published[name]:g}" for name in ("standard", "ladder", "parallel", "none") if name in published
+    )
+    return [f"{published['ladder'] / published['standard']:.2f}", share, rates]
 
 
 def row(lines: Sequence[Line]) -> list[object]:
@@ -42,8 +44,8 @@ def row(lines: Sequence[Line]) -> list[object]:
     c_us = silent["step_ms"] * 1e3 / (2 * silent["layers"])
     ratio = standard["alone_us"] / c_us
     gain, share = standard["step_ms"] / ladder["step_ms"], hidden(*(x["step_ms"] for x in (standard, ladder, silent)))
-    whole = standard["layers"] == standard["of_layers"]
-    depth = "" if whole else f" ({standard['layers']} of {standard['of_layers']} layers)"
+    all_layers = standard["layers"] == standard["of_layers"]
+    depth = "" if all_layers else f" ({standard['layers']} of {standard['of_layers']} layers)"
     return [
         standard["model"] + depth,
         f"{standard['fabric']}" + ("" if standard["k"] else ", pure delay"),
@@ -67,9 +69,9 @@ def shard_table(lines: Sequence[Line]) -> str:
     for line in lines:
         groups.setdefault((line["model"], line["interconnect"], line["batch"]), []).append(line)
     rows = []
-    for found in groups.values():
-        silent = [line for line in found if line["wiring"] == "no-communication"]
-        for k in sorted({line["k"] for line in found}):
-            rows.append(row([line for line in found if line["k"] == k and line not in silent] + silent))
+    for group in groups.values():
+        silent = [line for line in group if line["wiring"] == "no-communication"]
+        for k in sorted({line["k"] for line in group}):
+            rows.append(row([line for line in group if line["k"] == k and line not in silent] + silent))
     about = f"All-reduces are emulated ({lines[0]['timed_by']}) on one {lines[0]['device']}; no two ranks ever spoke."
     return "\n".join([about, "", *table(HEAD, rows)])

@@ -115,9 +115,9 @@ def main() -> None:
     for number, line in enumerate(sys.stdin):
         batch, prompt, generate = (json.loads(line)[name] for name in ("batch", "prompt", "generate"))
         ids = random_ids(batch, prompt, number)
-        found = model.run(ids, generate) if isinstance(model, Vllm) else run(model, ids, generate)
+        timing = model.run(ids, generate) if isinstance(model, Vllm) else run(model, ids, generate)
         tokens = {"prompt_tokens": batch * prompt, "decode_tokens": batch * (generate - 1)}
-        print(json.dumps(found | tokens | {"hidden_s": 0.0, "exposed_s": 0.0}), flush=True)
+        print(json.dumps(timing | tokens | {"hidden_s": 0.0, "exposed_s": 0.0}), flush=True)
 
 
 if __name__ == "__main__":

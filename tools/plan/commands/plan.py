@@ -47,7 +47,7 @@ from ..tables import as_json, markdown
     help="Price of a GPU hour.",
 )
 @set_option
-@click.option("--all", "whole", is_flag=True, help="Print every table and the assumptions.")
+@click.option("--all", "all_tables", is_flag=True, help="Print every table and the assumptions.")
 @click.option("--json", "json_out", is_flag=True, help="Print every number as JSON, in base units.")
 @click.option("--markdown", "markdown_out", is_flag=True, help="Print the tables as Markdown.")
 @click.option(
@@ -60,7 +60,7 @@ from ..tables import as_json, markdown
 def command(
     config: str | None, model: str | None, fabric: str | None, tp: int | None, replicas: int | None, wiring: str,
     max_model_len: int | None, fp8: bool, prompt: int, output: int, gpu_hour: float, overrides: tuple[str, ...],
-    whole: bool, json_out: bool, markdown_out: bool, write: str | None,
+    all_tables: bool, json_out: bool, markdown_out: bool, write: str | None,
 ) -> None:  # fmt: skip
     """Predict memory, speed and cost of a deployment, and compare it with other layouts of the same GPUs.
 
@@ -91,15 +91,15 @@ def command(
     elif markdown_out:
         click.echo(markdown(plan), nl=False)
     else:
-        _show(plan, whole)
+        _show(plan, all_tables)
 
 
-def _show(plan: CapacityEstimate, whole: bool) -> None:
+def _show(plan: CapacityEstimate, all_tables: bool) -> None:
     from rich.console import Console
 
     from ..plan_view import plan_view
 
     console = Console(highlight=False)
-    if whole:  # a table row that is folded cannot be read: rather let the terminal break lines
+    if all_tables:  # a table row that is folded cannot be read: rather let the terminal break lines
         console = Console(highlight=False, width=max(console.width, 200))
-    console.print(plan_view(plan, whole))
+    console.print(plan_view(plan, all_tables))

@@ -49,9 +49,9 @@ def step_command(
         q = question(config, model, fabric, Work(), size=tp)
         times, cost, sheet = steps(q if delay is None else delayed(q, delay * 1e-3), load)
     if json_out:
-        whole = times["standard"].total_s
+        standard_s = times["standard"].total_s
         variants = {
-            name: {**asdict(t), "hidden_s": t.hidden_s, "exposed_s": t.exposed_s, "speedup": whole / t.total_s}
+            name: {**asdict(t), "hidden_s": t.hidden_s, "exposed_s": t.exposed_s, "speedup": standard_s / t.total_s}
             for name, t in times.items()
         }
         out = {"all_reduce_s": cost.all_reduce.seconds, "sub_block_s": cost.sub_block_s, "wirings": variants}

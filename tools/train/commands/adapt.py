@@ -131,7 +131,7 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
         "frozen": list(frozen),
     }
     with training_bar(ranks, settings.batch * settings.context) as show:
-        found = adapt.adapt(
+        adapted = adapt.adapt(
             source,
             wiring,
             settings,
@@ -147,8 +147,10 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
         )
     if ranks.rank == 0:
         names = [str(path) for path in (*o["text"], *o["held_out"])]
-        write_card(out, source.name, wiring, settings, found, {**about, "text": names, "ranks": ranks.size})
+        write_card(out, source.name, wiring, settings, adapted, {**about, "text": names, "ranks": ranks.size})
         shutil.rmtree(states)
-        o_ppl, u_ppl, t_ppl = (each.perplexity for each in (found.original, found.untrained, found.trained))
+        o_ppl, u_ppl, t_ppl = (
+            evaluation.perplexity for evaluation in (adapted.original, adapted.untrained, adapted.trained)
+        )
         click.echo(f"{out}: held-out perplexity {o_ppl:.3f} original, {u_ppl:.3f} untrained, {t_ppl:.3f} trained")
     ranks.barrier()

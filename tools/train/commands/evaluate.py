@@ -65,8 +65,8 @@ def _rows(folders: tuple[Path, ...], o: dict[str, Any], ranks: Any) -> list[dict
     with torch.no_grad():
         for folder in folders:
             model = load_any(folder, ranks)
-            found = asdict(held_out(model, ids_N, length, ranks, compared))
-            row = record(found, original.name if original else None, digest)
+            loss_fields = asdict(held_out(model, ids_N, length, ranks, compared))
+            row = record(loss_fields, original.name if original else None, digest)
             rows.append({"folder": folder.name, "wiring": model.config.wiring.name, **row})
             if o["record"] and ranks.rank == 0:
                 (folder / RECORD).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
