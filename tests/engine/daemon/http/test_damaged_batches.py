@@ -263,7 +263,7 @@ def test_a_line_computed_again_with_the_other_outcome_is_in_one_file(
             with pytest.raises(openai.APIStatusError, match="the file has 0 bytes"):
                 client.files.content(source, extra_headers={"range": "bytes=5-9"})
         assert len(lines_of(client, source)) == others
-        batch = client.batches.retrieve(batch.id)
+        batch = wait_batch(client, batch.id)
         answers, errors = both(client, batch)
         assert answers.keys() | errors.keys() == {json.loads(raw)["custom_id"] for raw in data.splitlines()}
         assert len(answers) + len(errors) == total
@@ -292,7 +292,7 @@ def test_a_line_that_cannot_be_computed_again_is_an_error_in_the_error_file(fold
     with served(config, folder) as daemon:
         client = daemon.client()
         assert lines_of(client, batch.output_file_id).keys() == {"r-0", "r-2", "r-4", "r-5"}
-        batch = client.batches.retrieve(batch.id)
+        batch = wait_batch(client, batch.id)
         errors = lines_of(client, batch.error_file_id)
         assert {name: entry["error"]["code"] for name, entry in errors.items()} == dict.fromkeys(
             ("r-1", "r-3"), "result_unreadable"
@@ -311,7 +311,7 @@ def test_lines_of_a_deleted_file_are_not_computed_again_with_a_damaged_one(folde
     with served(config, folder) as daemon:
         client = daemon.client()
         assert lines_of(client, batch.error_file_id).keys() == {"bad"}
-        batch = client.batches.retrieve(batch.id)
+        batch = wait_batch(client, batch.id)
         assert lines_of(client, batch.output_file_id).keys() == {"long"}
         assert (batch.request_counts.completed, batch.request_counts.failed) == (6, 1)
         assert len(daemon.jobs[0].submitted) == 1

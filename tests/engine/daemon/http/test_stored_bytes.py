@@ -27,6 +27,7 @@ from laddertron.engine.daemon.store.schema import KEYS, Rows, migrate
 from laddertron.engine.daemon.store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged, row_sum
 from laddertron.engine.metrics.observer import Observer
 from laddertron.launchers.cli.__main__ import main
+from test_app_batches import completed
 from tiny_text import write_folder
 from waiting import until
 
@@ -323,7 +324,7 @@ def test_rows_and_files_of_an_earlier_version_are_read(world: World) -> None:
 
 
 def unsummed(observer: Observer) -> dict[str, float]:
-    return {kind: count for (kind,), count in observer.figures()["store_unsummed"].items()}
+    return {kind: count for (kind,), count in observer.figures().get("store_unsummed", {}).items()}
 
 
 def test_what_has_no_checksum_is_counted_at_the_start(world: World) -> None:
@@ -334,7 +335,7 @@ def test_what_has_no_checksum_is_counted_at_the_start(world: World) -> None:
     db.close()
     for expected in ({"row": rows, "file": 1}, {"row": rows, "file": 0}):
         with world.daemon() as (daemon, observer):
-            until(lambda seen=observer: bool(seen.figures().get("store_unsummed")))
+            until(partial(unsummed, observer))
             assert unsummed(observer) == expected
             content(daemon.client(), world.names[0], "bytes=0-0")
 
@@ -382,7 +383,7 @@ def test_an_open_batch_whose_row_is_damaged_fails_by_name(tmp_path: Path, runnin
         client = daemon.client()
         batches = [submit(client, data, metadata={"who": "me"}) for _ in columns]
         until(lambda: all(client.batches.retrieve(batch.id).status == "in_progress" for batch in batches))
-        until(lambda: sum(client.batches.retrieve(batch.id).request_counts.completed for batch in batches) > 20)
+        until(lambda: sum(completed(client, batch.id) for batch in batches) > 20)
         if not running:
             daemon.stop()
         db = sqlite3.connect(tmp_path / "data" / "store.db", timeout=30)
@@ -400,8 +401,8 @@ def test_an_open_batch_whose_row_is_damaged_fails_by_name(tmp_path: Path, runnin
             daemon = stack.enter_context(served(config, text))
             client = daemon.client()
         for batch, column in zip(batches, columns, strict=True):
-            until(lambda name=batch.id: status_of(client, name) == "failed")
-            ended = client.batches.retrieve(batch.id)
+            until(partial(is_failed, client, batch.id))
+            ended = wait_batch(client, batch.id)
             assert [(error.code, batch.id in error.message) for error in ended.errors.data] == [("row_damaged", True)]
             counts = ended.request_counts
             answers = lines_of(client, ended.output_file_id)
@@ -413,11 +414,11 @@ def test_an_open_batch_whose_row_is_damaged_fails_by_name(tmp_path: Path, runnin
     assert check_store(tmp_path / "data").wrong == []
 
 
-def status_of(client: openai.OpenAI, batch_id: str) -> str:
-    """Its status, or "damaged"."""
+def is_failed(client: openai.OpenAI, batch_id: str) -> bool:
+    """Whether the batch has failed; not yet, if its row is still damaged."""
     with contextlib.suppress(openai.APIStatusError):
-        return str(client.batches.retrieve(batch_id).status)
-    return "damaged"
+        return client.batches.retrieve(batch_id).status == "failed"
+    return False
 
 
 def test_a_damaged_row_of_its_input_file_fails_an_open_batch_by_name(tmp_path: Path) -> None:
