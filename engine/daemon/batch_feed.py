@@ -227,7 +227,10 @@ class BatchFeed(LineFlights):
         answer, now = flight.answer, time.time()
         began, used = now - (time.monotonic() - flight.submitted), (answer.prompt_tokens, answer.completion_tokens)
         finish, chat = answer.finish or "stop", answer.body.endpoint == CHAT
-        times = AnswerTimes(began, began, None, now, *used, finish, interactive=False, chat=chat)
+        ignored = answer.body.ignored_fields
+        times = AnswerTimes(
+            began, began, None, now, *used, finish, interactive=False, chat=chat, ignored_fields=ignored
+        )
         self._core.observer.request(times)
 
     def _charge(self, flight: Flight) -> None:

@@ -86,6 +86,7 @@ class Daemon:
             limits = PoolLimits(max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids)
             pool = TextPool(self._parts.text_folder, limits, body_worker.MODULE, self._parts.text.files)
             await stack.enter_async_context(pool)
+            self._parts.text.chat = pool.chat
             keys = self._parts.keys
             usage = Usage(store, self._parts.observer, self._limits_of)
             await usage.load()

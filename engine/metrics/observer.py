@@ -49,6 +49,7 @@ class AnswerTimes:
     traceparent: str | None = None
     """The client's W3C header, unchanged."""
     chat: bool = False
+    ignored_fields: int = 0
 
 
 def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> float | None:
@@ -162,6 +163,7 @@ class Observer:
         self.series.observe("e2e_request_latency_seconds", times.ended - times.arrived)
         self.series.observe("request_prompt_tokens", times.prompt_tokens)
         self.series.observe("request_generation_tokens", times.completion_tokens)
+        self.series.add("ignored_fields_total", times.ignored_fields)
         self._on_request(times)
 
     def used(self, owner: str, requests: int, prompt: int, completion: int) -> None:

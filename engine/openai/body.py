@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..request import MAX_CHOICES, PARAMS, SamplingParams
-from .chat_messages import Message, as_template_takes_it
+from .chat_messages import Message, as_template_takes_it, unknown_fields
 from .errors import ApiError
 from .schema import CHAT, COMPLETIONS, MODELS, Endpoint, Prompt
 from .structured_output import GrammarFields, grammar_of
@@ -52,6 +52,7 @@ class Body(NamedTuple):
     include_reasoning: bool = True
     priority: int = 0
     cache_salt: str = ""
+    ignored_fields: int = 0
 
 
 _BODY_NAMES, _GRAMMAR_NAMES = frozenset(Body._fields), frozenset(GrammarFields.model_fields)
@@ -85,6 +86,7 @@ def check_body(value: Any, endpoint: Endpoint) -> Body:
     values = fields.__dict__
     body_fields = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}
     if endpoint == CHAT:
+        body_fields["ignored_fields"] = sum(len(unknown_fields(message)) for message in value["messages"])
         body_fields["messages"] = _as_templates(body_fields["messages"])
         _chat_only(body_fields)
     else:

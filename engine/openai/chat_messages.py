@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import PlainValidator, TypeAdapter
+from pydantic import ConfigDict, PlainValidator, TypeAdapter, model_validator
 
-from ...topology.json_codec import ReadError, parse
 from .errors import ApiError
 from .validators import Refused, StrictModel, array, ignored, invalid, kind_of, show, text
 
@@ -34,42 +33,48 @@ def _text_kind(value: Any) -> str:
 
 
 class TextPart(StrictModel):
-    type: Annotated[str, PlainValidator(_text_kind, json_schema_input_type=Literal["text"])]
+    type: Annotated[str, PlainValidator(_text_kind, json_schema_input_type=Literal["text", "refusal"])]
     text: str
 
 
 _Parts = Annotated[tuple[TextPart, ...], array(MAX_PARTS, 1)]
 _PARTS: TypeAdapter[tuple[TextPart, ...]] = TypeAdapter(_Parts)
+Content = str | list[dict[str, str]] | None
 
 
-def _content(value: Any) -> str | None:
-    """The text of a content: a string, or text parts joined by line breaks."""
+def _content(value: Any) -> Content:
+    """A content as sent: a string, or text parts; an assistant's refusal is a text."""
     if value is None or type(value) is str:
         return value
     if type(value) is not list:
         raise invalid(f" is {kind_of(value)}; a string or an array of text parts is expected", "invalid_type")
-    return "\n".join([part.text for part in _PARTS.validate_python(value)])
+    return [part.model_dump() for part in _PARTS.validate_python([_as_text(part) for part in value])]
 
 
-def _arguments(value: Any) -> dict[str, Any]:
-    """Parses a call's arguments from JSON text into the object that templates expect."""
-    if type(value) is not str:
-        raise invalid(f" is {kind_of(value)}; a string is expected", "invalid_type")
-    try:
-        arguments = parse(value.encode())
-    except ReadError as error:
-        raise invalid(f" is invalid: {error}") from None
-    if type(arguments) is not dict:
-        raise invalid(f" holds {kind_of(arguments)}; an object is expected")
-    return arguments
+def _as_text(part: Any) -> Any:
+    """A refusal as the text part that it is to a template."""
+    if type(part) is dict and part.keys() == {"type", "refusal"} and part["type"] == "refusal":
+        return {"type": "text", "text": part["refusal"]}
+    return part
 
 
-class CalledFunction(StrictModel):
+def text_of(content: Content) -> str:
+    """The text of a content, parts joined by line breaks."""
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+class _Lenient(StrictModel):
+    """A part of an assistant's turn, which servers send with fields of their own: unknown ones are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class CalledFunction(_Lenient):
     name: Annotated[str, text(64, 1)]
-    arguments: Annotated[dict[str, Any], PlainValidator(_arguments, json_schema_input_type=str)]
+    arguments: Annotated[str, text(1 << 28)]
 
 
-class ToolCall(StrictModel):
+class ToolCall(_Lenient):
     id: Annotated[str, text(256)]
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -79,28 +84,45 @@ class Message(StrictModel):
     role: Annotated[
         str, PlainValidator(_role, json_schema_input_type=Literal["system", "developer", "user", "assistant", "tool"])
     ]
-    content: Annotated[str | None, PlainValidator(_content, json_schema_input_type=str | _Parts | None)] = None
+    content: Annotated[Content, PlainValidator(_content, json_schema_input_type=str | _Parts | None)] = None
     name: Annotated[str, text(256)] | None = None
-    refusal: Annotated[None, Refused("only messages with content are read")] = None
+    refusal: Annotated[str, text(1 << 28)] | None = None
     audio: Annotated[None, Refused("text only")] = None
     tool_calls: Annotated[tuple[ToolCall, ...], array(MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, text(256)] | None = None
     reasoning_content: Annotated[str, text(1 << 28)] | None = None
+    reasoning: Annotated[str, text(1 << 28)] | None = None
     function_call: Annotated[None, Refused("use tool_calls")] = None
     annotations: Annotated[Any, ignored("they are no part of the text")] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown(cls, value: Any) -> Any:
+        unknown = unknown_fields(value)
+        return {name: given for name, given in value.items() if name not in unknown} if unknown else value
+
+
+def unknown_fields(message: Any) -> set[str]:
+    """The fields of an assistant's turn that other servers send; they are ignored."""
+    if type(message) is not dict or message.get("role") != "assistant":
+        return set()
+    return message.keys() - Message.model_fields.keys()
+
 
 def as_template_takes_it(message: Message) -> dict[str, Any]:
-    """A message for the chat template: role, content as one string, and the other fields; `developer` becomes `system`.
-    Raises ApiError for an empty message."""
-    mapping: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (given := getattr(message, name)) is not None:
-            mapping[name] = given
+    """A message for engine/text/chat_shape.py: role, content as sent, and the other fields; `developer` becomes
+    `system`. Raises ApiError for an empty message."""
+    content = message.refusal if message.content is None else message.content
+    shaped: dict[str, Any] = {"role": message.role, "content": content}
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    given = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    shaped |= {name: value for name, value in given.items() if value is not None}
     if message.tool_calls:
-        mapping["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        shaped["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    elif content is None and message.role == "assistant" and message.model_fields_set - {"role"}:
+        shaped["content"] = ""
     elif "content" not in message.model_fields_set:
         raise ApiError("content is missing", code="missing_required_parameter")
-    elif message.content is None:
+    elif content is None:
         raise ApiError("content is null; a string or an array of text parts is expected", code="invalid_type")
-    return mapping
+    return shaped

@@ -13,6 +13,7 @@ from ..request import Request, TokenLogprob, TokensEvent
 from ..text.detokenizer import OutputText
 from ..text.tokenizer import TextModel
 from .body import Body
+from .chat_messages import text_of
 from .chat_parts import ChatParts, Part, message_of
 from .choice import Choice, Delta
 from .errors import ApiError
@@ -41,10 +42,12 @@ class Answer:
         self._text = text
         self._names: Names = TokenIds(text.pieces) if body.return_tokens_as_token_ids else text.pieces
         last = body.messages[-1] if body.messages else {"role": "", "content": ""}
-        self.divided = body.endpoint == CHAT and (bool(body.tools) or (text.reasons and body.params.grammar is None))
+        self.divided = body.endpoint == CHAT and (
+            bool(body.tools) or (text.chat.reasons and body.params.grammar is None)
+        )
         """Whether a chat's text is split into reasoning, content and calls."""
         self._role = "assistant" if body.add_generation_prompt else last["role"]
-        self._continued = last["content"] if body.echo and last["role"] == self._role else ""
+        self._continued = text_of(last["content"]) if body.echo and last["role"] == self._role else ""
         self._begin()
 
     def _begin(self) -> None:
@@ -206,10 +209,10 @@ class Answer:
     def _new_parts(self, index: int) -> ChatParts:
         body = self.body
         thinking = None
-        if self._text.reasons and body.params.grammar is None:
+        if self._text.chat.reasons and body.params.grammar is None:
             prompt = self._text.decode(self.requests[0].prompt[-_OPENING:], skip_special=False)
             thinking = prompt.rstrip().endswith("<think>")
-        form = "array" if body.tool_choice == "required" else self._text.tool_format if body.tools else None
+        form = "array" if body.tool_choice == "required" else self._text.chat.tool_format if body.tools else None
         return ChatParts(
             lambda number: f"call_{self.answer_id.partition('-')[2]}_{index}_{number}",
             form,

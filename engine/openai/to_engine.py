@@ -109,7 +109,8 @@ def to_requests(
     end tokens are added to the model's. Raises ApiError for parameters that this model does not support."""
     most = min(limits.max_num_seqs, MAX_CHOICES)
     given = body.params
-    if body.tools and text is not None and not (text.tool_format if body.tool_choice == "auto" else text.takes_tools):
+    support = text.chat if text is not None and body.tools else None
+    if support and not (support.tool_format if body.tool_choice == "auto" else support.takes_tools):
         message = "the model's chat template does not support tools, or its format of calls is unknown"
         raise ApiError(message, param="tools", code="unsupported_parameter")
     if given.n > most:

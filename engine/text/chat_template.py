@@ -16,6 +16,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
+from .text_files import NAMED_TEMPLATES
+
 MAX_TEMPLATE_BYTES = 1 << 20
 _MARK = "\ue0c0\ue0c1 "  # private-use characters: no message's own text
 
@@ -76,7 +78,7 @@ class ChatTemplate:
     def render(self, messages: list[dict[str, Any]], options: ChatOptions = DEFAULTS) -> str:
         """Renders the prompt's text; `continue_final_message` leaves the last message open. Raises TemplateError."""
         if options.continue_final_message:
-            messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _MARK}]
+            messages = [*messages[:-1], {**messages[-1], "content": _marked(messages[-1]["content"])}]
         given = {"messages": messages, "add_generation_prompt": options.add_generation_prompt}
         names = {"tools": None, "documents": None, **self._special, **(options.variables or {}), **given}
         try:
@@ -89,6 +91,13 @@ class ChatTemplate:
         return _cut_at_mark(text) if options.continue_final_message else text
 
 
+def _marked(content: Any) -> Any:
+    """A message's content with the mark at its end."""
+    if isinstance(content, list):
+        return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]
+    return (content or "") + _MARK
+
+
 def _cut_at_mark(text: str) -> str:
     """Cuts `text` after the last message's text. The mark ends in a space: if that is missing, the template strips
     messages, and would have stripped that text, too."""
@@ -98,34 +107,41 @@ def _cut_at_mark(text: str) -> str:
     return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
 
 
-def template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """The template of a checkpoint folder: chat_template.jinja, else tokenizer_config.json's `chat_template` (a
-    string, or a list of named ones, of which "default"), else chat_template.json; None where there is none."""
+def template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The templates of a checkpoint folder by name, of which "default" is one unless there are none:
+    chat_template.jinja, else tokenizer_config.json's `chat_template` (a string, or a list of named ones), else
+    chat_template.json; and those in additional_chat_templates."""
     beside = folder / "chat_template.jinja"
-    template: object = None
-    if beside.is_file():
-        if beside.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise TemplateError(f"{beside} has {beside.stat().st_size} bytes; at most {MAX_TEMPLATE_BYTES} are read")
-        template = beside.read_text(encoding="utf-8")
-    if template is None:
-        template = config.get("chat_template")
-    if template is None and (folder / "chat_template.json").is_file():
+    value: object = _read(beside) if beside.is_file() else config.get("chat_template")
+    if value is None and (folder / "chat_template.json").is_file():
         try:
             other = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
         except RecursionError:
             other = None
         if not isinstance(other, dict):
             raise TemplateError("chat_template.json is not an object with a chat_template")
-        template = other.get("chat_template")
-    if isinstance(template, list):
+        value = other.get("chat_template")
+    named: dict[str, object] = {} if value is None else {"default": value}
+    if isinstance(value, list):
         named = {
-            str(t["name"]): t["template"] for t in template if isinstance(t, dict) and {"name", "template"} <= t.keys()
+            str(t["name"]): t["template"] for t in value if isinstance(t, dict) and {"name", "template"} <= t.keys()
         }
-        if "default" not in named:
-            raise TemplateError(f'chat_template is a list of {sorted(named)} without "default": name one so')
-        template = named["default"]
-    if template is not None and not isinstance(template, str):
-        raise TemplateError(f"chat_template is a {type(template).__name__}; a string or a list of named ones is read")
-    if template is not None and len(template) > MAX_TEMPLATE_BYTES:
-        raise TemplateError(f"the chat template has {len(template)} characters; at most {MAX_TEMPLATE_BYTES} are read")
-    return template
+    named |= {path.stem: _read(path) for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
+    if (named or isinstance(value, list)) and "default" not in named:
+        raise TemplateError(f'chat_template is a list of {sorted(named)} without "default": name one so')
+    sources = {}
+    for name, source in named.items():
+        if not isinstance(source, str):
+            raise TemplateError(f"chat_template is a {type(source).__name__}; a string or a list of named ones is read")
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise TemplateError(
+                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are read"
+            )
+        sources[name] = source
+    return sources
+
+
+def _read(path: Path) -> str:
+    if path.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise TemplateError(f"{path} has {path.stat().st_size} bytes; at most {MAX_TEMPLATE_BYTES} are read")
+    return path.read_text(encoding="utf-8")

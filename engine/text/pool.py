@@ -16,7 +16,7 @@ from typing import Any
 
 from .process import STARTING_LOOKS, WorkerDied, WorkerProcess
 from .text_files import RESTORE, changed_files
-from .tokenizer import ChatOptions, TextError
+from .tokenizer import ChatOptions, ChatSupport, TextError
 from .worker import MAX_FRAME
 
 log = logging.getLogger(__name__)
@@ -183,6 +183,8 @@ class TextPool:
         files: Mapping[str, str] | None = None,
     ) -> None:
         self._folder, self._limits, self._module, self._files = folder, limits, module, files
+        self.chat = ChatSupport()
+        """What the first worker found out about the chat template."""
         self._waiting = _Queues()
         self._large = 0
         self._arrived = asyncio.Event()
@@ -194,6 +196,7 @@ class TextPool:
         for attempt in range(1, _MAX_FAILED_STARTS + 1):
             try:
                 self._slots[0].runs(await self._spawn())
+                self._report()
                 break
             except (WorkerDied, OSError) as error:
                 if attempt == _MAX_FAILED_STARTS:
@@ -359,10 +362,21 @@ class TextPool:
             if not hello.get("ready"):
                 raise TextError(hello.get("failed", "the text worker sent no reason"))
             self._check_files(hello.get("files"))
+            self.chat = ChatSupport(**hello["chat"])
         except BaseException:
             await worker.kill()
             raise
         return worker
+
+    def _report(self) -> None:
+        if self.chat.shape:
+            log.info("chat template: %s", self.chat.shape, extra={"event": "chat_template"})
+        if kinds := [*self.chat.lost, *self.chat.refused]:
+            log.warning(
+                "chat template: cannot render %s: such chats are refused",
+                ", ".join(kinds),
+                extra={"event": "chat_template"},
+            )
 
     def _check_files(self, files: Mapping[str, str] | None) -> None:
         """Compares what a worker read with what this process and the other workers read. Raises TextError."""

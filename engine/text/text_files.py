@@ -11,12 +11,14 @@ _FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+NAMED_TEMPLATES = "additional_chat_templates"
 RESTORE = "restore the file, or restart with the changed ones"
 
 
 def text_files(folder: Path) -> dict[str, str]:
     """A digest of each file that determines the conversion between text and ids; "" for a missing one."""
-    data = {name: (folder / name).read_bytes() if (folder / name).is_file() else None for name in _FILES}
+    named = sorted(f"{NAMED_TEMPLATES}/{path.name}" for path in (folder / NAMED_TEMPLATES).glob("*.jinja"))
+    data = {name: (folder / name).read_bytes() if (folder / name).is_file() else None for name in (*_FILES, *named)}
     return {name: "" if raw is None else hashlib.blake2b(raw, digest_size=16).hexdigest() for name, raw in data.items()}
 
 

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
-from .chat_template import DEFAULTS, ChatTemplate, TemplateError, template_source
+from .chat_shape import ChatShape, Messages, Render, choose_shape, tools_are_rendered
+from .chat_template import DEFAULTS, ChatTemplate, TemplateError, template_sources
 from .chat_template import ChatOptions as ChatOptions
 from .detokenizer import Pieces
 from .text_files import changed_files, text_files
@@ -30,6 +33,19 @@ class TextError(ValueError):
     """The checkpoint's tokenizer files cannot be used; the message names the file and the fix."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatSupport:
+    """What a chat template takes and what its model writes. `shape`: the form of messages; the others as in
+    ChatShape."""
+
+    takes_tools: bool = False
+    tool_format: ToolFormat | None = None
+    reasons: bool = False
+    shape: str = ""
+    lost: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
 class TextModel:
     """One tokenizer and template. `eos_ids`: end tokens of tokenizer_config.json and generation_config.json. `files`:
     see text_files."""
@@ -39,7 +55,7 @@ class TextModel:
         folder: Path,
         tokenizer: Tokenizer,
         config: dict[str, Any],
-        template: str | None,
+        templates: Mapping[str, str],
         eos_ids: tuple[int, ...],
         files: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
@@ -50,16 +66,8 @@ class TextModel:
         self.special = _special_tokens(config)
         self.bos_id = tokenizer.token_to_id(self.special["bos_token"]) if "bos_token" in self.special else None
         self.eos_ids = eos_ids
-        self._template_source = template
-        self._template: ChatTemplate | None = None
-        source = template or ""
-        self.takes_tools = "tools" in source
-        self.tool_format: ToolFormat | None = None  # of calls that are made by choice
-        if self.takes_tools and "<tool_call>" in source:
-            self.tool_format = "hermes"
-        elif self.takes_tools and '"parameters"' in source and "[TOOL_CALLS]" not in source:
-            self.tool_format = "llama"
-        self.reasons = "</think>" in source
+        self._sources = templates
+        self._templates: dict[str, tuple[ChatTemplate, ChatShape]] = {}
         self._bos_rule = _bos_rule(config)
 
     @classmethod
@@ -85,13 +93,13 @@ class TextModel:
             raise TextError(f"{path} has an empty vocabulary: fetch the file again")
         config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
         try:
-            template = template_source(folder, config)
+            templates = template_sources(folder, config)
         except (TemplateError, ValueError) as error:
             raise TextError(f"{folder}: {error}") from error
         eos_ids = _eos_ids(tokenizer, config, _read_json(folder / "generation_config.json"))
         if changed := changed_files(files, text_files(folder)):
             raise TextError(f"{folder / changed[0]}: changed while it was read: start again once its copy is complete")
-        return cls(folder, tokenizer, config, template, eos_ids, files)
+        return cls(folder, tokenizer, config, templates, eos_ids, files)
 
     @property
     def vocab_size(self) -> int:
@@ -123,17 +131,37 @@ class TextModel:
                     spellings[spaced] = None
         return tuple(spellings)
 
-    def compile_template(self) -> None:
-        """Compiles the template, once, if the checkpoint has one. Raises TemplateError."""
-        if self._template is None and self._template_source is not None:
-            self._template = ChatTemplate(self._template_source, self.special)
+    @cached_property
+    def chat(self) -> ChatSupport:
+        """Rendered by probes, which may never return: the daemon sets what a text worker found out."""
+        name = "tool_use" if "tool_use" in self._sources else "default"
+        if not self._sources:
+            return ChatSupport()
+        source, (template, shape) = self._sources[name], self._template(name)
+        takes_tools = tools_are_rendered(_renderer(template))
+        form: ToolFormat | None = None
+        if takes_tools and "<tool_call>" in source:
+            form = "hermes"
+        elif takes_tools and '"parameters"' in source and "[TOOL_CALLS]" not in source:
+            form = "llama"
+        return ChatSupport(takes_tools, form, "</think>" in source, str(shape), shape.lost, shape.refused)
 
-    def render(self, messages: list[dict[str, Any]], options: ChatOptions = DEFAULTS) -> str:
-        """Renders the messages by the template. Raises TemplateError. May never return: see chat_template.py."""
-        self.compile_template()
-        if self._template is None:
+    def _template(self, name: str) -> tuple[ChatTemplate, ChatShape]:
+        if name not in self._templates:
+            template = ChatTemplate(self._sources[name], self.special)
+            self._templates[name] = template, choose_shape(_renderer(template))
+        return self._templates[name]
+
+    def render(self, messages: Messages, options: ChatOptions = DEFAULTS) -> str:
+        """Renders the messages by the template, or by the one for tools, in the form that it takes. Raises
+        TemplateError. May never return: see chat_template.py."""
+        if not self._sources:
             raise TemplateError("this checkpoint has no chat template: send plain prompts to /v1/completions")
-        return self._template.render(messages, options)
+        tools = bool(options.variables and options.variables.get("tools"))
+        template, shape = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
+        if kind := shape.refusal(messages):
+            raise TemplateError(f"the checkpoint's chat template loses {kind}: send the conversation without")
+        return template.render(shape.shaped(messages), options)
 
     def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions = DEFAULTS) -> list[int]:
         """Encodes a chat. The template contains its special tokens, so none are added unless requested."""
@@ -141,6 +169,16 @@ class TextModel:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+
+
+def _renderer(template: ChatTemplate) -> Render:
+    def render(messages: Messages, tools: list[dict[str, Any]] | None) -> str | None:
+        try:
+            return template.render(messages, ChatOptions(variables={"tools": tools} if tools else None))
+        except TemplateError:
+            return None
+
+    return render
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -123,11 +124,14 @@ def main(argv: list[str], answer: Answer = answer) -> int:
     requests, out = os.fdopen(connection, "rb", closefd=False), os.fdopen(connection, "wb", closefd=False)
     try:
         model = TextModel.from_folder(Path(settings["folder"]))
-    except TextError as error:
+        signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
+        chat = asdict(model.chat)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    except (TextError, TemplateError) as error:
         out.write(frame({"failed": str(error)}))
         out.flush()
         return 1
-    out.write(frame({"ready": True, "files": dict(model.files)}))
+    out.write(frame({"ready": True, "files": dict(model.files), "chat": chat}))
     out.flush()
     with contextlib.suppress(ConnectionResetError):  # its owner was killed before it had read the last answer
         while (items := read_frame(requests)) is not None:

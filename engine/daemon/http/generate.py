@@ -82,7 +82,8 @@ class _Reply(FlightOwner):
         tokens = (answer.prompt_tokens, answer.completion_tokens)
         finish = "error" if answer.error is not None else answer.finish or "stop"
         chat = self.body.endpoint == CHAT
-        self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent, chat))
+        ignored = self.body.ignored_fields
+        self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent, chat, ignored))
 
     def watch(self, receive: Receive, deadline: float) -> None:
         """Makes `begun` also return when the client disconnects, or at `deadline` (of the loop's clock)."""

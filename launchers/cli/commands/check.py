@@ -69,7 +69,7 @@ def tokenizer_faults(loaded: LoadedDeployment) -> Iterator[str]:
         return  # nothing is answered
     if (Path(d.model.path) / "config.json").is_file() and folder.is_dir():
         key = "model.path" if d.model.tokenizer is None else "model.tokenizer"
-        yield from refused(loaded, key, lambda: TextModel.from_folder(folder).compile_template())
+        yield from refused(loaded, key, lambda: TextModel.from_folder(folder).chat)
 
 
 def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:

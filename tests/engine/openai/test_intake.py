@@ -306,10 +306,43 @@ def test_what_is_too_large_is_refused_before_its_items_are_looked_at(monkeypatch
     assert "1048576" in refusal(prompt=[1] * (2**20 + 1)).message
 
 
-def test_messages_are_given_to_templates_as_they_take_them() -> None:
+def test_messages_are_checked_and_kept_as_sent() -> None:
+    """Contents as text or parts; what servers add to an assistant's turn is no error."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    body = chat(messages=[{"role": "developer", "content": "d", "name": "n"}, {"role": "user", "content": parts}])
-    assert body.messages == ({"role": "system", "content": "d", "name": "n"}, {"role": "user", "content": "a\nb"})
+    function = {"name": "f", "arguments": '{"a": ', "strict": True}
+    answer = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "audio": None,
+        "annotations": [],
+        "reasoning": "so",
+        "tool_calls": [{"index": 0, "id": "c", "type": "function", "function": function, "extra": {}}],
+        "provider": {"anything": 1},
+    }
+    refusals = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]
+    body = chat(
+        messages=[
+            {"role": "developer", "content": "d", "name": "n"},
+            {"role": "user", "content": parts},
+            answer,
+            {"role": "assistant", "content": None, "refusal": "never"},
+            {"role": "assistant", "content": refusals},
+            {"role": "assistant", "content": None, "reasoning_content": "hm"},
+        ]
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+    assert body.messages == (
+        {"role": "system", "content": "d", "name": "n"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": [call]},
+        {"role": "assistant", "content": "never"},
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "no"}]},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+    )
+    assert body.ignored_fields == 1
+    with pytest.raises(ApiError, match=r"unknown field 'messages.*provider'"):
+        chat(messages=[{"role": "user", "content": "x", "provider": 1}])
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tiny_text import byte_level, write_folder
 TEMPLATE = (
     "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}:{{ c.function.arguments|tojson }}{% endfor %}"
     "{% endfor %}<|assistant|>{# </think> #}"
 )
 WEATHER = {
@@ -202,8 +202,6 @@ def test_arguments_may_refer_to_their_own_schema(takes: Callable[[str | None, st
         ),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "cannot be combined"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content", "missing"),
-        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "{")]}]}, None, "arguments is invalid"),
-        ({"messages": [{"role": "assistant", "tool_calls": [call("f", "[]")]}]}, None, "an object is expected"),
     ],
 )
 def test_what_cannot_be_called_is_refused(fields: dict[str, Any], param: str | None, said: str) -> None:
@@ -285,8 +283,9 @@ def test_results_of_calls_go_back_into_the_prompt(text: TextModel) -> None:
     ]
     body = chat(messages=said, tools=TOOLS)
     prompt = text.render(list(body.messages), ChatOptions(variables=body.template_variables))
+    rome = '{"city": "Rome"}'
     assert prompt == (
-        "<tool>weather</tool><tool>now</tool><|user|>sky?<|assistant|><tool_call>weather:Rome<|tool|>rain<|assistant|>"
+        f"<tool>weather</tool><tool>now</tool><|user|>sky?<|assistant|><tool_call>weather:{rome}<|tool|>rain<|assistant|>"
     )
     assert "tools" not in (chat(tools=TOOLS, tool_choice="none").template_variables or {})
-    assert (text.tool_format, text.reasons, body.endpoint) == ("hermes", True, CHAT)
+    assert (text.chat.tool_format, text.chat.reasons, body.endpoint) == ("hermes", True, CHAT)

@@ -206,9 +206,11 @@ def test_a_frozen_worker_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_workers_killed_again_and_again_are_no_texts_fault(tmp_path: Path) -> None:
     """Each of four is killed while it computes the same text, which then is encoded."""
-    write_folder(tmp_path, template="{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}")
+    loop = "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}"
+    told = "{{ messages[0].content }}"
+    write_folder(tmp_path, template=f"{{% if messages[0].content == 'x' %}}{loop}{{% endif %}}{told}")
     config = tmp_path / "tokenizer_config.json"
-    quick = {**json.loads(config.read_text()), "chat_template": "x"}
+    quick = {**json.loads(config.read_text()), "chat_template": told}
 
     async def use(pool: TextPool) -> None:
         chat = asyncio.ensure_future(pool.of("").encode_chat([{"role": "user", "content": "x"}], ChatOptions()))

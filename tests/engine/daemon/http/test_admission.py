@@ -260,9 +260,9 @@ def test_owners_take_turns() -> None:
 
 def test_costly_texts_leave_a_worker_to_the_others(tmp_path: Path) -> None:
     """Two chats that render for ever, both large, and two workers: short texts are tokenised all the while."""
-    write_folder(
-        tmp_path, template="{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}"
-    )
+    loop = "{% for i in range(10 ** 5) %}{% for j in range(10 ** 5) %}{% endfor %}{% endfor %}"
+    long = "{% if messages[0].content|length > 1000 %}"
+    write_folder(tmp_path, template=f"{long}{loop}{{% endif %}}{{{{ messages[0].content }}}}")
 
     async def go() -> None:
         async with TextPool(tmp_path, PoolLimits(workers=2, cpu_seconds=FOR_EVER_S)) as pool:
