@@ -5,7 +5,7 @@ mpirun, launchers/rank/outer_job.py inside an outer mpirun. Every method and cal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 from annotated_types import MaxLen
@@ -19,29 +19,36 @@ JobPhase = Literal[
 ]
 
 
-CULPRIT = ("rank", "node", "stage", "device", "collective")
-"""Fields of a JobState or a failure that identify the cause, for the log, /ready, and the labels of a metric."""
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """What identifies the cause of a failure, for the log, /ready, and the labels of a metric. `collective`: in which
+    the rank last waited, or which it started last; `device`: its device."""
+
+    rank: int | None = None
+    node: str | None = None
+    stage: int | None = None
+    device: str = ""
+    collective: str = ""
+
+
+NOBODY = Culprit()
+CULPRIT = tuple(field.name for field in fields(Culprit))
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
     """A job's state. Only in phase `ready` it accepts requests. `suspect`: the heartbeat or step of a rank is overdue;
-    `failed`: final (crash loop, bad weights), with `reason`, and with rank and node if one is the cause. While the job
-    starts again, these fields describe the last failure; `collective`: in which that rank last waited, or which it
-    started last; `device`: its device. Phase `standby`: the ranks wait for Load; `reloading`: they are being replaced,
-    and requests wait. The field `standby` is the phase of the hot standby's launch; `model`: the digest of the model
-    that the job serves, "" if unknown."""
+    `failed`: final (crash loop, bad weights), with `reason` and the `culprit` if there is one. While the job starts
+    again, these fields describe the last failure. Phase `standby`: the ranks wait for Load; `reloading`: they are being
+    replaced, and requests wait. The field `standby` is the phase of the hot standby's launch; `model`: the digest of
+    the model that the job serves, "" if unknown."""
 
     phase: JobPhase
     reason: str = ""
     restarts: int = 0
     limits: ModelLimits | None = None
-    rank: int | None = None
-    node: str | None = None
+    culprit: Culprit = NOBODY
     exit_code: int | None = None
-    collective: str = ""
-    stage: int | None = None
-    device: str = ""
     standby: StandbyPhase = ""
     model: str = ""
 

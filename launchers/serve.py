@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -189,14 +190,14 @@ async def _say_ready(
     """Logs one line once every replica is ready: address, model and number of ranks."""
     await daemon.dispatcher.complete.wait()
     pids = daemon.services.observer.pids()
-    parallel, door = deployment.parallel, _url(listener, deployment.daemon.tls_cert is not None)
+    world, door = deployment.parallel.world, _url(listener, deployment.daemon.tls_cert is not None)
     log.info(
         "ready: %s/v1 serves %s: all %d ranks of %d replica%s%s, metrics at %s/metrics, page at %s/",
         door,
         deployment.served_model_name,
-        parallel.ranks,
-        parallel.replicas,
-        "s" * (parallel.replicas > 1),
+        world.replica_size,
+        world.replicas,
+        "s" * (world.replicas > 1),
         f" (pids {' '.join(map(str, pids))})" if pids else "",
         door if scraped is None else _url(scraped),
         door,
@@ -245,6 +246,6 @@ def _failure_reporter(observer: Observer, deployment: Deployment) -> Callable[[i
         observer.failure(replica, failure.kind, failure.reason, failure.culprit)
         bundles.failed(replica, failure)
         log_fields = {"event": "failure", "replica": replica, "kind": failure.kind}
-        log.error("replica %d: %s", replica, failure.reason, extra={**log_fields, **failure.culprit})
+        log.error("replica %d: %s", replica, failure.reason, extra={**log_fields, **asdict(failure.culprit)})
 
     return tell

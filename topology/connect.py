@@ -13,6 +13,7 @@ from .comm.lines import Lines, PlanChannel, stamped
 from .comm.pipeline import NEXT, PREVIOUS, RING, Pipeline, SocketBoundary
 from .hardware.cpu_quota import usable_cpus
 from .placement.layout import GroupLayout
+from .placement.world import World
 from .transport import transport
 from .transport.mesh import BACK, PLAN, STAGE, Mesh, connect_lines, connect_mesh
 
@@ -201,11 +202,9 @@ def _join_stages(
 ) -> tuple[PlanChannel, Pipeline, Lines]:
     """Lines to the same rank of the stages before and after, between the last stage and the first, and of the whole
     pipeline's first rank to all others."""
-    ranks, size, last = tuple(rank for stage in stages for rank in stage.ranks), stages[0].size, len(stages) - 1
+    ranks, world = tuple(rank for stage in stages for rank in stage.ranks), World(stages[0].size, len(stages))
     me = ranks.index(bootstrap.rank)
-    stage, index = divmod(me, size)
-    peers = {NEXT: me + size if stage < last else None, PREVIOUS: me - size if stage else None}
-    peers[RING] = last * size + index if stage == 0 else index if stage == last else None
+    peers = dict(zip((NEXT, PREVIOUS, RING), world.passing(me), strict=True))
     channels = {NEXT: STAGE, PREVIOUS: STAGE, RING: BACK}
     to_connect = [(peer, channels[line]) for line, peer in peers.items() if peer is not None]
     to_connect += [(r, PLAN) for r in range(1, len(ranks))] if me == 0 else [(0, PLAN)]
@@ -218,7 +217,7 @@ def _join_stages(
         stamped(s)
     lines = Lines(sockets, lambda line: f"rank {names[line]} is gone (its connection ended)", "stage")
     plans = PlanChannel(me, tuple(sockets_by_line.get((r, PLAN)) for r in range(len(ranks))))
-    return plans, Pipeline(stage, len(stages), names, lines, ledger), lines
+    return plans, Pipeline(world.stage_of(me), world.stages, names, lines, ledger), lines
 
 
 def _spin(options: CommOptions, layout: GroupLayout) -> float:

@@ -46,7 +46,7 @@ def _where_not(fine: Callable[[Deployment], bool], key: str) -> Callable[[Deploy
 
 
 def _stages(d: Deployment) -> int:
-    return d.parallel.pipeline_parallel_size
+    return d.parallel.world.stages
 
 
 def _duplicate_hosts(d: Deployment) -> str:
@@ -55,13 +55,11 @@ def _duplicate_hosts(d: Deployment) -> str:
 
 
 def _missing_slots(d: Deployment) -> str:
-    tp, stages, replicas = d.parallel.tensor_parallel_size, _stages(d), d.parallel.replicas
+    world = d.parallel.world
     slots = [int(host.partition(":")[2] or d.launch.ranks_per_node or 0) for host in d.launch.hosts]
-    ranks = tp * stages * replicas
-    if not slots or not all(slots) or sum(slots) >= ranks:
+    if not slots or not all(slots) or sum(slots) >= world.size:
         return ""
-    product = f"{tp} x {stages} x {replicas}" if stages > 1 else f"{tp} x {replicas}"
-    return f"{' + '.join(map(str, slots))} = {sum(slots)} slots for {product} = {ranks} ranks"
+    return f"{' + '.join(map(str, slots))} = {sum(slots)} slots for {world.product} ranks"
 
 
 _TP, _PP = "parallel.tensor_parallel_size", "parallel.pipeline_parallel_size"
@@ -99,7 +97,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("parallel.split_steps", _TP),
-        lambda d: d.parallel.split_steps == "always" and d.parallel.tensor_parallel_size == 1,
+        lambda d: d.parallel.split_steps == "always" and d.parallel.world.tp == 1,
         "always needs all-reduces to overlap, tensor_parallel_size is 1: use auto or never",
     ),
     Rule(
@@ -166,7 +164,7 @@ RULES: tuple[Rule, ...] = (
         ("parallel.pipeline_layers", _PP),
         lambda d: (
             d.parallel.pipeline_layers
-            and len(d.parallel.pipeline_layers) != _stages(d)
+            and len(d.parallel.pipeline_layers) != d.parallel.world.stages
             and len(d.parallel.pipeline_layers)
         ),
         "names {found} stages, pipeline_parallel_size is {parallel.pipeline_parallel_size}: name one number a "
@@ -174,28 +172,28 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("parallel.pipeline_microbatches", _PP),
-        lambda d: d.parallel.pipeline_microbatches is not None and d.parallel.microbatches < _stages(d),
+        lambda d: d.parallel.pipeline_microbatches is not None and d.parallel.microbatches < d.parallel.world.stages,
         "{parallel.microbatches} < {parallel.pipeline_parallel_size} stages, of which some would always be idle: use "
         "{parallel.pipeline_parallel_size} or more",
     ),
     Rule(
         ("parallel.pipeline_microbatches", _PP),
-        lambda d: d.parallel.pipeline_microbatches is not None and _stages(d) == 1,
+        lambda d: d.parallel.pipeline_microbatches is not None and d.parallel.world.stages == 1,
         "has no effect with one stage: leave it out",
     ),
     Rule(
         ("engine.max_num_seqs", "parallel.pipeline_microbatches", _PP),
-        lambda d: _stages(d) > 1 and d.engine.max_num_seqs < d.parallel.microbatches,
+        lambda d: d.parallel.world.stages > 1 and d.engine.max_num_seqs < d.parallel.microbatches,
         "{engine.max_num_seqs} < {parallel.microbatches} micro-batches: each needs a sequence: raise it",
     ),
     Rule(
         ("engine.speculation", _PP),
-        lambda d: _stages(d) > 1 and d.engine.speculation,
+        lambda d: d.parallel.world.stages > 1 and d.engine.speculation,
         "{engine.speculation} needs one stage: drafts follow ids that the first one does not know yet; use false",
     ),
     Rule(
         ("engine.cuda_graphs", _PP),
-        lambda d: _stages(d) > 1 and d.engine.cuda_graphs is True,
+        lambda d: d.parallel.world.stages > 1 and d.engine.cuda_graphs is True,
         "stages are not recorded yet: use auto or false",
     ),
     Rule(
@@ -227,7 +225,7 @@ RULES: tuple[Rule, ...] = (
         ("launch.ranks_per_node", _TP),
         lambda d: (
             (per_node := d.launch.ranks_per_node) is not None
-            and (tp := d.parallel.tensor_parallel_size) > per_node
+            and (tp := d.parallel.world.tp) > per_node
             and tp % per_node
         ),
         "{parallel.tensor_parallel_size} ranks are not a multiple of {launch.ranks_per_node} per node: use a divisor "

@@ -12,6 +12,7 @@ from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from ...models.config.wiring import WIRINGS
+from ...topology.placement.world import World
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,9 @@ class ParallelConfig:
     tuning_file: PathStr | None = None
 
     @property
-    def ranks(self) -> int:
-        """Ranks of one replica: its stages' groups together."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+    def world(self) -> World:
+        """All ranks of the deployment."""
+        return World(self.tensor_parallel_size, self.pipeline_parallel_size, self.replicas)
 
     @property
     def microbatches(self) -> int:
@@ -322,10 +323,6 @@ class Deployment:
     daemon: DaemonConfig = field(default_factory=DaemonConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
-
-    @property
-    def world_size(self) -> int:
-        return self.parallel.ranks * self.parallel.replicas
 
     @property
     def dummy_seed(self) -> int | None:

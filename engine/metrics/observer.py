@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from prometheus_client import CollectorRegistry
 
-from ..job import CULPRIT, JobState, RankHeartbeat
+from ..job import Culprit, JobState, RankHeartbeat
 from ..request import TokensEvent
 from .catalogue import BATCH_STATUSES, FAILURE_KINDS, PHASES
 from .collector import Collector
@@ -17,7 +17,7 @@ from .collector import Collector
 Figures = Mapping[str, Mapping[tuple[str, ...], float]]
 ETA_WINDOW_S = 300.0
 MAX_ROUTES, MAX_KEYS = 128, 256
-_MAX_CHOICES = 1 << 16
+_MAX_TIMED = 1 << 16
 _DOWN = ("starting", "restarting", "stopped", "failed")
 
 
@@ -101,7 +101,7 @@ class Observer:
                 if (before := last.get(key)) is not None:
                     n = len(event.tokens)
                     self.series.observe("inter_token_latency_seconds", (now - before) / n, times=n)
-                if len(last) < _MAX_CHOICES:
+                if len(last) < _MAX_TIMED:
                     last[key] = now
             if event.finish is not None:
                 last.pop(key, None)
@@ -140,12 +140,11 @@ class Observer:
         if state.phase in ("restarting", "failed", "stopped"):
             self._last.clear()  # whose choices are lost is not known here: the next gap of the others is not counted
 
-    def failure(self, replica: int, kind: str, reason: str, culprit: Mapping[str, object]) -> None:
-        """Counts a failed launch: its kind (a closed set), the reason, and the cause (engine/job.py: CULPRIT)."""
+    def failure(self, replica: int, kind: str, reason: str, culprit: Culprit) -> None:
+        """Counts a failed launch: its kind (a closed set), the reason, and the culprit."""
         kind = kind if kind in FAILURE_KINDS else "other"
         self.series.add("engine_restarts_total", 1.0, str(replica), kind)
-        causes = (culprit.get(name) for name in CULPRIT)
-        labels = (str(replica), kind, *("" if value is None else str(value) for value in causes))
+        labels = (str(replica), kind, *("" if value is None else str(value) for value in astuple(culprit)))
         if (before := self._failed.get(replica)) is not None:
             self.series.put("engine_last_failure_timestamp_seconds", None, *before)
         self._failed[replica] = labels

@@ -247,7 +247,7 @@ def _sampler(
 def _announce(share: Share, parallel: ParallelConfig, device: torch.device, start_log: StartLog) -> list[str]:
     """Logs the choices that follow from the share; returns warnings."""
     stage, stored, deterministic = share.stage, share.stored, parallel.deterministic
-    if parallel.pipeline_parallel_size > 1:
+    if stage.count > 1:
         first = stage.first_layer
         start_log.say(f"stage {stage.index} of {stage.count}: layers {first} to {first + stage.config.num_layers - 1}")
     if fell_back(device, "auto", share.ops.name != "torch"):
@@ -278,7 +278,7 @@ def _check(share: Share, deployment: Deployment, communicator: Communicator, dev
         )
     if share.sharing.per_node and communicator.pipeline is not None and device.type != "cpu":
         raise CapacityError(
-            f"parallel.dense_path=node with pipeline_parallel_size={deployment.parallel.pipeline_parallel_size} needs "
+            f"parallel.dense_path=node with pipeline_parallel_size={share.stage.count} needs "
             "engine.device: cpu: on a GPU earlier stages do not send which experts they chose; use 1, or whole"
         )
     widens = share.stored is not None and share.stored.widens

@@ -44,7 +44,7 @@ def held_weights(
     files = sorted({stored.file for stored in source.tensors.values()})
     stats = [(str(path), (status := path.stat()).st_size, status.st_ctime_ns, status.st_ino) for path in files]
     pipeline = communicator.pipeline
-    layout = p.tensor_parallel_size, p.pipeline_parallel_size, p.pipeline_layers, p.deterministic, p.embedding
+    layout = p.world.tp, p.world.stages, p.pipeline_layers, p.deterministic, p.embedding
     place = communicator.rank, None if pipeline is None else pipeline.stage
     experts = p.expert_layout, p.dense_path, communicator.layout.per_node
     made = __version__, model, layout, experts, place, cpu_tier.current(), identity, stats

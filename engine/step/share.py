@@ -65,7 +65,7 @@ def model_config(
         keys.ladder_layers,
         keys.allow_untrained_ladder or keys.load_format == "dummy",
     )
-    size = parallel.tensor_parallel_size
+    size = parallel.world.tp
     sharing = share(config, parallel.expert_layout, parallel.dense_path, nodes, size // nodes)
     check_shapes(config, size, sharing)
     check_split(config.wiring, parallel.split_steps)
@@ -101,7 +101,7 @@ def make_share(
     length = model_length(config, keys.max_model_len)
     stage = Stage(config)
     if communicator.pipeline is not None:
-        layers = choose_layers(config, parallel.pipeline_parallel_size, parallel.pipeline_layers)
+        layers = choose_layers(config, parallel.world.stages, parallel.pipeline_layers)
         stage = make_stages(config, layers)[communicator.pipeline.stage]
     shard = RankShard.of(stage, communicator.size, communicator.rank, sharing)
     source = open_source(Path(keys.path), shard, config, deployment.dummy_seed)

@@ -42,7 +42,6 @@ def read_fabric(text: str) -> Fabric:
 
 def lay_out(deployment: Deployment, fabric: Fabric, environ: Mapping[str, str]) -> tuple[Fabric, Placement]:
     """The deployment's placement and its part of the fabric. Raises PlacementError, LaunchError, ValueError."""
-    parallel = deployment.parallel
     available = read_hosts(deployment, environ, fabric)
     slots: dict[str, int] | None = None
     if deployment.launch.hosts or deployment.launch.hostfile or available.allocation:
@@ -50,9 +49,7 @@ def lay_out(deployment: Deployment, fabric: Fabric, environ: Mapping[str, str]) 
         fabric = fabric.only(slots)
     placement = place(
         fabric,
-        parallel.tensor_parallel_size,
-        parallel.replicas,
-        stages=parallel.pipeline_parallel_size,
+        deployment.parallel.world,
         slots=slots,
         ranks_per_node=deployment.launch.ranks_per_node,
         suits=model_suits(deployment),

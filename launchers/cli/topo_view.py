@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,7 +15,7 @@ from rich.tree import Tree
 
 from ...topology.cost.cost import Shape
 from ...topology.hardware.fabric import Device, Fabric, Hca, Nic, Node, counted
-from ...topology.placement.mapping import RankRow, explain, matrix
+from ...topology.placement.mapping import explain, matrix
 from ...topology.placement.placement import Placement
 
 _INDENT = 3
@@ -152,16 +153,16 @@ def placement_view(
     rows = explain(placement)
     parts: list[RenderableType] = []
     for g, (shape, line) in enumerate(zip(shapes, predicted, strict=True)):
-        replica, stage = divmod(g, placement.stages)
-        here = [row for row in rows if (row.group, row.stage) == (replica, stage)]
-        name = f"group {replica}" + (f" stage {stage} of {placement.stages}" if placement.stages > 1 else "")
+        (replica, stage), stages = placement.world.replica_and_stage(g), placement.world.stages
+        here = [row for row in rows if (row["group"], row["stage"]) == (replica, stage)]
+        name = f"group {replica}" + (f" stage {stage} of {stages}" if stages > 1 else "")
         parts.append(_group_table(name, shape, here, bound))
         parts += [Text(line, style="dim"), ""] if line else [""]
     parts += [Text(f"note: {note}", style="yellow") for note in placement.notes]
     return Group(*parts)
 
 
-def _group_table(name: str, shape: Shape, rows: Sequence[RankRow], bound: bool) -> Table:
+def _group_table(name: str, shape: Shape, rows: Sequence[dict[str, Any]], bound: bool) -> Table:
     title = f"{name}: {counted(shape.size, 'rank')} = {counted(shape.nodes, 'node')} x {shape.per_node}"
     if shape.per_node > 1:
         title += f", {shape.intra} inside"
@@ -172,7 +173,7 @@ def _group_table(name: str, shape: Shape, rows: Sequence[RankRow], bound: bool) 
         "tp": "tp_rank", "rank": "rank", "host": "hostname", "local": "local_rank", "device": "device", "HCA": "hca",
         "path": "path", "NUMA": "numa", "cores" if bound else "near cores": "cores", "interface": "interface",
     }  # fmt: skip
-    cells = {name: [str(getattr(row, key)) for row in rows] for name, key in columns.items()}
+    cells = {name: [str(row[key]) for row in rows] for name, key in columns.items()}
     shown = {name: column for name, column in cells.items() if any(column)}
     table = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
@@ -180,7 +181,7 @@ def _group_table(name: str, shape: Shape, rows: Sequence[RankRow], bound: bool) 
     for name in shown:
         table.add_column(name, justify="right" if name in ("tp", "rank", "local", "NUMA") else "left", no_wrap=True)
     for row, after, *texts in zip(rows, (*rows[1:], rows[-1]), *shown.values(), strict=True):
-        table.add_row(*texts, end_section=after.hostname != row.hostname)
+        table.add_row(*texts, end_section=after["hostname"] != row["hostname"])
     return table
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from ...topology.hardware.fabric import Fabric, counted
 from ...topology.placement.placement import Placement, place
+from ...topology.placement.world import World
 from .hosts import Host, HostAllocation, LaunchError
 
 
@@ -44,9 +44,7 @@ class Share:
         return sum(host.slots for host in self.hosts)
 
 
-def divide(
-    available: HostAllocation, tp: int, replicas: int, fabric: Fabric | None, stages: int = 1
-) -> tuple[Share, ...]:
+def divide(available: HostAllocation, world: World, fabric: Fabric | None) -> tuple[Share, ...]:
     """Each replica's share, by stage. Raises LaunchError or PlacementError if it does not fit or leaves allocated nodes
     unused."""
     if fabric is not None:
@@ -55,24 +53,20 @@ def divide(
             seated = fabric.only(slots)
         except ValueError as error:
             raise LaunchError(f"{error}; or remove launch.fabric") from None
-        placement = place(seated, tp, replicas, stages=stages, slots=slots)
-        shares = tuple(_placed(placement.replica(index), seated) for index in range(replicas))
+        placement = place(seated, world, slots=slots)
+        shares = tuple(_placed(placement.replica(index), seated) for index in range(world.replicas))
     else:
-        shares = _in_order(available, tp, replicas, stages)
+        shares = _in_order(available, world)
     used = {h.name for share in shares for h in share.hosts}
     idle = [h.name for h in available.hosts if h.name not in used]
     if available.allocation and idle:
         total = len(available.hosts)
         raise LaunchError(
-            f"{_product(tp, stages, replicas)} ranks use {total - len(idle)} of {total} allocated nodes: "
+            f"{world.product} ranks use {total - len(idle)} of {total} allocated nodes: "
             f"{', '.join(idle[:8])}{' …' if len(idle) > 8 else ''} would be unused: allocate fewer nodes, or "
             f"raise parallel.tensor_parallel_size or parallel.replicas, or lower launch.ranks_per_node"
         )
     return shares
-
-
-def _product(tp: int, stages: int, replicas: int) -> str:
-    return f"{tp}{f' x {stages}' if stages > 1 else ''} x {replicas} = {tp * stages * replicas}"
 
 
 def _placed(placement: Placement, fabric: Fabric) -> Share:
@@ -91,21 +85,21 @@ def _placed(placement: Placement, fabric: Fabric) -> Share:
     return Share(tuple(hosts), tuple(interfaces), tuple(sorted(hcas)))
 
 
-def _in_order(available: HostAllocation, tp: int, replicas: int, stages: int) -> tuple[Share, ...]:
-    hosts = available.hosts
+def _in_order(available: HostAllocation, world: World) -> tuple[Share, ...]:
+    hosts, tp = available.hosts, world.tp
     used = [0] * len(hosts)
     shares: list[Share] = []
     at = 0
-    for replica, stage in product(range(replicas), range(stages)):
+    for replica, stage in map(world.replica_and_stage, range(world.groups)):
         chosen = _next(hosts, used, at, tp)
         if chosen is None:
             have = " + ".join(str(h.slots) for h in hosts[:12]) + (" + …" if len(hosts) > 12 else "")
             slots = "1 slot" if have == "1" else f"{have} slots"
-            which = f"stage {stage} of replica {replica}" if stages > 1 else f"replica {replica}"
+            which = f"stage {stage} of replica {replica}" if world.stages > 1 else f"replica {replica}"
             taken = f", {counted(replica, 'replica')} placed before it" if replica else ""
             raise LaunchError(
-                f"{which} of {replicas} does not fit: need {counted(tp, 'slot')} on one host or in equal numbers on "
-                f"several, have {slots} on {counted(len(hosts), 'host')} ({available.source}){taken}: add hosts or "
+                f"{which} of {world.replicas} does not fit: need {counted(tp, 'slot')} on one host or in equal numbers "
+                f"on several, have {slots} on {counted(len(hosts), 'host')} ({available.source}){taken}: add hosts or "
                 "slots, or lower parallel.tensor_parallel_size or parallel.replicas"
             )
         if stage == 0:
@@ -115,7 +109,7 @@ def _in_order(available: HostAllocation, tp: int, replicas: int, stages: int) ->
             begun[index] = first, before + count
             used[index] += count
         at = chosen[-1][0]
-        if stage == stages - 1:
+        if stage == world.stages - 1:
             shares.append(Share(tuple(_part(hosts[index], *slots) for index, slots in begun.items())))
     return tuple(shares)
 

@@ -122,13 +122,13 @@ def spread(hosts: Sequence[Host], ranks: int) -> tuple[Host, ...]:
 
 def read_hosts(deployment: Deployment, environ: Mapping[str, str], fabric: Fabric | None) -> HostAllocation:
     """Hosts of the config, its hostfile, the allocation that `environ` describes, the fabric, or else this one."""
-    launch, world = deployment.launch, deployment.world_size
+    launch, ranks = deployment.launch, deployment.parallel.world.size
     devices = {n.hostname: len(n.devices) for n in fabric.nodes} if fabric is not None else {}
 
     def filled(hosts: Sequence[Host], gpus: int = 0) -> tuple[Host, ...]:
         per_node = launch.ranks_per_node
         sized = [replace(h, slots=per_node or devices.get(h.name) or gpus or h.slots) for h in hosts]
-        return tuple(sized) if all(devices.get(h.name) or gpus or per_node for h in hosts) else spread(sized, world)
+        return tuple(sized) if all(devices.get(h.name) or gpus or per_node for h in hosts) else spread(sized, ranks)
 
     configured, source = tuple[Host, ...](), "launch.hosts"
     if launch.hosts:
@@ -152,7 +152,7 @@ def read_hosts(deployment: Deployment, environ: Mapping[str, str], fabric: Fabri
             return HostAllocation(filled(hosts), variable, allocation=True)
     if fabric is not None:
         return HostAllocation(filled([Host(n.hostname, 0) for n in fabric.nodes]), "launch.fabric")
-    return HostAllocation((Host("localhost", launch.ranks_per_node or world),), "this host, since none is listed")
+    return HostAllocation((Host("localhost", launch.ranks_per_node or ranks),), "this host, since none is listed")
 
 
 def _text(path: str, what: str) -> str:

@@ -11,6 +11,7 @@ from ...topology.hardware.fabric import format_cpus, parse_cpus
 from ...topology.placement.layout import GroupLayout
 from ...topology.placement.mapping import MappingError, same_host
 from ...topology.placement.placement import Placement, Seat
+from ...topology.placement.world import World
 from .hosts import Host
 
 ENV_SEATS = "LADDERTRON_SEATS"
@@ -44,7 +45,7 @@ def expected(text: str) -> Placement:
         nodes.append(tuple(range(first, len(seats))))
     if len({len(ranks) for ranks in nodes}) > 1:
         raise MappingError(f"{ENV_SEATS}={text[:200]!r}: hosts with unequal numbers of ranks; unset it")
-    return Placement(len(seats), 1, tuple(seats), (GroupLayout(tuple(nodes)),))
+    return Placement(World(len(seats)), tuple(seats), (GroupLayout(tuple(nodes)),))
 
 
 def interfaces_text(hosts: Sequence[Host]) -> str:

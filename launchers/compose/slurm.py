@@ -21,24 +21,21 @@ WALL_TIME = "--time=1-00:00:00"
 
 def node_shape(deployment: Deployment, fabric: Fabric | None) -> tuple[int, int]:
     """(nodes, ranks per node) to request. Raises LaunchError where the ranks per node are unknown."""
-    d, launch = deployment.parallel, deployment.launch
+    world, launch = deployment.parallel.world, deployment.launch
     devices = {len(n.devices) for n in fabric.nodes} - {0} if fabric is not None else set()
     per_node = launch.ranks_per_node or (devices.pop() if len(devices) == 1 else None)
     if per_node is None and launch.hosts and all(":" in h for h in launch.hosts):
         per_node = min(int(h.partition(":")[2]) for h in launch.hosts)
-    if per_node is None and deployment.world_size == 1:
+    if per_node is None and world.size == 1:
         per_node = 1
     if per_node is None:
         raise LaunchError(
-            f"{deployment.world_size} ranks on how many nodes? Set launch.ranks_per_node (8 on a node of 8 GPUs), or "
-            f"launch.fabric"
+            f"{world.size} ranks on how many nodes? Set launch.ranks_per_node (8 on a node of 8 GPUs), or launch.fabric"
         )
-    tp, groups = d.tensor_parallel_size, d.pipeline_parallel_size * d.replicas
+    tp, groups = world.tp, world.groups
     count = groups * -(-tp // per_node) if tp > per_node else -(-groups // (per_node // tp))
     hosts = tuple(Host(f"node{i}", per_node) for i in range(count))
-    shares = divide(
-        HostAllocation(hosts, f"launch.ranks_per_node={per_node}"), tp, d.replicas, None, groups // d.replicas
-    )
+    shares = divide(HostAllocation(hosts, f"launch.ranks_per_node={per_node}"), world, None)
     per_host = Counter(host.name for share in shares for host in share.hosts for _ in range(host.slots))
     return len(per_host), max(per_host.values())
 

@@ -172,7 +172,7 @@ class ControlServer:
     # what peers report
 
     def peer_came(self, peer: _Peer) -> None:
-        if len(self._unproven) >= self.welcome.world_size + SPARE_PEERS:
+        if len(self._unproven) >= self.welcome.peers + SPARE_PEERS:
             oldest = next(iter(self._unproven))
             del self._unproven[oldest]
             oldest.drop("too many unauthenticated connections")
@@ -180,8 +180,8 @@ class ControlServer:
 
     def peer_proved(self, peer: _Peer, rank: int, pulse: bool) -> None:
         peers = self._pulses if pulse else self._ranks
-        if not 0 <= rank < self.welcome.world_size:
-            raise FrameError(f"rank {rank} is not one of {self.welcome.world_size}")
+        if not 0 <= rank < self.welcome.peers:
+            raise FrameError(f"rank {rank} is not one of {self.welcome.peers}")
         if rank in peers:
             raise FrameError(f"rank {rank} is connected already")
         self._unproven.pop(peer, None)
@@ -189,12 +189,12 @@ class ControlServer:
 
     def peer_greeted(self, rank: int, hostname: str) -> None:
         self._greeted[rank] = hostname
-        if len(self._greeted) == self.welcome.world_size:
+        if len(self._greeted) == self.welcome.peers:
             self.send(messages.Assembled(tuple(self._greeted[at] for at in sorted(self._greeted))))
 
     def peer_listens(self, rank: int, place: str) -> None:
         self._doors[rank] = place
-        if len(self._doors) == self.welcome.world_size:
+        if len(self._doors) == self.welcome.peers:
             self.send(messages.Doors(tuple(self._doors[at] for at in sorted(self._doors))))
 
     def pulse_heard(self, rank: int) -> None:

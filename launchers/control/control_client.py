@@ -90,7 +90,7 @@ class ControlClient:
         welcome = self._receive()
         if not isinstance(welcome, messages.Welcome):
             raise ConnectionError(f"the daemon began with {type(welcome).__name__}, not Welcome")
-        self.config, self.replica, self.world_size = welcome.config, welcome.replica, welcome.world_size
+        self.config, self.replica = welcome.config, welcome.replica
         self.standby = welcome.standby
         self._silence_s = welcome.silence_s if silence_s is None else silence_s
         self._socket.settimeout(self._silence_s)

@@ -79,7 +79,7 @@ class Welcome:
     type: Literal["welcome"] = field(default="welcome", kw_only=True)
     config: Annotated[str, MaxLen(16 * MAX_TEXT)]
     replica: Index
-    world_size: Size
+    peers: Size
     version: ShortText
     standby: bool = False
     silence_s: float = SILENCE_S

@@ -13,12 +13,12 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ... import __version__
 from ...engine.config.load import Deployment, to_json
-from ...engine.job import CULPRIT
 from ...topology.hardware.discover import discover
 from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.health import port_counters
@@ -52,7 +52,8 @@ def redacted(value: Any, name: str = "") -> Any:
 def verdict(failure: JobFailure | None, dumps: Mapping[str, Mapping[str, Any]]) -> str:
     """The archive's first line: the cause according to the supervisor, else to `dumps`, the ranks' dumps by rank."""
     if failure is not None:
-        where = f" (in {failure.collective})" if failure.collective and failure.collective not in failure.reason else ""
+        inside = failure.culprit.collective
+        where = f" (in {inside})" if inside and inside not in failure.reason else ""
         return f"{failure.kind}: {failure.reason}{where}"
     places = {
         rank: (int(dump.get("step", 0)), int(dump["started"]), dump.get("waiting", ""))
@@ -91,7 +92,8 @@ def parts_of(
     if job:
         out["job.json"] = _json(redacted({key: value for key, value in job.items() if key != "dumps"}))
     if failure is not None:
-        shown = {name: getattr(failure, name) for name in ("kind", "reason", *CULPRIT, "exit_code")}
+        shown = {"kind": failure.kind, "reason": failure.reason, **asdict(failure.culprit)}
+        shown["exit_code"] = failure.exit_code
         out["failure.json"] = _json(redacted(shown))
         out["output.txt"] = redacted("\n".join(failure.output) + "\n").encode()
     for rank, dump in dumps.items():

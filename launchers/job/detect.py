@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from ...engine.job import CULPRIT
+from ...engine.job import NOBODY, Culprit
+from ...topology.placement.world import World
 from ..control.messages import Beat
 from .causes import unreachable as unreachable
 
@@ -27,21 +28,12 @@ class JobFailure:
 
     kind: FailureKind
     reason: str
-    rank: int | None = None
-    node: str | None = None
-    collective: str = ""
-    """The collective in which the failed rank last waited, or which it started last."""
-    stage: int | None = None
-    device: str = ""
+    culprit: Culprit = NOBODY
     exit_code: int | None = None
     host: str | None = None
-    """The listed name of the node's host, by which a spare can replace it."""
+    """The listed name of the culprit's host, by which a spare can replace it."""
     output: tuple[str, ...] = ()
     dumps: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def culprit(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in CULPRIT}
 
 
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
@@ -58,8 +50,8 @@ def by_a_request(failure: JobFailure, here: str) -> bool:
     """True if a request may have caused the failure: a rank exited, raised or hung without another known cause. A rank
     on another node than `here` that becomes silent is a lost node or link."""
     if failure.kind == "silent":
-        return failure.node == here
-    return failure.kind in ("rank_lost", "rank_error", "stalled", "protocol") and failure.rank is not None
+        return failure.culprit.node == here
+    return failure.kind in ("rank_lost", "rank_error", "stalled", "protocol") and failure.culprit.rank is not None
 
 
 NODE_FAILURES = 3
@@ -68,9 +60,9 @@ NODE_FAILURES = 3
 def bad_node(failures: Sequence[JobFailure], here: str) -> str | None:
     """The host that a spare should replace, by its listed name if known: its node became silent, or the last
     NODE_FAILURES failures all name it."""
-    names = [failure.host or failure.node for failure in failures[-NODE_FAILURES:]]
+    names = [failure.host or failure.culprit.node for failure in failures[-NODE_FAILURES:]]
     repeated = len(names) == NODE_FAILURES and len(set(names)) == 1
-    silent = failures[-1].kind == "silent" and failures[-1].node != here
+    silent = failures[-1].kind == "silent" and failures[-1].culprit.node != here
     return names[-1] if repeated or silent else None
 
 
@@ -137,15 +129,15 @@ def stalled(beats: Mapping[int, Beat], watch: StepWatch, since_beat: Mapping[int
     return None
 
 
-def behind(beats: Mapping[int, Beat], stage_ranks: int = 0) -> int | None:
+def behind(beats: Mapping[int, Beat], world: World | None = None) -> int | None:
     """The rank for which the others wait: at the lowest step, then with the fewest collectives started, then computing
-    while others wait. None if all wait in the same collective: then a link is the cause. stage_ranks: ranks of each
-    pipeline stage. Stages may differ in steps and collectives, so the late stage is the only one that waits for no
+    while others wait. None if all wait in the same collective: then a link is the cause. Stages of the
+    replica's `world` may differ in steps and collectives, so the late stage is the only one that waits for no
     other: its ranks compute, or wait inside their group."""
     if not beats:
         return None
-    if stage_ranks and stage_ranks < len(beats):
-        stages = {rank: rank // stage_ranks for rank in beats}
+    if world is not None and world.stages > 1 and world.tp < len(beats):
+        stages = {rank: world.stage_of(rank) for rank in beats}
         working = {stages[rank] for rank, beat in beats.items() if beat.busy_s > 0 and FROM_STAGE not in beat.waiting}
         if len(working) != 1:
             return None

@@ -68,14 +68,7 @@ class Fleet:
         self._hostname = hostname or socket.gethostname()
         self.site = site or survey(deployment, environ)
         self.available = read_hosts(deployment, environ, self.site.fabric)
-        parallel = deployment.parallel
-        self.shares = divide(
-            self.available,
-            parallel.tensor_parallel_size,
-            parallel.replicas,
-            self.site.fabric,
-            parallel.pipeline_parallel_size,
-        )
+        self.shares = divide(self.available, deployment.parallel.world, self.site.fabric)
         require_ports(deployment, self.shares)
         self._spares = tuple(host.partition(":")[0] for host in deployment.launch.spare_hosts)
         listed = (*(host.name for share in self.shares for host in share.hosts), *self._spares)
@@ -137,7 +130,7 @@ class Fleet:
 
     def options(self, replica: int, *, restart: bool) -> JobOptions:
         """A replica's options: times, sizes and addresses."""
-        daemon, parallel = self.deployment.daemon, self.deployment.parallel
+        daemon = self.deployment.daemon
         usual = JobTimeouts()
         timeouts = replace(
             usual,
@@ -148,8 +141,7 @@ class Fleet:
         )
         host = self.control_host()
         return JobOptions(
-            world_size=parallel.ranks,
-            stage_ranks=parallel.tensor_parallel_size,
+            self.deployment.parallel.world.one_replica(),
             replica=replica,
             control_host=host,
             ports=ports_at(self.deployment, host),

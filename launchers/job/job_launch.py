@@ -68,15 +68,14 @@ class Launch:
         self.seats = command.seats
         secret = new_secret()
         welcome = messages.Welcome(
-            config_json, options.replica, options.world_size, __version__, standby, options.timeouts.silence_s
+            config_json, options.replica, options.world.size, __version__, standby, options.timeouts.silence_s
         )
         self._secret_hex, self._serving = secret.hex(), serving
         self._server = ControlThread(self, secret, welcome, options.control_host, options.ports)
         self._board = RankBoard(
-            options.world_size,
+            options.world,
             options.timeouts,
             time.monotonic(),
-            options.stage_ranks,
             command.seats,
             identity,
             fix,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...topology.hardware.ports import ANY_PORT
+from ...topology.placement.world import World
 from ..compose.host_names import HostNames
 from ..control.messages import SILENCE_S
 from .rank_logs import RankWords
@@ -34,13 +35,12 @@ class JobOptions:
     the ranks' nodes can reach; the control channel listens there, on one of `ports`. `restart=False`: the first failure
     is final (`laddertron run`)."""
 
-    world_size: int
+    world: World
+    """Of this replica alone."""
     replica: int = 0
     control_host: str = "127.0.0.1"
     ports: range = ANY_PORT
     restart: bool = True
-    stage_ranks: int = 0
-    """Ranks of each pipeline stage; 0 or world_size without stages."""
     max_failures: int = 3
     """Failures in a row without progress after which the job is still launched again; the next one is final."""
     timeouts: JobTimeouts = field(default_factory=JobTimeouts)

@@ -13,8 +13,10 @@ from typing import Any
 
 from ... import __version__
 from ...engine.identity import Difference, ModelIdentity, between_ranks, from_owner
+from ...engine.job import Culprit
 from ...engine.request import ModelLimits
 from ...topology.placement.machines import shared_hostname
+from ...topology.placement.world import World
 from ..control.control import UNREACHABLE
 from ..control.messages import SILENCE_S, Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
 from .causes import first_errors, unreachable
@@ -70,23 +72,22 @@ def _silence(seconds: float) -> str:
 
 
 class RankBoard:
-    """`began`: when mpirun was started. stage_ranks: ranks of each pipeline stage; 0: no stages. `seats`: the listed
+    """`began`: when mpirun was started. `seats`: the listed
     name of each rank's host; () if unknown. identity: of the model that the job serves, which every rank must read;
     `fix`: what to do if one reads another."""
 
     def __init__(
         self,
-        world_size: int,
+        world: World,
         timeouts: JobTimeouts,
         began: float,
-        stage_ranks: int = 0,
         seats: Sequence[str] = (),
         identity: ModelIdentity | None = None,
         fix: str = SAME_FILES,
     ) -> None:
         self._identity, self._fix = identity, fix
-        self._stage_ranks = stage_ranks if stage_ranks < world_size else 0
-        self.ranks = {rank: RankState() for rank in range(world_size)}
+        self._world = world
+        self.ranks = {rank: RankState() for rank in range(world.size)}
         self.hosts: dict[int, str | None] = dict(enumerate(seats))
         """By rank. Corrected by the ranks' Hello: a launcher may start ranks in another order."""
         self.evidence: list[Evidence] = []
@@ -107,7 +108,7 @@ class RankBoard:
 
     def name(self, rank: int) -> str:
         hello = self.ranks[rank].hello
-        stage = f"stage {rank // self._stage_ranks}" if self._stage_ranks else ""
+        stage = f"stage {self._world.stage_of(rank)}" if self._world.stages > 1 else ""
         process = "" if hello is None else f"node {hello.hostname}, pid {hello.pid}"
         place = ", ".join(filter(None, (stage, process)))
         return f"rank {rank} ({place})" if place else f"rank {rank}"
@@ -272,7 +273,7 @@ class RankBoard:
         slow, text = stall
         if len(beats) == 1:  # no other ranks to compare with
             return [self.sign(Evidence("stalled", slow, text))]
-        late = behind(beats, self._stage_ranks)
+        late = behind(beats, self._world)
         where = next((beat.waiting for beat in beats.values() if beat.waiting), "")
         if late is None and all(beat.busy_s <= 0 for rank, beat in beats.items() if rank != slow):
             # the others have finished the step and wait for work: the rank hangs between two steps
@@ -312,7 +313,7 @@ class RankBoard:
         state = self.ranks[sign.rank] if sign.rank is not None else RankState()
         beat = state.beat or Beat()
         collective = beat.waiting or (f"collective {beat.collective}" if beat.collective else "")
-        stage = sign.rank // self._stage_ranks if sign.rank is not None and self._stage_ranks else None
+        stage = self._world.stage_of(sign.rank) if sign.rank is not None and self._world.stages > 1 else None
         device = next((row.labels[0] for row in beat.rows if row.series == "rank_info"), "")
         if device == "cuda" and state.hello is not None:
             device = f"cuda:{state.hello.local_rank}"
@@ -331,8 +332,8 @@ class RankBoard:
             errors = [line for line in first_errors(lines) if line not in output[-5:]]
             reason += f"; first errors: {' | '.join(errors)}" if errors else ""
             reason += f"; last output: {' | '.join(output[-5:])}"
-        place = (collective, stage, device, exit_code, host)
-        return JobFailure(sign.kind, reason, sign.rank, node, *place, output, dumps)
+        culprit = Culprit(sign.rank, node, stage, device, collective)
+        return JobFailure(sign.kind, reason, culprit, exit_code, host, output, dumps)
 
     def _lost_node(self, words: str) -> Evidence:
         name = match[1] if (match := _LOST_NODE.search(words)) else None

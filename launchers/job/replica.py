@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...engine.identity import ModelIdentity
-from ...engine.job import JobListener, JobPhase, JobState, RankHeartbeat, StandbyPhase
+from ...engine.job import NOBODY, Culprit, JobListener, JobPhase, JobState, RankHeartbeat, StandbyPhase
 from ...engine.request import ModelLimits, Request
 from ..compose.mpi import LaunchCommand
 from ..control.messages import Cancel, Drain, Loading, Ready, Running, Standing, StopChoice, Submit, Tokens
@@ -430,7 +430,7 @@ class Replica:
             failure.kind,
             failure.reason,
             self._standby_wait_s,
-            extra={"event": "standby", "rank": failure.rank, "node": failure.node},
+            extra={"event": "standby", "rank": failure.culprit.rank, "node": failure.culprit.node},
         )
         self._standby = None
         self._show_standby()
@@ -579,7 +579,7 @@ class Replica:
                     self._set_state("ready")
             case Suspect(rank, text) | Evidence(_, rank, text):
                 if phase in ("ready", "suspect"):
-                    self._set_state("suspect", reason=text, rank=rank, node=node)
+                    self._set_state("suspect", reason=text, culprit=Culprit(rank, node))
             case RankHeartbeat():
                 self._tell(listener.on_report, output)
 
@@ -588,12 +588,10 @@ class Replica:
         phase: JobPhase,
         reason: str = "",
         failure: JobFailure | None = None,
-        rank: int | None = None,
-        node: str | None = None,
+        culprit: Culprit = NOBODY,
         limits: ModelLimits | None = None,
         restarts: int | None = None,
     ) -> None:
-        culprit: dict[str, Any] = {"rank": rank, "node": node}
         if failure is not None:
             reason, culprit = reason or failure.reason, failure.culprit
         elif phase in ("starting", "loading") and self.failures:
@@ -604,8 +602,8 @@ class Replica:
             reason,
             self.state.restarts if restarts is None else restarts,
             limits or self.state.limits,
+            culprit,
             exit_code=None if failure is None else failure.exit_code or 1,
-            **culprit,
             standby=self._standby_phase,
             model="" if self.identity is None else self.identity.digest,
         )

@@ -24,7 +24,7 @@ from ...topology.cost.tuning import Tuning, make
 from ...topology.hardware.fabric import Fabric
 from ...topology.json_codec import build, unbuild
 from ...topology.placement.identity import Identity, require_world
-from ...topology.placement.layout import observed_layout
+from ...topology.placement.world import World
 from ..rank import load_tuning as tuned
 from ..rank.network import local_address, use_route
 from ..rank.rank import choose_device, comm_options, set_threads
@@ -136,23 +136,22 @@ def _measure(
 ) -> tuple[int, PreflightOutcome | None]:
     setups = meet(deployment, identity, bootstrap)
     sign(bootstrap.rank, "met")
-    p = deployment.parallel
-    require_world(identity, p.tensor_parallel_size, p.replicas, p.pipeline_parallel_size)
+    require_world(identity, deployment.parallel.world)
     nodes = tuple(s.hostname for s in setups)
+    world = deployment.parallel.world.on(nodes)
     if isinstance(bootstrap, _Star):
         bootstrap.hosts = nodes
     set_threads(deployment, identity)
     device = choose_device(deployment, identity)
-    size = deployment.parallel.tensor_parallel_size
-    group, groups = bootstrap.rank // size, bootstrap.size // size
-    layout = observed_layout(nodes, group * size, size)
+    group, groups = world.group_of(bootstrap.rank), world.groups
+    layout = world.layout(group)
     fabric = tuned.fabric_of_job(deployment, bootstrap, nodes)
     placement = tuned.placed(fabric, deployment, nodes)
     shapes = [shape_of(fabric, placement, index) for index in range(groups)]
     backend: Backend = "nccl" if device.type == "cuda" else tuned.backend_here(deployment)
     # every rank must measure the same: rank 0's model folder says which sizes
     sizes = json.loads(bootstrap.all_gather(json.dumps(message_bytes(deployment)).encode())[0])
-    if size > 1:
+    if world.tp > 1:
         plans = [plan(fabric, placement, shape, backend, sizes, index) for index, shape in enumerate(shapes)]
     else:
         plans = [PreflightPlan((), ())] * groups
@@ -168,7 +167,7 @@ def _measure(
         deterministic=False,
         connect_timeout_s=watch.limit_s,
     )
-    grouped = size > 1 and needs_torch_groups(bootstrap, backend)
+    grouped = world.tp > 1 and needs_torch_groups(bootstrap, backend)
     with ExitStack() as stack:
         log = stack.enter_context(nccl_log("INIT,NET")) if backend == "nccl" else None
         with watch.over(unconnected, watch.limit_s + SLACK_S):
@@ -179,11 +178,11 @@ def _measure(
         mine = report(identity, bootstrap, backend, device, len(layout.nodes) > 1, log)
         status, outcome = 0, None
         answer = {"report": unbuild(mine), "links": links}
-        if bootstrap.rank % size == 0:
+        if world.in_group(bootstrap.rank) == 0:
             answer["sweep"] = [(p.strategy, p.nbytes, p.seconds) for p in points]  # the same on all of its group
         everyone = bootstrap.all_gather(json.dumps(answer).encode())
         if bootstrap.rank == 0:
-            outcome = _judge(deployment, fabric, shapes, backend, everyone)
+            outcome = _judge(deployment, world, fabric, shapes, backend, everyone)
             carrier = line.carrier if line is not None else ""
             outcome = replace(outcome, carrier=carrier, versions=setups[0].versions)
             status = int(outcome.broken)
@@ -206,18 +205,18 @@ def meet(deployment: Deployment, identity: Identity, bootstrap: Bootstrap) -> tu
 
 def _judge(
     deployment: Deployment,
+    world: World,
     fabric: Fabric,
     shapes: Sequence[Shape],
     backend: Backend,
     everyone: Sequence[bytes],
 ) -> PreflightOutcome:
-    size = deployment.parallel.tensor_parallel_size
     answers = [json.loads(data) for data in everyone]
     reports = tuple(build(RankReport, t["report"]) for t in answers)
     links = tuple(LinkTime(Pair(*pair), latency, rate) for t in answers for *pair, latency, rate in t["links"])
     sweeps = [
-        [Point(s, n, took, shape) for s, n, took in t["sweep"]]
-        for t, shape in zip(answers[::size], shapes, strict=True)
+        [Point(s, n, took, shape) for s, n, took in answers[world.ranks_of(index)[0]]["sweep"]]
+        for index, shape in enumerate(shapes)
     ]
     group = slowest(sweeps)
     shape, points = shapes[group], sweeps[group]
@@ -226,7 +225,6 @@ def _judge(
     broken = any(f.severity == "error" for f in findings)
     tuning = None
     if fitted is not None and not broken:
-        nodes = tuple(r.hostname for r in reports)
-        own = tuned.group_hosts(fabric, nodes, observed_layout(nodes, group * size, size))
+        own = tuned.group_hosts(fabric, world.nodes, world.layout(group))
         tuning = make(own, shape, fitted, tuned.versions())
     return PreflightOutcome(fabric, shape, backend, reports, links, fitted, findings, tuning, group=group)

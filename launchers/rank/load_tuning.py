@@ -59,14 +59,7 @@ def fabric_of_job(deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[
 
 def placed(fabric: Fabric, deployment: Deployment, nodes: Sequence[str]) -> Placement:
     """The placement of the job's running ranks on the fabric; `nodes`: each rank's host. Raises PlacementError."""
-    parallel = deployment.parallel
-    return place(
-        fabric,
-        parallel.tensor_parallel_size,
-        len(nodes) // parallel.ranks,
-        stages=parallel.pipeline_parallel_size,
-        slots=Counter(nodes),
-    )
+    return place(fabric, deployment.parallel.world.on(nodes), slots=Counter(nodes))
 
 
 def group_hosts(fabric: Fabric, nodes: Sequence[str], layout: GroupLayout) -> Fabric:
@@ -116,9 +109,8 @@ def tuned_choice(
     if parallel.collective != "auto" or parallel.deterministic:
         return None
     # NOTE: tests all groups, not this rank's: either all ranks must reach all_gather, or none.
-    size = parallel.tensor_parallel_size
-    spans = any(len(set(nodes[at : at + size])) > 1 for at in range(0, len(nodes), size))
-    reasons = (parallel.tuning_file is not None, spans)
+    world = parallel.world.on(nodes)
+    reasons = (parallel.tuning_file is not None, world.spans_nodes)
     if not (any(reasons) if backend == "native" else all(reasons)):
         return None
     table: tuple[tuple[int, str], ...] = ()
@@ -127,7 +119,7 @@ def tuned_choice(
         if deployment.launch.fabric is None or bootstrap.rank == 0:
             fabric = fabric_of_job(deployment, bootstrap, nodes)
         if bootstrap.rank == 0:
-            shape = shape_of(fabric, placed(fabric, deployment, nodes), layout.ranks[0] // layout.size)
+            shape = shape_of(fabric, placed(fabric, deployment, nodes), world.group_of(0))
             path = None if parallel.tuning_file is None else Path(parallel.tuning_file)
             choose, warnings = chooser(path, group_hosts(fabric, nodes, layout), shape, backend, versions())
             for warning in warnings:

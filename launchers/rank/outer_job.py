@@ -20,7 +20,7 @@ from ... import __version__
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
 from ...engine.identity import ModelIdentity, from_owner
-from ...engine.job import EngineJob, JobListener, JobState, RankHeartbeat
+from ...engine.job import Culprit, EngineJob, JobListener, JobState, RankHeartbeat
 from ...engine.request import Request
 from ...models.config.json_fields import Refusal
 from ...topology.comm.bootstrap import Bootstrap
@@ -121,7 +121,7 @@ class ReplicaJob:
             self.fail(f"its first rank left{f': {reason}' if reason else ''}")
 
     def fail(self, reason: str) -> None:
-        self._set(JobState("failed", reason=reason, rank=0, node=self._node, exit_code=1))
+        self._set(JobState("failed", reason=reason, culprit=Culprit(0, self._node), exit_code=1))
         if self._listener is not None:
             self._listener.on_lost(self.launch, reason, by_request=True)
 
@@ -227,7 +227,7 @@ def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
     meeting = driver.meeting.result() if driver is not None else ""
     if bootstrap is not None:
         meeting = bootstrap.all_gather(meeting.encode())[0].decode()
-    replica, place = divmod(identity.rank, deployment.parallel.ranks)
+    replica, place = deployment.parallel.world.replica_of(identity.rank)
     if place != 0:
         run_rank(deployment, identity, None, status, bootstrap=bootstrap, reports_for_all=True)
         return 0

@@ -28,7 +28,6 @@ from ...topology.hardware.cuda_stack import CudaUnusable, choose, look
 from ...topology.hardware.fabric import counted
 from ...topology.hardware.sysfs import Sysfs, available_bytes
 from ...topology.placement.identity import Identity
-from ...topology.placement.layout import observed_layout
 from ...topology.placement.mapping import MappingError, verify
 from ..compose.ports import ENV_PORTS, ports_at
 from ..compose.rank_mapping import ENV_CORES, ENV_SEATS, bind, cores_here, expected
@@ -107,10 +106,9 @@ def join_group(
     observed = [(rank, node, int(local)) for rank, (local, _, node) in enumerate(places)]
     if (seats := os.environ.get(ENV_SEATS)) is not None:
         verify(expected(seats), observed, identity.launcher)
-    size, ranks = deployment.parallel.tensor_parallel_size, deployment.parallel.ranks
-    first = bootstrap.rank // ranks * ranks
-    stages = [observed_layout(nodes, at, size) for at in range(first, first + ranks, size)]
-    layout = stages[(bootstrap.rank - first) // size]
+    world = deployment.parallel.world.on(nodes)
+    stages = [world.layout(group) for group in world.groups_of(world.replica_of(bootstrap.rank)[0])]
+    layout = stages[world.stage_of(bootstrap.rank)]
     address = local_address(deployment, nodes)
     if deployment.launch.port_range is not None and len(set(nodes)) > 1 and ENV_PORTS not in os.environ:
         log.warning("MPI, gloo and NCCL listen outside of launch.port_range: only `laddertron launch` restricts them")
@@ -128,7 +126,7 @@ def meet_ranks(deployment: Deployment, identity: Identity, channel: Channel | No
         return
     channel.send_state(messages.Loading(0.1, "waiting for every rank to start"))
     hosts = channel.wait_for_ranks()
-    if len(set(hosts)) < 2 or len(hosts) != identity.world_size:
+    if len(set(hosts)) < 2 or len(hosts) != identity.size:
         yield
         return
     address = local_address(deployment, hosts)

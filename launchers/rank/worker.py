@@ -65,8 +65,7 @@ def _run(client: ControlClient, identity: Identity, status: Status, secret: byte
     from .rank import run_rank  # imports torch: only once the channel sends heartbeats
 
     deployment = deploy.from_json(json.loads(client.config))
-    parallel = deployment.parallel
-    require_world(identity, parallel.tensor_parallel_size, stages=parallel.pipeline_parallel_size)
+    require_world(identity, deployment.parallel.world.one_replica())
     run_rank(deployment, identity, client, status, secret, standby=client.standby)
 
 

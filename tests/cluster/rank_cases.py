@@ -18,14 +18,15 @@ from laddertron.topology.comm.groups import CommOptions
 from laddertron.topology.connect import connect
 from laddertron.topology.hardware.interfaces import address_of
 from laddertron.topology.placement.identity import identify
-from laddertron.topology.placement.layout import GroupLayout, observed_layout
+from laddertron.topology.placement.layout import GroupLayout
+from laddertron.topology.placement.world import World
 
 
 def layout_of(bootstrap: MpiBootstrap) -> tuple[GroupLayout, tuple[str, ...]]:
     me = identify()
     assert me is not None
     nodes = tuple(name.decode() for name in bootstrap.all_gather(me.node.encode()))
-    return observed_layout(nodes, 0, bootstrap.size), nodes
+    return World(bootstrap.size).on(nodes).layout(0), nodes
 
 
 def around_the_link() -> dict[str, int]:

@@ -22,6 +22,7 @@ from laddertron.launchers.job import reload
 from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.options import JobOptions
 from laddertron.launchers.job.replica import JobHooks, ReplicaSpec
+from laddertron.topology.placement.world import World
 
 
 def main() -> int:
@@ -40,7 +41,7 @@ def main() -> int:
         command = fake_mpirun()
         # a kill point every second would otherwise mostly hit the wait before a relaunch
         options = JobOptions(
-            2,
+            World(2),
             max_failures=daemon.max_restarts,
             longest_backoff_s=0.5 if daemon.max_restarts > 3 else 30,
             standby=daemon.standby > 0,

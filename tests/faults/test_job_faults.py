@@ -66,7 +66,7 @@ def test_sigstop_under_mpirun_within_the_bars(rank: int) -> None:
             took = time.monotonic() - began
             print(f"SIGSTOP of rank {rank}: found, named and gone after {took:.1f} s")
             assert took < 15.0
-            assert (failures[0].kind, failures[0].rank) == ("silent", rank)
+            assert (failures[0].kind, failures[0].culprit.rank) == ("silent", rank)
             assert not processes.is_alive(stopped)
             await s.phase("ready")
 

@@ -20,7 +20,7 @@ from laddertron.engine.daemon.http.keys import KeyRing
 from laddertron.engine.daemon.http.server import listen
 from laddertron.engine.daemon.service import Daemon, Parts
 from laddertron.engine.daemon.store.store import StoreOptions
-from laddertron.engine.job import JobState
+from laddertron.engine.job import Culprit, JobState
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.request import ModelLimits
 from laddertron.engine.text.tokenizer import TextModel
@@ -216,12 +216,14 @@ class MortalJob(FakeJob):
         self.in_a_row += 1
         assert self._listener is not None
         restarts = self._state.restarts + 1
-        self._state = JobState("restarting", reason, restarts, self.limits, rank, None if rank is None else "node-b")
+        self._state = JobState(
+            "restarting", reason, restarts, self.limits, Culprit(rank, None if rank is None else "node-b")
+        )
         self._listener.on_state(self._state)
         self._listener.on_lost(self.launch, reason, by_request=rank is not None)
         if self.in_a_row >= self.most:
             reason = f"{self.in_a_row} failures in a row without progress, the last: {reason}"
-            self._state = JobState("failed", reason, restarts, self.limits, rank, "node-b")
+            self._state = JobState("failed", reason, restarts, self.limits, Culprit(rank, "node-b"))
         else:
             self._state = JobState("ready", "", restarts, self.limits)
         self._listener.on_state(self._state)

@@ -116,7 +116,7 @@ def _variant(asked: Asked, identity: Identity, tp: int, wiring: str, folder: Pat
     keys = {
         "model.load_format": "dummy", "model.wiring": "no-communication" if wiring == "none" else "auto",
         "model.max_model_len": max(case.prompt + case.generate for case in asked.cases),
-        "parallel.tensor_parallel_size": tp, "parallel.replicas": identity.world_size // tp,
+        "parallel.tensor_parallel_size": tp, "parallel.replicas": identity.size // tp,
     }  # fmt: skip
     words = [f"{key}={value}" for key, value in keys.items()]
     deployment = roomy(read_model(str(folder), [*words, *asked.overrides]), asked.cases)

@@ -55,12 +55,12 @@ def written() -> dict[str, str]:
 def _index(plans: Mapping[str, CapacityEstimate]) -> list[str]:
     rows = []
     for name, plan in plans.items():
-        p, own = plan.question.placement, plan.question.config.wiring.name
+        world, own = plan.question.placement.world, plan.question.config.wiring.name
         alone = next(x.time.total_s for x in plan.predictions if x.batch == 1 and x.wiring == own)
-        stages, copies = f" x pp {p.stages}" * (p.stages > 1), f" x {p.replicas}" * (p.replicas > 1)
+        stages, copies = f" x pp {world.stages}" * (world.stages > 1), f" x {world.replicas}" * (world.replicas > 1)
         fits = f"{plan.memory.kv_tokens:,} KV positions" if plan.memory.fits else "no"
         shown = f"[{name}]({name}.md)" if name in SAMPLES else name
-        ranks = f"tp {p.tensor_parallel_size}{stages}{copies}"
+        ranks = f"tp {world.tp}{stages}{copies}"
         rows.append((shown, ranks, fits, f"{alone * 1e3:.1f}", plan.recommendation[0]))
     console = Console(width=80, color_system=None, highlight=False)
     with console.capture() as captured:

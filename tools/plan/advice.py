@@ -114,7 +114,7 @@ def deployment_text(plan: CapacityEstimate, config: str | None) -> str:
         why = f"{describe(fits[0])}: {_price(fits[0])}, predicted by `laddertron plan`"
         per_node = min(per_node, fits[0].gpus)
     else:
-        keys = {"tensor_parallel_size": p.tensor_parallel_size, "pipeline_parallel_size": p.stages}
+        keys = {"tensor_parallel_size": p.world.tp, "pipeline_parallel_size": p.world.stages}
         seats, why = plan.memory.max_num_seqs, "the layout that `laddertron plan` was asked about"
     source = f"# Other keys as in {config}.\n" if config else "# model.path: where the weights are.\n"
     lines = [f"# {why}.", f"{source}model:", f"  path: /models/{q.name}", f"  max_model_len: {q.keys.max_model_len}"]
@@ -132,7 +132,7 @@ def _wiring_words(plan: CapacityEstimate) -> list[str]:
     """The gain of ladder in this layout."""
     by_key = {(p.wiring, p.batch): p for p in plan.predictions}
     batches = sorted({p.batch for p in plan.predictions if p.fits})
-    if plan.question.placement.tensor_parallel_size == 1:
+    if plan.question.placement.world.tp == 1:
         return ["One rank per replica: there are no all-reduces for ladder to overlap."]
     if not batches:
         return []

@@ -66,12 +66,12 @@ def _devices(plan: CapacityEstimate) -> str:
 
 def headline(plan: CapacityEstimate) -> str:
     q = plan.question
-    p = q.placement
-    nodes, devices = {s.hostname for s in p.seats}, _devices(plan)
-    many = (f" x pp {p.stages}" if p.stages > 1 else "") + (f" x {p.replicas} replicas" if p.replicas > 1 else "")
+    world = q.placement.world
+    nodes, devices = {s.hostname for s in q.placement.seats}, _devices(plan)
+    many = f" x pp {world.stages}" * (world.stages > 1) + f" x {world.replicas} replicas" * (world.replicas > 1)
     return (
         f"{q.name}: {parameters(q.config.num_parameters)} parameters ({q.stored.weights}, {q.config.wiring.name}), "
-        f"tp {p.tensor_parallel_size}{many} on {counted(len(nodes), 'node')} of {devices}: {plan.memory.verdict}"
+        f"tp {world.tp}{many} on {counted(len(nodes), 'node')} of {devices}: {plan.memory.verdict}"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Any
 
 from ...engine.schedule.step_planner import LEAST_CHUNK
 from ...engine.step.memory import MemoryKeys
@@ -19,7 +20,7 @@ from ...models.stages import Stage
 from ...topology.cost.cost import Backend, Costs, Shape, sent_bytes
 from ...topology.hardware.fabric import Fabric
 from ...topology.link_cost import Emulation
-from ...topology.placement.mapping import RankRow, explain
+from ...topology.placement.mapping import explain
 from ...topology.placement.placement import Placement
 from .advice import recommend
 from .layouts import (
@@ -70,7 +71,7 @@ class Question:
     def key(self) -> tuple[int, int, StoredTypes, str, Sharing]:
         """The same as the Layout's that is asked about."""
         p = self.placement
-        return p.tensor_parallel_size, p.stages, self.stored, self.config.wiring.name, self.sharing
+        return p.world.tp, p.world.stages, self.stored, self.config.wiring.name, self.sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class SplitLaw:
 @dataclass(frozen=True, slots=True)
 class CapacityEstimate:
     question: Question
-    ranks: tuple[RankRow, ...]
+    ranks: tuple[dict[str, Any], ...]
     memory: Memory
     traffic: tuple[StepTraffic, ...]
     predictions: tuple[Prediction, ...]
@@ -142,18 +143,18 @@ class CapacityEstimate:
 def make_plan(question: Question) -> CapacityEstimate:
     """Answers the question. Raises ValueError where the fabric does not give its devices' rates."""
     q = question
-    size = q.placement.tensor_parallel_size
+    size = q.placement.world.tp
     devices = devices_of(q)
     room, group = memory_in(q), group_in(q)
     variants = wirings(part_of(q))
     contexts = [n for n in q.work.contexts if n <= q.config.max_position_embeddings]
-    crossing = hop(q.config, devices, q.stored, size, q.placement.stages)
-    depths = tuple(depth(group, room, n, q.placement.stages, 1, crossing, q.work.gpu_hour) for n in contexts)
+    crossing = hop(q.config, devices, q.stored, size, q.placement.world.stages)
+    depths = tuple(depth(group, room, n, q.placement.world.stages, 1, crossing, q.work.gpu_hour) for n in contexts)
     predictions, prefills = _speeds(q, group, room, crossing)
     candidates = layouts(q.config, size, q.stored, q.keys, devices, q.work) if devices.total > 1 and q.keys.gpu else ()
     return CapacityEstimate(
         question=q,
-        ranks=tuple(explain(q.placement)),
+        ranks=explain(q.placement),
         memory=room,
         traffic=tuple(_traffic(q, group, wiring, batch) for wiring in variants.values() for batch in (1, 32)),
         predictions=predictions,
@@ -169,7 +170,7 @@ def make_plan(question: Question) -> CapacityEstimate:
 def group_in(q: Question) -> SimulatedGroup:
     """The question's tensor-parallel group, ready to be asked for steps; of a pipeline, its slowest stage's."""
     rates = devices_of(q).rates(q.stored.weights)
-    size = q.placement.tensor_parallel_size
+    size = q.placement.world.tp
     inside = devices_of(q).links(1, q.sharing.per_node) if q.sharing.per_node else None
     replicated = q.keys.replicate_embedding
     group = group_of(_part(q), size, q.stored, rates, _links(q, q.shape), replicated, q.sharing, inside)
@@ -194,7 +195,7 @@ def split_variants(q: Question, group: SimulatedGroup) -> tuple[tuple[str, Wirin
 def memory_in(q: Question) -> Memory:
     p = q.placement
     have = devices_of(q).memory_bytes
-    return memory(q.config, p.tensor_parallel_size, q.stored, q.keys, have, p.stages, q.sharing)
+    return memory(q.config, p.world.tp, q.stored, q.keys, have, p.world.stages, q.sharing)
 
 
 def part_of(q: Question) -> ModelConfig:
@@ -203,7 +204,7 @@ def part_of(q: Question) -> ModelConfig:
 
 
 def _part(q: Question) -> Stage:
-    return fullest_stage(q.config, q.placement.stages, q.layers)
+    return fullest_stage(q.config, q.placement.world.stages, q.layers)
 
 
 def _times(time: StepTime, factor: float, hop_s: float) -> StepTime:
@@ -222,7 +223,7 @@ def _times(time: StepTime, factor: float, hop_s: float) -> StepTime:
 
 def _prefill(q: Question, group: SimulatedGroup, tokens: int, wiring: Wiring) -> StepTime:
     """One prompt alone: in a pipeline, cut so that its chunks fill the stages (engine/schedule/step_planner.py)."""
-    stages, chunk = q.placement.stages, q.keys.max_num_batched_tokens
+    stages, chunk = q.placement.world.stages, q.keys.max_num_batched_tokens
     if stages > 1:
         chunk = min(chunk, max(LEAST_CHUNK, ceil(tokens / (2 * stages))))
     chunks = ceil(tokens / chunk)
@@ -282,7 +283,7 @@ def _links(q: Question, shape: Shape) -> Links:
 def _speeds(
     q: Question, group: SimulatedGroup, room: Memory, crossing: Callable[[int], float]
 ) -> tuple[tuple[Prediction, ...], tuple[Prefill, ...]]:
-    predictions, stages = [], q.placement.stages
+    predictions, stages = [], q.placement.world.stages
     for batch in q.work.batches:
         rows = ceil(batch / stages)  # in as many micro-batches as there are stages
         times = {

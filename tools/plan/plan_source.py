@@ -32,6 +32,7 @@ from ...topology.cost.cost import Backend, Costs, Shape, shape_of
 from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.presets import preset
 from ...topology.placement.placement import place
+from ...topology.placement.world import World
 from .estimate import Question
 from .layouts import Work
 from .memory import StoredTypes, memory
@@ -87,8 +88,8 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     config, quantised, wide, notes = _model(loaded)
     try:
         if config.experts is None:  # else what is cut depends on the nodes, below
-            check_shapes(config, d.parallel.tensor_parallel_size)
-        choose_layers(config, d.parallel.pipeline_parallel_size, d.parallel.pipeline_layers)
+            check_shapes(config, d.parallel.world.tp)
+        choose_layers(config, d.parallel.world.stages, d.parallel.pipeline_layers)
     except ShapeError as error:
         raise ConfigError([loaded.fault("parallel.tensor_parallel_size", str(error))]) from None
     except StageError as error:
@@ -102,18 +103,17 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         notes.append(f"no fabric was named: {assumed} is assumed (--nodes, --fabric, or launch.fabric)")
         # Host names of the file mean machines that the assumed fabric does not know.
         placement = place(
-            fabric, d.parallel.tensor_parallel_size, d.parallel.replicas, stages=d.parallel.pipeline_parallel_size,
-            ranks_per_node=d.launch.ranks_per_node, suits=suits(config),
+            fabric, d.parallel.world, ranks_per_node=d.launch.ranks_per_node, suits=suits(config),
         )  # fmt: skip
     else:
         fabric, placement = lay_out(d, fabric, {})
     shape, p = shape_of(fabric, placement), d.parallel
     try:
         sharing = share(config, p.expert_layout, p.dense_path, shape.nodes, shape.per_node)
-        check_shapes(config, p.tensor_parallel_size, sharing)
+        check_shapes(config, p.world.tp, sharing)
     except ShapeError as error:
         raise ConfigError([loaded.fault("parallel.tensor_parallel_size", str(error))]) from None
-    heads = config.num_heads // (sharing.per_node or p.tensor_parallel_size)
+    heads = config.num_heads // (sharing.per_node or p.world.tp)
     gpu = any(n.devices for n in fabric.nodes) and d.engine.device != "cpu"
     values = config.dtype if d.model.dtype == "auto" else d.model.dtype
     kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
@@ -184,7 +184,7 @@ def from_names(
     )
     size = size or _natural_size(config, stored, keys, fabric)
     total = sum(len(n.devices) or len(n.numa) for n in fabric.nodes)
-    placement = place(fabric, size, replicas or max(1, total // size), suits=suits(config))
+    placement = place(fabric, World(size, replicas=replicas or max(1, total // size)), suits=suits(config))
     shape = shape_of(fabric, placement)
     backend: Backend = "nccl" if gpu else "native"
     return Question(
@@ -314,12 +314,12 @@ def _form(weights: str, values: str, fp8: bool, gpu: bool) -> str:
 
 def assumed_fabric(d: Deployment) -> str:
     """A preset that has room for the deployment: H100 nodes of 8, or CPU hosts."""
-    world = d.world_size
     if d.engine.device == "cpu":
         hosts = max(1, len(d.launch.hosts))
         return f"{hosts}x16xcpu"
-    per_node = d.launch.ranks_per_node or min(8, d.parallel.tensor_parallel_size)
-    return f"{-(-world // per_node)}x{per_node}xH100"
+    world = d.parallel.world
+    per_node = d.launch.ranks_per_node or min(8, world.tp)
+    return f"{-(-world.size // per_node)}x{per_node}xH100"
 
 
 def _attends(config: ModelConfig, heads: int) -> bool:

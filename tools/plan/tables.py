@@ -186,8 +186,8 @@ def _contexts(plan: CapacityEstimate) -> Sheet:
 
 
 def _ranks(plan: CapacityEstimate) -> Sheet:
-    shown = [(n, key) for n, key in _RANK.items() if n in _ALWAYS or any(getattr(r, key) for r in plan.ranks)]
-    rows = tuple(tuple(str(getattr(r, key)) for _, key in shown) for r in plan.ranks)
+    shown = [(n, key) for n, key in _RANK.items() if n in _ALWAYS or any(r[key] for r in plan.ranks)]
+    rows = tuple(tuple(str(r[key]) for _, key in shown) for r in plan.ranks)
     return Sheet("Ranks", tuple(name for name, _ in shown), rows, len(shown))
 
 
@@ -221,13 +221,13 @@ def as_json(plan: CapacityEstimate) -> dict[str, Any]:
         "parameters": q.config.num_parameters,
         "wiring": q.config.wiring.name,
         "stored": q.stored.summary(),
-        "tensor_parallel_size": q.placement.tensor_parallel_size,
-        "replicas": q.placement.replicas,
-        "stages": q.placement.stages,
+        "tensor_parallel_size": q.placement.world.tp,
+        "replicas": q.placement.world.replicas,
+        "stages": q.placement.world.stages,
         "fits": m.fits,
         "verdict": m.verdict,
         "memory": {**asdict(m), "weight_bytes": m.weight_bytes, "largest_context": m.largest_context},
-        "ranks": [asdict(r) for r in plan.ranks],
+        "ranks": plan.ranks,
         "traffic": [{**asdict(t), "law": t.law} for t in plan.traffic],
         "decoding": [
             {**asdict(p), "tokens_per_s": p.tokens_per_s, "hidden_s": p.time.hidden_s, "exposed_s": p.time.exposed_s}

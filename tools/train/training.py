@@ -75,7 +75,7 @@ def training_ranks(
     except IdentityError as error:
         raise click.UsageError(str(error)) from error
     cuda = torch.cuda.is_available()
-    if identity is None or identity.world_size == 1:
+    if identity is None or identity.size == 1:
         with DataParallel(device=torch.device("cuda" if cuda else "cpu")) as ranks:
             yield ranks
         return

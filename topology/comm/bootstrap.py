@@ -172,7 +172,7 @@ def bootstrap_of(identity: Identity, environ: Mapping[str, str]) -> Bootstrap:
     keeps = identity.rank == 0 and not agent
     store = open_store(address, int(port), master=keeps)
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    over_store = StoreBootstrap(store, identity.rank, identity.world_size, attempt=attempt, keeps=keeps)
+    over_store = StoreBootstrap(store, identity.rank, identity.size, attempt=attempt, keeps=keeps)
     require_own_hostnames(over_store.all_gather)
     return over_store
 

@@ -9,6 +9,7 @@ from ..hardware.fabric import LinkClass
 from ..hardware.presets import preset
 from ..link_cost import Emulation, LinkCost
 from ..placement.placement import place
+from ..placement.world import World
 from .cost import Backend, Costs, Regime, Shape, price, shape_of, terms, untuned
 
 _US = 1e-6
@@ -61,7 +62,7 @@ def emulation_of(spec: str, ranks: int) -> Emulation:
     native transport's between CPUs. Raises ValueError for an unknown fabric, PlacementError for a group that cannot be
     laid over it."""
     fabric = preset(spec)
-    shape = shape_of(fabric, place(fabric, ranks))
+    shape = shape_of(fabric, place(fabric, World(ranks)))
     backend: Backend = "nccl" if any(node.devices for node in fabric.nodes) else "native"
     costs = reference(backend, shape)
     lines = []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from ..hardware.fabric import Fabric, Node, counted
+from .world import World
 
 Suits = Callable[[int], str | None]
 """Returns the reason why a tensor_parallel_size does not suit the model, or None if it does."""
@@ -22,14 +24,13 @@ class Problem:
     def __init__(
         self,
         fabric: Fabric,
-        replicas: int,
+        world: World,
         slots: Mapping[str, int],
         ranks_per_node: int | None,
         suits: Suits | None,
-        stages: int = 1,
     ) -> None:
-        """replicas: the number of groups; in messages, `stages` of them form one replica."""
-        self.fabric, self.replicas, self.slots, self.suits, self.stages = fabric, replicas, slots, suits, stages
+        """world: `layout` and `refusal` are asked about its groups in several sizes."""
+        self.fabric, self.world, self.slots, self.suits = fabric, world, slots, suits
         self.ranks_per_node = ranks_per_node
         self.gpus = any(n.devices for n in fabric.nodes)
         self.elastic = not self.gpus and not slots and ranks_per_node is None
@@ -65,7 +66,7 @@ class Problem:
         return None
 
     def _search(self, size: int, capacity: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
-        if size * self.replicas > sum(capacity):
+        if size * self.world.groups > sum(capacity):
             return None
         shares = [n for n in range(min(size, max(capacity)), 0, -1) if size % n == 0]
         for by_group, by_preference in self._attempts(shares, len(set(capacity)) > 1):
@@ -77,7 +78,7 @@ class Problem:
     def _attempts(self, shares: Sequence[int], mixed: bool) -> Iterator[tuple[Sequence[Sequence[int]], bool]]:
         """Yields attempts in order: each group in the largest parts that fit; all in parts of one size; on unlike
         hosts, some in parts of one size and the rest of a smaller one."""
-        count = self.replicas
+        count = self.world.groups
         yield [shares] * count, True
         for share in shares:
             yield [[share]] * count, True
@@ -121,14 +122,12 @@ class Problem:
         have = f"{counted(self.total, 'rank')} ({self._arithmetic()})"
         if reason is not None:
             text = f"{what}: {reason}"
-        elif size * self.replicas > self.total:
-            product = f" x pipeline_parallel_size={self.stages}" if self.stages > 1 else ""
-            product += f" x replicas={self.replicas // self.stages}" if self.replicas > self.stages else ""
-            text = f"{what}{product} needs {counted(size * self.replicas, 'rank')}, the fabric has {have}"
+        elif (world := replace(self.world, tp=size)).size > self.total:
+            text = f"{world.keys} needs {counted(world.size, 'rank')}, the fabric has {have}"
         elif self.total % size and not self.elastic:
             text = f"{what} does not divide {have}"
         else:
-            several = f" {self.replicas} times" if self.replicas > 1 else ""
+            several = f" {world.groups} times" if world.groups > 1 else ""
             text = f"{what} does not fit{several} on {have} with equally many ranks on each node of a group"
         return f"{text}: {self._fix(size)}"
 
@@ -136,24 +135,21 @@ class Problem:
         can = [n for n in range(1, self.total + 1) if self.layout(n) is not None]
         near = sorted(sorted(can, key=lambda n: (abs(n - size), n))[:8])
         fixes = [f"use {'' if near == can else 'for example '}{_either(near)}"] if near else []
-        stages = self.stages
-        if self.replicas > stages:
-            fewer_groups = range(self.replicas - stages, 0, -stages)
-            most = next((r // stages for r in fewer_groups if self._with(r).layout(size) is not None), 0)
-            fixes += [f"replicas={most}"] if most else []
+        most = next((n for n in range(self.world.replicas - 1, 0, -1) if self._with(n).layout(size) is not None), 0)
+        fixes += [f"replicas={most}"] if most else []
         fewer = self._fewer_hosts(size)
         fixes += [f"only the hosts {fewer} (launch.hosts)"] if fewer else []
         return ", or ".join(fixes) if fixes else "no layout of this model fits these hosts: add hosts"
 
     def _with(self, replicas: int) -> Problem:
-        return Problem(self.fabric, replicas, self.slots, self.ranks_per_node, self.suits, self.stages)
+        return Problem(self.fabric, replace(self.world, replicas=replicas), self.slots, self.ranks_per_node, self.suits)
 
     def _fewer_hosts(self, size: int) -> str:
         """Suggests the largest number of first hosts on which the wanted layout fits unchanged."""
         names = [self.fabric.nodes[i].hostname for i in self.order if self.capacity[i]]
         for count in range(len(names) - 1, 0, -1):
             slots = {n: s for n, s in self.slots.items() if n in names[:count]}
-            some = Problem(self.fabric.only(names[:count]), self.replicas, slots, self.ranks_per_node, self.suits)
+            some = Problem(self.fabric.only(names[:count]), self.world, slots, self.ranks_per_node, self.suits)
             if some.layout(size) is not None:
                 return ", ".join(names[:count]) if count <= 4 else f"{names[0]} … {names[count - 1]} ({count} of them)"
         return ""

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from .world import World
+
 Launcher = Literal["openmpi", "mpich", "slurm", "torchrun"]
 
 # Slurm numbers the steps that are an allocation's own shell or container from the top of 32 bits.
@@ -26,18 +28,18 @@ class IdentityError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A rank as launched. `local_rank` numbers the job's ranks on this `node`, in any order."""
+    """A rank as launched, of `size` ranks. `local_rank` numbers the job's ranks on this `node`, in any order."""
 
-    world_size: int
+    size: int
     rank: int
     local_rank: int
     local_size: int
     node: str
     launcher: Launcher
 
-    def only_task_for(self, world_size: int) -> bool:
+    def only_task_for(self, world: World) -> bool:
         """Whether this is a Slurm step's single task and the job needs more: a shell or script in it, not a rank."""
-        return self.launcher == "slurm" and self.world_size == 1 < world_size
+        return self.launcher == "slurm" and self.size == 1 < world.size
 
 
 def identify(environ: Mapping[str, str] | None = None, hostname: str | None = None) -> Identity | None:
@@ -57,26 +59,22 @@ def identify(environ: Mapping[str, str] | None = None, hostname: str | None = No
         return None
     first = identities[0]
     for other in identities[1:]:
-        if (first.world_size, first.rank) != (other.world_size, other.rank):
+        if (first.size, first.rank) != (other.size, other.rank):
             raise IdentityError(
-                f"two launchers disagree: {first.launcher} says rank {first.rank} of {first.world_size}, "
-                f"{other.launcher} says rank {other.rank} of {other.world_size}: start ranks with one of them, or "
+                f"two launchers disagree: {first.launcher} says rank {first.rank} of {first.size}, "
+                f"{other.launcher} says rank {other.rank} of {other.size}: start ranks with one of them, or "
                 f"unset {' and '.join(_NAMES[other.launcher])}"
             )
     return first
 
 
-def require_world(identity: Identity, tensor_parallel_size: int, replicas: int = 1, stages: int = 1) -> None:
-    """Raises IdentityError unless the job has tensor_parallel_size x stages x replicas ranks."""
-    need = tensor_parallel_size * stages * replicas
-    if identity.world_size != need:
-        product = f"tensor_parallel_size={tensor_parallel_size}"
-        product += f" x pipeline_parallel_size={stages}" if stages != 1 else ""
-        product += f" x replicas={replicas}" if replicas != 1 else ""
+def require_world(identity: Identity, world: World) -> None:
+    """Raises IdentityError unless as many ranks were started as `world` has."""
+    if identity.size != world.size:
         raise IdentityError(
-            f"{identity.launcher} started {identity.world_size} rank{'s' * (identity.world_size > 1)}, "
-            f"{product} needs {need}: "
-            f"start {need} (laddertron launch prints the command) or set tensor_parallel_size to match"
+            f"{identity.launcher} started {identity.size} rank{'s' * (identity.size > 1)}, {world.keys} needs "
+            f"{world.size}: start {world.size} (laddertron launch prints the command) or set tensor_parallel_size to "
+            "match"
         )
 
 
@@ -189,7 +187,7 @@ def _integer(env: Mapping[str, str], name: str) -> int:
 
 def _check(i: Identity, env: str) -> None:
     # Local ranks need not ascend with ranks: Open MPI 5 numbers a node's ranks by the core that it maps them to.
-    if not (0 <= i.rank < i.world_size and 0 <= i.local_rank < i.local_size <= i.world_size):
+    if not (0 <= i.rank < i.size and 0 <= i.local_rank < i.local_size <= i.size):
         raise IdentityError(
             f"{env}: a rank must be below its world size, a local rank below its node's count, and that count at most "
             "the world size: start ranks with one launcher and unset what another one left"

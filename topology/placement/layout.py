@@ -36,22 +36,3 @@ class GroupLayout:
     @property
     def rails(self) -> tuple[tuple[int, ...], ...]:
         return tuple(zip(*self.nodes, strict=True))
-
-
-def observed_layout(nodes: tuple[str, ...], first_rank: int, size: int) -> GroupLayout:
-    """The layout of the group of ranks [first_rank, first_rank + size), given the node that each rank of the job runs
-    on. Raises ValueError where the group's ranks are spread unequally over its nodes, or a node's are not
-    contiguous."""
-    by_node: list[tuple[str, list[int]]] = []
-    for rank in range(first_rank, first_rank + size):
-        if not by_node or by_node[-1][0] != nodes[rank]:
-            by_node.append((nodes[rank], []))
-        by_node[-1][1].append(rank)
-    names = [name for name, _ in by_node]
-    if len(set(names)) != len(names) or len({len(ranks) for _, ranks in by_node}) != 1:
-        seen = ", ".join(f"{name}: {ranks}" for name, ranks in by_node)
-        raise ValueError(
-            f"ranks {first_rank} to {first_rank + size - 1} lie on {seen}: every node of a group needs equally many, "
-            "next to one another; with mpirun use --map-by ppr:N:node, with mpiexec -ppn N"
-        )
-    return GroupLayout(tuple(tuple(ranks) for _, ranks in by_node))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
+from typing import Any
 
 from ..hardware.fabric import Fabric, counted, format_cpus
 from .identity import Launcher
@@ -23,9 +24,9 @@ class MappingError(ValueError):
 def verify(placement: Placement, observed: Sequence[Observed], launcher: Launcher) -> None:
     """Raises MappingError unless every rank runs where it was placed. `node1` and `node1.example.org` are one host."""
     seen = {rank: (host, local) for rank, host, local in observed}
-    if sorted(seen) != list(range(placement.world_size)) or len(seen) != len(observed):
+    if sorted(seen) != list(range(placement.world.size)) or len(seen) != len(observed):
         raise MappingError(
-            f"{counted(len(observed), 'rank')} answered for a placement of {placement.world_size}: "
+            f"{counted(len(observed), 'rank')} answered for a placement of {placement.world.size}: "
             f"{mapping_option(placement, launcher)}"
         )
     wrong = [
@@ -42,7 +43,7 @@ def verify(placement: Placement, observed: Sequence[Observed], launcher: Launche
     more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
     be = "is" if len(wrong) == 1 else "are"
     raise MappingError(
-        f"{len(wrong)} of {placement.world_size} ranks {be} misplaced{_diagnosis(placement, seen)}: "
+        f"{len(wrong)} of {placement.world.size} ranks {be} misplaced{_diagnosis(placement, seen)}: "
         f"{'; '.join(lines)}{more}. {mapping_option(placement, launcher)}"
     )
 
@@ -88,38 +89,21 @@ def _diagnosis(placement: Placement, seen: dict[int, tuple[str, int]]) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class RankRow:
-    """A rank in the explain table: replica, stage, and `device` (`GPU3`, or `cores`)."""
-
-    group: int
-    stage: int
-    tp_rank: int
-    rank: int
-    hostname: str
-    local_rank: int
-    device: str
-    hca: str
-    path: str
-    numa: str
-    cores: str
-    interface: str
-
-
-def explain(placement: Placement) -> tuple[RankRow, ...]:
-    """The explain table, group by group, in tensor-parallel order."""
+def explain(placement: Placement) -> tuple[dict[str, Any], ...]:
+    """The explain table, group by group, in tensor-parallel order: each rank's `group` (its replica), `stage`,
+    `tp_rank` and Seat, of which `device` is written as `GPU3` or `cores`."""
     rows = []
     for g, group in enumerate(placement.groups):
+        replica, stage = placement.world.replica_and_stage(g)
         for tp_rank, rank in enumerate(group.ranks):
-            s = placement.seats[rank]
-            device = "cores" if s.device is None else f"GPU{s.device}"
-            numa = "" if s.numa is None else str(s.numa)
-            rows.append(
-                RankRow(
-                    *divmod(g, placement.stages), tp_rank, rank, s.hostname, s.local_rank, device, s.hca or "", s.path,
-                    numa, format_cpus(s.cores), s.interface,
-                )
-            )  # fmt: skip
+            seat = placement.seats[rank]
+            written = {
+                "device": "cores" if seat.device is None else f"GPU{seat.device}",
+                "hca": seat.hca or "",
+                "numa": "" if seat.numa is None else str(seat.numa),
+                "cores": format_cpus(seat.cores),
+            }
+            rows.append({"group": replica, "stage": stage, "tp_rank": tp_rank} | asdict(seat) | written)
     return tuple(rows)
 
 

@@ -1,4 +1,4 @@
-"""(Fabric, tensor_parallel_size, replicas) -> Placement: every rank's node, device, HCA, NUMA node and cores, and the
+"""(Fabric, World) -> Placement: every rank's node, device, HCA, NUMA node and cores, and the
 groups. A group stays on one node if it fits, else takes as few nodes as possible, evenly. Pure.
 """
 
@@ -12,6 +12,7 @@ from ..hardware.fabric import Device, Fabric, Node
 from .grid import Problem, Suits
 from .layout import GroupLayout
 from .seating import assign_hcas, common_interfaces, common_layer, pick_devices, share_cores, spread_over_numa
+from .world import World
 
 
 class PlacementError(ValueError):
@@ -40,16 +41,10 @@ class Placement:
     replica after another. Ranks are numbered node by node, as launchers fill them. `notes` say in words what is less
     than ideal."""
 
-    tensor_parallel_size: int
-    replicas: int
+    world: World
     seats: tuple[Seat, ...]
     groups: tuple[GroupLayout, ...]
     notes: tuple[str, ...] = ()
-    stages: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return len(self.seats)
 
     @property
     def hosts(self) -> tuple[tuple[str, int], ...]:
@@ -58,7 +53,7 @@ class Placement:
 
     def replica(self, index: int) -> Placement:
         """Replica `index` as its own job: ranks and local ranks from 0, without the notes."""
-        groups = self.groups[index * self.stages : (index + 1) * self.stages]
+        groups = [self.groups[group] for group in self.world.groups_of(index)]
         number = {rank: new for new, rank in enumerate(rank for group in groups for rank in group.ranks)}
         local: Counter[str] = Counter()
         seats = []
@@ -67,44 +62,39 @@ class Placement:
             seats.append(replace(seat, rank=new, local_rank=local[seat.hostname]))
             local[seat.hostname] += 1
         layouts = (GroupLayout(tuple(tuple(number[rank] for rank in n) for n in group.nodes)) for group in groups)
-        return Placement(self.tensor_parallel_size, 1, tuple(seats), tuple(layouts), stages=self.stages)
+        return Placement(self.world.one_replica(), tuple(seats), tuple(layouts))
 
 
 def place(
     fabric: Fabric,
-    tensor_parallel_size: int,
-    replicas: int = 1,
+    world: World,
     *,
-    stages: int = 1,
     slots: Mapping[str, int] | None = None,
     ranks_per_node: int | None = None,
     suits: Suits | None = None,
 ) -> Placement:
-    """Lays `replicas` x `stages` groups of `tensor_parallel_size` ranks over the fabric, one rank a GPU, a replica's
-    stages on neighbouring nodes or one. `slots` (by hostname) and `ranks_per_node` bound the ranks of a host;
-    without them a CPU host gets one rank a NUMA node, and more only if that is too few. Raises PlacementError."""
-    problem = Problem(fabric, replicas * stages, slots or {}, ranks_per_node, suits, stages)
-    if min(tensor_parallel_size, replicas, stages) < 1:
-        raise PlacementError(
-            f"tensor_parallel_size={tensor_parallel_size} and replicas={replicas}: both must be 1 or more"
-        )
+    """Lays the groups of `world` over the fabric, one rank a GPU, a replica's stages on neighbouring nodes
+    or one. `slots` (by hostname) and `ranks_per_node` bound the ranks of a host; without them a CPU host gets one rank
+    a NUMA node, and more only if that is too few. Raises PlacementError."""
+    problem = Problem(fabric, world, slots or {}, ranks_per_node, suits)
     unknown = set(problem.slots) - {n.hostname for n in fabric.nodes}
     if unknown:
         raise PlacementError(f"slots name the host {min(unknown)!r}, the fabric has {_hosts(fabric)}")
-    chosen = problem.layout(tensor_parallel_size)
+    chosen = problem.layout(world.tp)
     if chosen is None:
-        raise PlacementError(problem.refusal(tensor_parallel_size))
-    placement = _seat(fabric, tensor_parallel_size, chosen, stages)
-    if stages > 1 and any(group.ranks[-1] - group.ranks[0] >= group.size for group in placement.groups):
+        raise PlacementError(problem.refusal(world.tp))
+    placement = _seat(fabric, world, chosen)
+    if world.stages > 1 and any(group.ranks[-1] - group.ranks[0] >= group.size for group in placement.groups):
         raise PlacementError(
-            f"tensor_parallel_size={tensor_parallel_size} x pipeline_parallel_size={stages}: two stages would share "
+            f"{world.one_replica().keys}: two stages would share "
             "several nodes, and their ranks would not be neighbours: use a tensor_parallel_size that fills whole nodes "
             "or divides one"
         )
     return placement
 
 
-def _seat(fabric: Fabric, size: int, chosen: tuple[tuple[int, ...], ...], stages: int) -> Placement:
+def _seat(fabric: Fabric, world: World, chosen: tuple[tuple[int, ...], ...]) -> Placement:
+    size = world.tp
     used = list(dict.fromkeys(i for group in chosen for i in group))
     nodes = [fabric.nodes[i] for i in used]
     layer = common_layer(nodes)
@@ -136,7 +126,7 @@ def _seat(fabric: Fabric, size: int, chosen: tuple[tuple[int, ...], ...], stages
     layouts = (GroupLayout(tuple(ranks[g, i] for i in group)) for g, group in enumerate(chosen))
     groups = tuple(sorted(layouts, key=lambda layout: layout.ranks))
     notes = (*_notes(fabric, groups, seats, layer, nodes), *_unmet(groups, seats))
-    return Placement(size, len(chosen) // stages, tuple(seats), groups, notes, stages)
+    return Placement(world, tuple(seats), groups, notes)
 
 
 def _places(node: Node, counts: Sequence[int]) -> list[tuple[Device | None, int | None, tuple[int, ...]]]:

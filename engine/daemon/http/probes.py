@@ -8,14 +8,13 @@ import asyncio
 import socket
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
-from ...job import CULPRIT
 from ...metrics.observer import Observer
 from .connections import ServerOptions
 from .server import make_server
@@ -41,7 +40,7 @@ def readiness(services: Services) -> tuple[bool, dict[str, Any]]:
             "phase": state.phase,
             "reason": state.reason,
             "restarts": state.restarts,
-            **{name: getattr(state, name) for name in CULPRIT},
+            **asdict(state.culprit),
             "standby": state.standby or "none",
         }
         for state in states

@@ -81,11 +81,11 @@ def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
     from ....models.weights.mapping import open_source
 
     folder, p = Path(loaded.deployment.model.path), loaded.deployment.parallel
-    size, seed = p.tensor_parallel_size, loaded.deployment.dummy_seed
+    size, seed = p.world.tp, loaded.deployment.dummy_seed
 
     def read_headers() -> None:
         config = from_folder(folder)
-        stages = make_stages(config, choose_layers(config, p.pipeline_parallel_size, p.pipeline_layers))
+        stages = make_stages(config, choose_layers(config, p.world.stages, p.pipeline_layers))
         for shard in (RankShard.of(stage, size, rank) for stage in stages for rank in range(size)):
             source = open_source(folder, shard, config, seed)
             if seed is None:
@@ -176,13 +176,12 @@ def cpu_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
 def nodes_of_group(deployment: Deployment) -> int:
     """The nodes that each tensor-parallel group spans, by the hosts or launch.ranks_per_node."""
-    path, p = deployment.launch.fabric, deployment.parallel
+    path, world = deployment.launch.fabric, deployment.parallel.world
     with suppress(OSError, ValueError):
         fabric = None if path is None else fabrics.load(Path(path))
         hosts = read_hosts(deployment, os.environ, fabric)
-        first = divide(hosts, p.tensor_parallel_size, p.replicas, fabric, p.pipeline_parallel_size)[0]
-        return max(1, len(first.hosts) // p.pipeline_parallel_size)
-    return max(1, p.tensor_parallel_size // (deployment.launch.ranks_per_node or p.tensor_parallel_size))
+        return max(1, len(divide(hosts, world, fabric)[0].hosts) // world.stages)
+    return max(1, world.tp // (deployment.launch.ranks_per_node or world.tp))
 
 
 def address_faults(loaded: LoadedDeployment) -> Iterator[str]:
@@ -201,7 +200,7 @@ def port_faults(loaded: LoadedDeployment) -> Iterator[str]:
         with suppress(OSError, ValueError):  # hosts that do not fit are a fault of their own
             fabric = None if launch.fabric is None else fabrics.load(Path(launch.fabric))
             hosts = read_hosts(loaded.deployment, os.environ, fabric)
-            shares = divide(hosts, p.tensor_parallel_size, p.replicas, fabric, p.pipeline_parallel_size)
+            shares = divide(hosts, p.world, fabric)
             yield from refused(loaded, "launch.port_range", lambda: require_ports(loaded.deployment, shares))
 
 
@@ -215,10 +214,8 @@ def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
     if bytes_per_rank is None or elsewhere or d.engine.device == "cuda":
         return
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if bytes_per_rank * d.world_size > have:
-        text = (
-            f"{bytes_per_rank >> 20} MiB for each of {d.world_size} ranks, and this host has {have >> 20} MiB: lower it"
-        )
+    if bytes_per_rank * (ranks := d.parallel.world.size) > have:
+        text = f"{bytes_per_rank >> 20} MiB for each of {ranks} ranks, and this host has {have >> 20} MiB: lower it"
         yield loaded.fault("engine.kv_cache_memory", text)
 
 
@@ -261,7 +258,7 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     if model is None:
         return
     if "parallel.tensor_parallel_size" not in bad:
-        size, p = d.parallel.tensor_parallel_size, d.parallel
+        size, p = d.parallel.world.tp, d.parallel
         layout = p.expert_layout, p.dense_path
         nodes = nodes_of_group(d)
         key = "parallel.dense_path" if layout[0] == "auto" else "parallel.expert_layout"
@@ -273,7 +270,7 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
         if d.parallel.deterministic == "everywhere":
             yield from refused(loaded, "parallel.deterministic", lambda: check_everywhere(model, size), taken)
     if bad.isdisjoint(("parallel.pipeline_parallel_size", "parallel.pipeline_layers")):
-        stages, layer_counts = d.parallel.pipeline_parallel_size, d.parallel.pipeline_layers
+        stages, layer_counts = d.parallel.world.stages, d.parallel.pipeline_layers
         key = "parallel.pipeline_layers" if layer_counts else "parallel.pipeline_parallel_size"
         yield from refused(loaded, key, lambda: choose_layers(model, stages, layer_counts), taken)
     if look and (small := d.engine.draft_model) is not None and "engine.draft_model" not in bad:
@@ -320,12 +317,13 @@ def read_model(config: str, overrides: Sequence[str] = ()) -> Deployment:
 def summary(loaded: LoadedDeployment) -> str:
     d = loaded.deployment
     p = d.parallel
-    pipeline = f" x pp {p.pipeline_parallel_size}" if p.pipeline_parallel_size > 1 else ""
+    world = p.world
+    pipeline = f" x pp {world.stages}" if world.stages > 1 else ""
     hosts = len(d.launch.hosts)
     where = fabrics.counted(hosts, "host") if hosts else d.launch.hostfile or "this host or the allocation"
     return (
-        f"{loaded.name}: OK: {d.served_model_name}, tp {p.tensor_parallel_size}{pipeline} x {p.replicas} "
-        f"= {fabrics.counted(d.world_size, 'rank')} on {where}, "
+        f"{loaded.name}: OK: {d.served_model_name}, tp {world.tp}{pipeline} x {world.replicas} "
+        f"= {fabrics.counted(world.size, 'rank')} on {where}, "
         f"wiring {d.model.wiring}, collective {p.collective}"
     )
 

@@ -24,6 +24,7 @@ from ....topology.cost.fit import Fit
 from ....topology.hardware.fabric import counted
 from ....topology.json_codec import unbuild
 from ....topology.placement.identity import Identity, IdentityError, identify
+from ....topology.placement.world import World
 from ...compose.host_allocation import together
 from ...compose.mpi import compose
 from ...control.processes import die_with_parent
@@ -184,9 +185,9 @@ def show(outcome: PreflightOutcome, saved: Path | None, console: Console | None 
         console.print(links_table(outcome))
     if outcome.fitted is not None:
         console.print(sweep_table(outcome.fitted, outcome.backend))
-        if ranks > (size := outcome.shape.size):
-            first = outcome.group * size
-            console.print(f"the slowest of {ranks // size} groups: ranks {first} to {first + size - 1}")
+        if (world := World(outcome.shape.size).on([r.hostname for r in outcome.reports])).groups > 1:
+            slow = world.ranks_of(outcome.group)
+            console.print(f"the slowest of {world.groups} groups: ranks {slow[0]} to {slow[-1]}")
         console.print(f"cost model: {outcome.fitted.report()}", markup=False)
     else:
         console.print("tensor_parallel_size is 1: no all-reduce to measure, no tuning file to write")

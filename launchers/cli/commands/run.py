@@ -198,7 +198,7 @@ async def drive(
         return _interrupted(arguments, caught[0], console)
     failed = next((job.state for job in jobs if job.state.phase == "failed"), None)
     if bundles is not None and failed is not None:
-        failure = JobFailure("rank_error", summary.reason or "", failed.rank, failed.node, exit_code=failed.exit_code)
+        failure = JobFailure("rank_error", summary.reason or "", failed.culprit, failed.exit_code)
         bundles_of_jobs = [await job.bundle() for job in jobs]
         await asyncio.to_thread(
             bundles.write, {"replicas": bundles_of_jobs} if len(bundles_of_jobs) > 1 else bundles_of_jobs[0], failure
@@ -255,8 +255,7 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
                 f"replicas={deployment.parallel.replicas} under torchrun: run `laddertron run` without torchrun (it "
                 f"launches every replica), start it with mpirun or srun, or set parallel.replicas=1"
             )
-        p = deployment.parallel
-        require_world(identity, p.tensor_parallel_size, p.replicas, p.pipeline_parallel_size)
+        require_world(identity, deployment.parallel.world)
     except IdentityError as error:
         if identity.rank == 0:
             raise UsageError(str(error)) from error
@@ -322,6 +321,6 @@ def command(errors: Path | None, **options: Any) -> int:
         identity = identify()
     arguments = Arguments(errors=errors or default_errors(options["output"]), **options)
     loaded = read(arguments.config, arguments.overrides)
-    if identity is None or identity.only_task_for(loaded.deployment.world_size):
+    if identity is None or identity.only_task_for(loaded.deployment.parallel.world):
         return run_launched(arguments, loaded, console)
     return run_among_ranks(arguments, loaded, identity, console)

@@ -34,7 +34,7 @@ MESSAGE_BYTES = 32 << 10
 def live_fabric(environ: Mapping[str, str], me: Identity | None) -> tuple[Fabric, tuple[str, ...]]:
     """The hosts of all ranks, or this host alone, and notes on what could not be looked at. Every rank calls it."""
     discovery = discover(environ.get("CUDA_VISIBLE_DEVICES"))
-    if me is None or me.world_size == 1:
+    if me is None or me.size == 1:
         return Fabric((discovery.node,)), discovery.notes
     return gather(discovery.node, bootstrap_of(me, environ).all_gather), discovery.notes
 
@@ -61,15 +61,15 @@ def as_json(fabric: Fabric, placement: Placement | None, shapes: list[Shape], fo
     }
     if placement is not None:
         tables["placement"] = {
-            "tensor_parallel_size": placement.tensor_parallel_size,
-            "replicas": placement.replicas,
-            "stages": placement.stages,
+            "tensor_parallel_size": placement.world.tp,
+            "replicas": placement.world.replicas,
+            "stages": placement.world.stages,
             "hosts": [{"hostname": host, "ranks": ranks} for host, ranks in placement.hosts],
             "groups": [
                 {"nodes": g.nodes, "rails": g.rails, "shape": unbuild(s)}
                 for g, s in zip(placement.groups, shapes, strict=True)
             ],
-            "ranks": [unbuild(row) for row in explain(placement)],
+            "ranks": explain(placement),
             "notes": placement.notes,
         }
     return tables
@@ -126,7 +126,7 @@ def command(
         if deployment is not None:
             # A fabric named on the command line replaces the machines: an allocation's are not queried.
             part, placed = lay_out(deployment, fabric, environ if fabric_file is None else {})
-            shapes = [shape_of(part, placed, g) for g in range(placed.replicas)]
+            shapes = [shape_of(part, placed, g) for g in range(placed.world.groups)]
             lines = [predicted(backend_of(deployment, s), s) for s in shapes]
     if json_out:
         click.echo(json.dumps(as_json(fabric, placed, shapes, forced), indent=1))

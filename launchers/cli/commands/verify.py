@@ -76,7 +76,7 @@ def command(config: str, against: str | None, overrides: tuple[str, ...], reques
 
 def _run(name: str, deployment: Deployment, order: dict[str, Any]) -> tuple[bool, list[Digests]]:
     keys = deployment.parallel
-    title = f"{name}: tp {keys.tensor_parallel_size}, deterministic {str(keys.deterministic).lower()}"
+    title = f"{name}: tp {keys.world.tp}, deterministic {str(keys.deterministic).lower()}"
     with BenchJob(deployment, name, "laddertron.launchers.measure.verify_rank", (json.dumps(order),)) as job:
         differences = [difference for _ in range(order["cases"]) if (difference := job.answer()["difference"])]
         digests = [job.answer()["digests"]] if order["digests"] else []

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from laddertron.engine.daemon.store.records import batch_view
 from laddertron.engine.daemon.store.schema import migrate
-from laddertron.engine.job import JobPhase, JobState, MetricRow, RankHeartbeat
+from laddertron.engine.job import NOBODY, Culprit, JobPhase, JobState, MetricRow, RankHeartbeat
 from laddertron.engine.metrics.catalogue import CATALOGUE, FAILURE_KINDS, LABELS, REPORTED
 from laddertron.engine.metrics.histogram import STEP_SECONDS, Buckets
 from laddertron.engine.metrics.observer import MAX_KEYS, MAX_ROUTES, AnswerTimes, BatchView, Observer, overdue_s
@@ -241,7 +241,7 @@ def test_the_observer_passes_everything_on(clock: Clock) -> None:
     """Every method of the daemon's Observer."""
     observer = watched(clock)
     observer.report(0, report(0, clock.now))
-    observer.failure(0, "silent", "no heartbeat", {})
+    observer.failure(0, "silent", "no heartbeat", NOBODY)
     observer.quarantined()
     observer.commit(0.004)
     observer.http("/v1/batches/{id}", 404, 0.02)
@@ -290,12 +290,14 @@ def test_failures_by_kind_and_desync(metrics: Observer) -> None:
     `other`."""
     metrics.state(0, JobState("ready"))
     assert value(metrics, "engine_restarts_total", replica="0", reason="silent") == 0.0
-    culprit = {"rank": 1, "node": "b", "stage": None, "device": "cuda:1", "collective": "all_reduce 7"}
+    culprit: dict[str, Any] = {"rank": 1, "node": "b", "stage": None, "device": "cuda:1", "collective": "all_reduce 7"}
     words = {name: "" if word is None else str(word) for name, word in culprit.items()}
-    metrics.failure(0, "rank_error", "rank 1: DesyncError: sampling step 7: rank 1 of 2 drew other ids", culprit)
+    metrics.failure(
+        0, "rank_error", "rank 1: DesyncError: sampling step 7: rank 1 of 2 drew other ids", Culprit(**culprit)
+    )
     last = "engine_last_failure_timestamp_seconds"
     assert value(metrics, last, replica="0", reason="rank_error", **words) == 1000.0
-    metrics.failure(0, "witchcraft", "?", {})
+    metrics.failure(0, "witchcraft", "?", NOBODY)
     assert value(metrics, last, replica="0", reason="rank_error", **words) is None, "the last one alone"
     assert value(metrics, "engine_restarts_total", replica="0", reason="rank_error") == 1.0
     assert value(metrics, "engine_restarts_total", replica="0", reason="other") == 1.0
@@ -394,7 +396,7 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
     metrics.clock(0.0)
     metrics.unsummed({"row": 1, "file": 0})
     metrics.http("/v1/batches/{id}", 200, 0.01)
-    metrics.failure(0, "silent", "no heartbeat", {})
+    metrics.failure(0, "silent", "no heartbeat", NOBODY)
     metrics.reloaded("done")
     return metrics
 

@@ -24,6 +24,7 @@ from laddertron.launchers.compose.mpi import CONTROL, Kind, Site, compose, torch
 from laddertron.topology.hardware.cpu_tier import VARIABLE
 from laddertron.topology.hardware.fabric import Fabric
 from laddertron.topology.hardware.presets import preset
+from laddertron.topology.placement.world import World
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -63,7 +64,7 @@ def test_405b_on_two_nodes_of_a_known_fabric(kind: Kind) -> None:
     """The flagship: 16 ranks on 2 x 8 H100, interface and HCAs from the fabric, a reason for every word."""
     fabric = preset("2x8xH100")
     available = HostAllocation(tuple(Host(n.hostname, 8) for n in fabric.nodes), "launch.hosts")
-    [share] = divide(available, 16, 1, fabric)
+    [share] = divide(available, World(16), fabric)
     here = site(kind, fabric)
     command = compose(deployment(), here, share, worker_program(here), CONTROL)
     golden(f"405b-{kind}.txt", render(command, "405B, tp 16, 2 x 8 x H100"))
@@ -123,11 +124,11 @@ def test_hosts_that_call_their_interfaces_differently() -> None:
     available = HostAllocation(tuple(Host(n.hostname, 8) for n in fabric.nodes), "launch.hosts")
     here = site("openmpi", fabric)
     for tp, replicas in ((16, 1), (8, 2)):
-        share = together(divide(available, tp, replicas, fabric))
+        share = together(divide(available, World(tp, replicas=replicas), fabric))
         assert compose(deployment(), here, share, ["p"]).env["LADDERTRON_INTERFACES"] == "node0=eth0,node1=bond0"
         said = deployment("llama-3.1-405b-tp16.yaml", "launch.interface=ib0")
         assert "LADDERTRON_INTERFACES" not in compose(said, here, share, ["p"]).env
-    for share in divide(available, 8, 2, fabric):
+    for share in divide(available, World(8, replicas=2), fabric):
         assert "LADDERTRON_INTERFACES" not in compose(deployment(), here, share, ["p"]).env
 
 
@@ -147,7 +148,7 @@ def test_ranks_that_bind_themselves_are_bound_by_nobody_else(kind: Kind, tmp_pat
     fabric.save(tmp_path / "f.json")
     said = ("launch.bind_to=placement", f"launch.fabric={tmp_path}/f.json")
     tp = 8 if kind == "slurm" else 4  # srun cannot divide a host's GPUs
-    share = together(divide(HostAllocation((Host("node0", 8),), "launch.hosts"), tp, 8 // tp, fabric))
+    share = together(divide(HostAllocation((Host("node0", 8),), "launch.hosts"), World(tp, replicas=8 // tp), fabric))
     here = site(kind, fabric)
     command = compose(deployment("llama-3.1-405b-tp16.yaml", *said), here, share, ["p"])
     assert "placement" not in command.argv
@@ -232,7 +233,7 @@ def test_printed_commands_are_shell_that_says_the_same() -> None:
 def test_ranks_of_one_job_see_the_same_devices() -> None:
     """Two replicas of 4 on a host of 8: each sees its half. Halves that differ between hosts are refused."""
     d = deployment("llama-3.1-70b-tp8.yaml", "parallel.tensor_parallel_size=4", "parallel.replicas=2")
-    shares = divide(HostAllocation((Host("a", 8),), "launch.hosts"), 4, 2, None)
+    shares = divide(HostAllocation((Host("a", 8),), "launch.hosts"), World(4, replicas=2), None)
     seen = [compose(d, site("openmpi"), share, ["p"]).env["CUDA_VISIBLE_DEVICES"] for share in shares]
     assert seen == ["0,1,2,3", "4,5,6,7"]
     uneven = Share((Host("a", 4, (0, 1, 2, 3)), Host("b", 4, (4, 5, 6, 7))))
@@ -278,7 +279,7 @@ def test_the_composed_command_starts_ranks_here() -> None:
     assert here.kind == "openmpi"
     script = (
         "import os; from laddertron.topology.placement.identity import identify; i = identify();"
-        "print(i.rank, i.world_size, i.local_rank, os.environ['GREETING'], os.environ['LADDERTRON_SECRET'], flush=True)"
+        "print(i.rank, i.size, i.local_rank, os.environ['GREETING'], os.environ['LADDERTRON_SECRET'], flush=True)"
     )
     command = compose(d, here, hosts("localhost", slots=4), [sys.executable, "-c", script], CONTROL)
     environ = {**os.environ, **command.env, "LADDERTRON_SECRET": "s3", "LADDERTRON_CONTROL": "127.0.0.1:1"}
@@ -347,4 +348,4 @@ def test_topo_needs_no_fabric_to_save_one(tmp_path: Path) -> None:
         for others in (("topo",), ("serve",), ("preflight", "--save", "t.json")):
             assert before_its_fabric(named, others, {}) == named
     with pytest.raises(LaunchError, match=r"not in the fabric.*laddertron launch CONFIG topo --save"):
-        divide(HostAllocation((Host("a", 8),), "launch.hosts"), 8, 1, preset("2x8xH100"))
+        divide(HostAllocation((Host("a", 8),), "launch.hosts"), World(8), preset("2x8xH100"))

@@ -23,6 +23,7 @@ from laddertron.launchers.compose.hosts import (
 )
 from laddertron.launchers.job.fleet import Fleet, spare_places, substitute
 from laddertron.topology.hardware.presets import preset
+from laddertron.topology.placement.world import World
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -113,44 +114,48 @@ def pool(*slots: int, allocation: bool = False) -> HostAllocation:
 
 def test_replicas_get_slices() -> None:
     """Inside a host where a group fits, over whole hosts in equal parts where it does not."""
-    assert names(divide(pool(8, 8), 16, 1, None)) == ["n0:8 n1:8"]
-    assert names(divide(pool(8, 8, 8, 8), 16, 2, None)) == ["n0:8 n1:8", "n2:8 n3:8"]
-    assert names(divide(pool(8, 8), 4, 3, None)) == ["n0:4", "n0:4", "n1:4"]
-    assert [s.hosts[0].devices for s in divide(pool(8, 8), 4, 3, None)] == [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3)]
-    assert names(divide(pool(4, 4), 6, 1, None)) == ["n0:3 n1:3"]
-    assert names(divide(pool(2, 2, 2), 6, 1, None)) == ["n0:2 n1:2 n2:2"]
+    assert names(divide(pool(8, 8), World(16), None)) == ["n0:8 n1:8"]
+    assert names(divide(pool(8, 8, 8, 8), World(16, replicas=2), None)) == ["n0:8 n1:8", "n2:8 n3:8"]
+    assert names(divide(pool(8, 8), World(4, replicas=3), None)) == ["n0:4", "n0:4", "n1:4"]
+    assert [s.hosts[0].devices for s in divide(pool(8, 8), World(4, replicas=3), None)] == [
+        (0, 1, 2, 3),
+        (4, 5, 6, 7),
+        (0, 1, 2, 3),
+    ]
+    assert names(divide(pool(4, 4), World(6), None)) == ["n0:3 n1:3"]
+    assert names(divide(pool(2, 2, 2), World(6), None)) == ["n0:2 n1:2 n2:2"]
 
 
 def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     """Values, rule, fix."""
     for slots, tp, replicas in (((8,), 16, 1), ((8, 8, 8), 16, 2), ((5, 5), 7, 1), ((1,), 2, 1)):
         with pytest.raises(LaunchError, match=f"does not fit: need {tp} slots.*{' . '.join(map(str, slots))} slot"):
-            divide(pool(*slots), tp, replicas, None)
+            divide(pool(*slots), World(tp, replicas=replicas), None)
 
 
 def test_allocated_nodes_that_would_idle_are_refused() -> None:
     """Nodes billed and never used: refused for an allocation; hosts that a config names may wait."""
     with pytest.raises(LaunchError, match="8 x 1 = 8 ranks use 1 of 2 allocated nodes: n1 would be unused"):
-        divide(pool(8, 8, allocation=True), 8, 1, None)
-    assert names(divide(pool(8, 8), 8, 1, None)) == ["n0:8"]
-    assert names(divide(pool(4, 4, allocation=True), 8, 1, None)) == ["n0:4 n1:4"]
+        divide(pool(8, 8, allocation=True), World(8), None)
+    assert names(divide(pool(8, 8), World(8), None)) == ["n0:8"]
+    assert names(divide(pool(4, 4, allocation=True), World(8), None)) == ["n0:4 n1:4"]
 
 
 def test_placement_decides_where_the_fabric_is_known() -> None:
     """Devices, HCAs and the interface are the placement's; hosts that it does not know are refused."""
     fabric = preset("2x8xH100")
     available = HostAllocation((Host("node0", 8), Host("node1", 8)), "launch.hosts")
-    [share] = divide(available, 16, 1, fabric)
+    [share] = divide(available, World(16), fabric)
     assert names((share,)) == ["node0:8 node1:8"]
     assert len(share.hcas) == 8
     assert len(share.interfaces) == 1
-    halves = divide(available, 4, 4, fabric)
+    halves = divide(available, World(4, replicas=4), fabric)
     assert {d for s in halves[:2] for h in s.hosts for d in h.devices or ()} == set(range(8))
     assert not halves[0].hcas  # one host needs no wire
     with pytest.raises(LaunchError, match="host 'other' is not in the fabric"):
-        divide(HostAllocation((Host("other", 8),), "launch.hosts"), 8, 1, fabric)
+        divide(HostAllocation((Host("other", 8),), "launch.hosts"), World(8), fabric)
     with pytest.raises(ValueError, match="24"):
-        divide(available, 24, 1, fabric)
+        divide(available, World(24), fabric)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 16), st.integers(1, 5))
@@ -158,7 +163,7 @@ def test_placement_decides_where_the_fabric_is_known() -> None:
 def test_slices_never_overlap(slots: list[int], tp: int, replicas: int) -> None:
     """Whatever fits: every rank has one device of its own, parts of a group are equal, no host is overfilled."""
     try:
-        shares = divide(pool(*slots), tp, replicas, None)
+        shares = divide(pool(*slots), World(tp, replicas=replicas), None)
     except LaunchError:
         # one replica always fits if it fits the first host that is big enough
         assert replicas > 1 or max(slots) < tp
@@ -177,10 +182,10 @@ def test_slices_never_overlap(slots: list[int], tp: int, replicas: int) -> None:
 
 def test_all_replicas_in_one_job() -> None:
     """Under one mpirun, hosts add up; hosts with unequal numbers of ranks are refused."""
-    joined = together(divide(pool(8, 8), 4, 4, None))
+    joined = together(divide(pool(8, 8), World(4, replicas=4), None))
     assert joined.hosts == (Host("n0", 8, tuple(range(8))), Host("n1", 8, tuple(range(8))))
     with pytest.raises(LaunchError, match="n0 8, n1 4"):
-        together(divide(pool(8, 8), 4, 3, None))
+        together(divide(pool(8, 8), World(4, replicas=3), None))
 
 
 def plain(hostname: str) -> HostNames:
@@ -212,7 +217,7 @@ def test_a_fleet_is_ready_for_the_supervisor() -> None:
     assert command.argv[-3:] == ("-P", "-m", "laddertron.launchers.rank.worker")
     assert command.env["OMP_NUM_THREADS"] == "1"
     options = fleet.options(0, restart=False)
-    assert (options.world_size, options.control_host, options.max_failures) == (2, "127.0.0.1", 1)
+    assert (options.world.size, options.control_host, options.max_failures) == (2, "127.0.0.1", 1)
     assert (options.timeouts.dead_s, options.timeouts.suspect_s) == (4.0, 2.0)
     with pytest.raises(LaunchError, match="is excluded"):
         fleet.command(0, frozenset({"laptop"}))

@@ -21,6 +21,7 @@ from laddertron.launchers.compose.network import Variable
 from laddertron.launchers.control.processes import ProcessId, start_time
 from laddertron.launchers.job.options import JobOptions, JobTimeouts
 from laddertron.launchers.job.replica import JobHooks, Replica, ReplicaSpec
+from laddertron.topology.placement.world import World
 from waiting import FOR_EVER_S, HANG_S
 
 HERE = Path(__file__).parent
@@ -213,7 +214,7 @@ async def story(
     """A job of fake ranks, started; closed at the end whatever happens."""
     chosen = fake_mpirun(world_size) if command is None else command
     factory = chosen if callable(chosen) else (lambda excluded: chosen)
-    settings = JobOptions(world_size, timeouts=timeouts or PATIENT, **options)
+    settings = JobOptions(World(world_size), timeouts=timeouts or PATIENT, **options)
     listener = listener or Listener()
     spec = ReplicaSpec(factory, json.dumps(config or {}), settings, hooks or JobHooks(), identity)
     job = Job(spec, listener)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from laddertron.engine.config.load import Deployment, load
+from laddertron.engine.job import Culprit
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.cli.commands.bundle import ask_daemon, collect, local_ranks
 from laddertron.launchers.job.bundle import KEPT, FailureBundles, newest, parts_of, redacted, verdict, write_bundle
@@ -61,7 +62,11 @@ def test_the_first_line_names_who_did_not_arrive(dumps: dict[str, Any], words: s
 
 
 def test_a_failures_own_words_come_first() -> None:
-    failure = JobFailure("silent", "rank 1 (node b, pid 7): no heartbeat for 10.0 s", 1, "b", "collective 12 (gather)")
+    failure = JobFailure(
+        "silent",
+        "rank 1 (node b, pid 7): no heartbeat for 10.0 s",
+        Culprit(1, "b", collective="collective 12 (gather)"),
+    )
     assert verdict(failure, {}) == (
         "silent: rank 1 (node b, pid 7): no heartbeat for 10.0 s (in collective 12 (gather))"
     )
@@ -87,7 +92,9 @@ def test_what_is_in_the_archive(deployment: Deployment, tmp_path: Path, monkeypa
     (tmp_path / "nccl_trace_rank_3").write_bytes(b"\x80\x04raw")
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "nccl_trace_rank_"))
     dumps = {0: dump(5, 90, "collective 89 (gather)")}
-    failure = JobFailure("rank_lost", "rank 1: gone", 1, "b", output=("Killed", "key sk-lt-0123456789"), dumps=dumps)
+    failure = JobFailure(
+        "rank_lost", "rank 1: gone", Culprit(1, "b"), output=("Killed", "key sk-lt-0123456789"), dumps=dumps
+    )
     assert not any(name.startswith("host/nccl") for name in parts_of(deployment, {}))  # ranks on CPUs wrote none
     deployment = replace(deployment, engine=replace(deployment.engine, device="auto"))
     path = write_bundle(tmp_path / "b.tar.gz", parts_of(deployment, {"state": {"phase": "ready"}}, failure))

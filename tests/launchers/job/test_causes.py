@@ -7,6 +7,7 @@ from laddertron.launchers.job.causes import CAUSES, FIRST, LAST, StartOutput, fi
 from laddertron.launchers.job.detect import Evidence
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.rank_board import RankBoard
+from laddertron.topology.placement.world import World
 from test_detect import hello, ready_board
 
 SHM = """
@@ -103,12 +104,12 @@ def test_a_known_message_is_picked_from_the_whole_output(message: str, host: str
 
 def test_it_is_in_the_reason_of_a_start_that_fails_in_any_way_and_of_no_later_failure() -> None:
     for kind in ("rank_lost", "launch", "load_stalled", "consequence", "launcher_exit"):
-        board = RankBoard(2, JobTimeouts(), 0.0)
+        board = RankBoard(World(2), JobTimeouts(), 0.0)
         board.heard(0, hello(0), 1.0)
         board.sign(Evidence(kind, 0 if kind == "rank_lost" else None, "it failed"))
         failure = board.judge(1, tuple(NOISE.splitlines()), {}, start_output=SHM.splitlines())
         assert "it failed; the output says: n1: not enough space for /dev/shm" in failure.reason
-        assert failure.node == ("node-0" if kind == "rank_lost" else "n1")
+        assert failure.culprit.node == ("node-0" if kind == "rank_lost" else "n1")
     board = ready_board(2)
     board.gone(0, "")
     assert "not enough space" not in board.judge(1, ("killed",), {}, start_output=SHM.splitlines()).reason
@@ -117,7 +118,7 @@ def test_it_is_in_the_reason_of_a_start_that_fails_in_any_way_and_of_no_later_fa
 def test_without_a_known_message_the_first_errors_come_before_the_last_lines() -> None:
     lines = ["starting", "E: Failed to reach the moon", "E: Failed to reach the moon", *NOISE.strip().splitlines()]
     assert first_errors(lines) == ("E: Failed to reach the moon",)
-    board = RankBoard(2, JobTimeouts(), 0.0)
+    board = RankBoard(World(2), JobTimeouts(), 0.0)
     board.sign(Evidence("launcher_exit", None, "mpirun ended with status 1"))
     reason = board.judge(1, tuple(lines[-6:]), {}, start_output=lines).reason
     assert "first errors: E: Failed to reach the moon; last output: prterun has exited" in reason

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from laddertron import __version__
-from laddertron.engine.job import MetricRow
+from laddertron.engine.job import NOBODY, Culprit, MetricRow
 from laddertron.engine.request import ModelLimits
 from laddertron.launchers.control.control import UNREACHABLE
 from laddertron.launchers.control.messages import Announce, Beat, Failure, Hello, Loading, Ready
@@ -24,6 +24,7 @@ from laddertron.launchers.job.detect import (
 )
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.rank_board import RankBoard, Recovered, Suspect
+from laddertron.topology.placement.world import World
 
 LIMITS = ModelLimits(4096, 50000, 8, 65536)
 
@@ -34,7 +35,7 @@ def hello(rank: int, version: str = __version__) -> Hello:
 
 def ready_board(world_size: int = 3, timeouts: JobTimeouts | None = None) -> RankBoard:
     """Every rank is ready and has beaten at second 10."""
-    board = RankBoard(world_size, timeouts or JobTimeouts(), began=0.0)
+    board = RankBoard(World(world_size), timeouts or JobTimeouts(), began=0.0)
     for rank in range(world_size):
         board.heard(rank, hello(rank), 1.0)
         board.heard(rank, Announce({"weights": "feed"}), 2.0)
@@ -87,7 +88,7 @@ def test_the_sign_that_explains_the_others_is_blamed(
 def test_which_failures_a_request_may_have_caused(
     kind: FailureKind, rank: int | None, node: str | None, expected: bool
 ) -> None:
-    assert by_a_request(JobFailure(kind, "", rank, node), "here") is expected
+    assert by_a_request(JobFailure(kind, "", Culprit(rank, node)), "here") is expected
 
 
 def test_which_node_makes_room_for_a_spare() -> None:
@@ -96,7 +97,9 @@ def test_which_node_makes_room_for_a_spare() -> None:
     listed: dict[str | None, str] = {"c": "c-ib"}
 
     def of(*failures: tuple[FailureKind, str | None]) -> str | None:
-        return bad_node([JobFailure(kind, "", 0, node, host=listed.get(node)) for kind, node in failures], "here")
+        return bad_node(
+            [JobFailure(kind, "", Culprit(0, node), host=listed.get(node)) for kind, node in failures], "here"
+        )
 
     assert of(("silent", "c")) == "c-ib", "as it is listed, so that a spare can replace it"
     assert of(("silent", "a")) == "a"
@@ -109,12 +112,12 @@ def test_which_node_makes_room_for_a_spare() -> None:
 
 def test_one_hostname_on_two_machines_is_refused_at_the_second_hello() -> None:
     """Cloned machines: the last rank has not even connected."""
-    board = RankBoard(3, JobTimeouts(), began=0.0)
+    board = RankBoard(World(3), JobTimeouts(), began=0.0)
     assert kinds(board.heard(0, Hello(0, 0, "gpu", 1, 1, "boot-a", __version__, ("10.0.0.1",)), 1.0)) == ["Loading"]
     news = board.heard(1, Hello(1, 0, "gpu", 1, 1, "boot-b", __version__, ("10.0.0.2",)), 1.0)
     assert kinds(news) == ["mismatch", "Loading"]
     failure = board.judge(None, (), {})
-    assert (failure.kind, failure.rank) == ("mismatch", 1)
+    assert (failure.kind, failure.culprit.rank) == ("mismatch", 1)
     assert "the hostname gpu: 10.0.0.1 (rank 0) and 10.0.0.2 (rank 1); " in failure.reason
 
 
@@ -164,10 +167,12 @@ def test_the_stage_that_the_others_wait_for() -> None:
     rows = Beat(step=9, collective=90, busy_s=20.0, waiting="hidden rows from stage 0 (rank 1)")
     ids = Beat(step=2, collective=40, busy_s=20.0, waiting="what the last stage drew from stage 2 (rank 4)")
     works, reduces = Beat(step=8, collective=7, busy_s=20.0), Beat(step=8, collective=8, busy_s=20.0, waiting="reduce")
-    assert behind({0: ids, 1: ids, 2: works, 3: reduces, 4: rows, 5: rows}, 2) == 2
-    assert behind({0: works, 1: rows, 2: rows}, 1) == 0
-    assert behind({0: ids, 1: ids, 2: reduces, 3: reduces, 4: rows, 5: rows}, 2) is None, "a link inside stage 1"
-    assert behind({0: works, 1: works, 2: rows}, 1) is None
+    assert behind({0: ids, 1: ids, 2: works, 3: reduces, 4: rows, 5: rows}, World(2, 3)) == 2
+    assert behind({0: works, 1: rows, 2: rows}, World(1, 3)) == 0
+    assert behind({0: ids, 1: ids, 2: reduces, 3: reduces, 4: rows, 5: rows}, World(2, 3)) is None, (
+        "a link inside stage 1"
+    )
+    assert behind({0: works, 1: works, 2: rows}, World(1, 3)) is None
 
 
 def test_differing_digests_name_the_odd_rank() -> None:
@@ -201,7 +206,7 @@ def test_progress_forgives() -> None:
 
 
 def test_ready_once_every_rank_is_loaded_and_all_agree() -> None:
-    board = RankBoard(2, JobTimeouts(), 0.0)
+    board = RankBoard(World(2), JobTimeouts(), 0.0)
     assert board.heard(0, hello(0), 1.0) == [Loading(0.0, "")]
     board.heard(1, hello(1), 1.0)
     assert board.heard(0, Loading(0.5, "layers"), 2.0) == [Loading(0.0, "layers")]
@@ -213,7 +218,7 @@ def test_ready_once_every_rank_is_loaded_and_all_agree() -> None:
 
 
 def test_ranks_that_differ_never_get_ready() -> None:
-    board = RankBoard(2, JobTimeouts(), 0.0)
+    board = RankBoard(World(2), JobTimeouts(), 0.0)
     for rank in (0, 1):
         board.heard(rank, hello(rank), 1.0)
         board.heard(rank, Ready(LIMITS), 1.0)
@@ -226,7 +231,7 @@ def test_ranks_that_differ_never_get_ready() -> None:
 
 
 def test_another_version_is_a_mismatch() -> None:
-    news = RankBoard(1, JobTimeouts(), 0.0).heard(0, hello(0, "0.0.9"), 1.0)
+    news = RankBoard(World(1), JobTimeouts(), 0.0).heard(0, hello(0, "0.0.9"), 1.0)
     assert kinds(news) == ["mismatch", "Loading"]
 
 
@@ -253,7 +258,7 @@ def test_a_silent_rank_is_suspect_then_dead_and_may_recover() -> None:
     (dead,) = board.look(25.0)
     assert isinstance(dead, Evidence)
     assert (dead.kind, dead.rank) == ("silent", 1)
-    assert board.judge(None, (), {}).node == "node-1"
+    assert board.judge(None, (), {}).culprit.node == "node-1"
 
 
 def test_a_rank_that_ended_because_of_something_else_is_not_blamed() -> None:
@@ -263,46 +268,39 @@ def test_a_rank_that_ended_because_of_something_else_is_not_blamed() -> None:
     board.gone(0, "")
     lost = ("PRTE has lost communication with a remote daemon.", "HNP daemon : prterun on node a")
     failure = board.judge(1, lost, {})
-    assert (failure.kind, failure.rank) == ("launcher_exit", None)
+    assert (failure.kind, failure.culprit.rank) == ("launcher_exit", None)
     assert "lost a node" in failure.reason
     named = (*lost, "Remote daemon: [prterun-a-7@0,2] on node node-2")
     failure = board.judge(1, named, {})
-    assert (failure.kind, failure.rank, failure.node) == ("silent", 2, "node-2")
+    assert (failure.kind, failure.culprit.rank, failure.culprit.node) == ("silent", 2, "node-2")
     failure = board.judge(1, (), {}, stood_still=12.0)
-    assert (failure.kind, failure.rank) == ("consequence", None)
+    assert (failure.kind, failure.culprit.rank) == ("consequence", None)
     assert "was suspended for 12 s" in failure.reason
-    assert board.judge(1, (), {}, stood_still=5.0).rank == 0
+    assert board.judge(1, (), {}, stood_still=5.0).culprit.rank == 0
 
 
 def test_the_culprit_is_named_in_full() -> None:
     """Rank, node, stage, device and collective, as far as they were heard of; without a rank none of them."""
-    board = RankBoard(4, JobTimeouts(), 0.0, stage_ranks=2)
+    board = RankBoard(World(2, 2), JobTimeouts(), 0.0)
     board.heard(3, hello(3), 1.0)
     row = MetricRow("rank_info", ("cuda", "avx2", "1"), 1.0)
     board.heard(3, Beat(collective=41, waiting="all_reduce 41", rows=(row,)), 2.0)
     board.gone(3, "")
-    assert board.judge(None, (), {}).culprit == {
-        "rank": 3,
-        "node": "node-3",
-        "stage": 1,
-        "device": "cuda:3",
-        "collective": "all_reduce 41",
-    }
+    assert board.judge(None, (), {}).culprit == Culprit(3, "node-3", 1, "cuda:3", "all_reduce 41")
     board.sign(Evidence("launcher_killed", None, "mpirun was ended by signal 9"))
-    nobody = {"rank": None, "node": None, "stage": None, "device": "", "collective": ""}
-    assert board.judge(None, (), {}).culprit == nobody
+    assert board.judge(None, (), {}).culprit == NOBODY
 
 
 def test_a_failure_has_the_listed_name_of_its_host() -> None:
     """By order of ranks until they report; of ranks that never did, if all are on one host."""
-    board = RankBoard(4, JobTimeouts(launch_s=120.0), 0.0, seats=("a-ib", "a-ib", "b-ib", "b-ib"))
+    board = RankBoard(World(4), JobTimeouts(launch_s=120.0), 0.0, seats=("a-ib", "a-ib", "b-ib", "b-ib"))
     board.heard(0, hello(0), 1.0)
     board.heard(1, hello(1), 1.0)
     (late,) = [item for item in board.look(121.0, {0: 121.0, 1: 121.0}) if isinstance(item, Evidence)]
     assert late.text == "rank 2, 3 on b-ib did not start within 120 s"
     failure = board.judge(None, (), {})
     assert (failure.kind, failure.host, failure.reason) == ("launch", "b-ib", late.text)
-    board = RankBoard(2, JobTimeouts(launch_s=120.0), 0.0, seats=("a-ib", "b-ib"))
+    board = RankBoard(World(2), JobTimeouts(launch_s=120.0), 0.0, seats=("a-ib", "b-ib"))
     (late,) = [item for item in board.look(121.0) if isinstance(item, Evidence)]
     assert late == Evidence("launch", None, "rank 0, 1 on a-ib, b-ib did not start within 120 s")
 
@@ -339,7 +337,7 @@ def test_a_stalled_step_names_the_late_rank_and_the_collective() -> None:
     assert (sign.kind, sign.rank) == ("stalled", 1)
     failure = board.judge(None, (), {})
     assert "the others wait in all_reduce 41 (layer 3, mlp)" in failure.reason
-    assert failure.collective == "collective 40"
+    assert failure.culprit.collective == "collective 40"
 
 
 def test_when_every_rank_waits_in_one_place_the_link_is_suspected() -> None:
@@ -393,7 +391,7 @@ def test_idle_ranks_never_stall() -> None:
 
 def test_ranks_that_never_come_up_and_loading_that_stands_still() -> None:
     timeouts = JobTimeouts(launch_s=30, load_stall_s=60)
-    board = RankBoard(3, timeouts, 0.0)
+    board = RankBoard(World(3), timeouts, 0.0)
     board.heard(1, hello(1), 29.0)
     assert board.look(29.5) == []
     board.heard(1, Beat(), 30.0)
@@ -401,7 +399,7 @@ def test_ranks_that_never_come_up_and_loading_that_stands_still() -> None:
     assert isinstance(sign, Evidence)
     assert sign.text == "rank 0, 2 did not start within 30 s"
 
-    board = RankBoard(2, timeouts, 0.0)
+    board = RankBoard(World(2), timeouts, 0.0)
     for rank, fraction in ((0, 0.5), (1, 0.25)):
         board.heard(rank, hello(rank), 1.0)
         board.heard(rank, Loading(fraction), 10.0)
@@ -421,7 +419,7 @@ def test_a_host_that_acknowledges_nothing_is_named_and_makes_room_for_a_spare() 
     assert (sign.kind, sign.rank) == ("silent", 1)
     assert board.gone(1, "reset") == []
     failure = board.judge(None, (), {})
-    assert failure.node == "node-1"
+    assert failure.culprit.node == "node-1"
     assert UNREACHABLE in failure.reason
     assert bad_node((failure,), "node-0") == "node-1"
 
@@ -434,10 +432,10 @@ def test_a_rank_that_gives_up_waiting_is_not_named_but_the_one_that_is_silent() 
     board.look(14.0)
     assert kinds(board.heard(0, Failure("CollectiveTimeout", consequence=True), 20.0)) == ["consequence", "silent"]
     failure = board.judge(None, (), {})
-    assert (failure.kind, failure.rank) == ("silent", 1)
+    assert (failure.kind, failure.culprit.rank) == ("silent", 1)
     assert "no heartbeat for 10.0 s" in failure.reason
     board.gone(2, "")
-    assert board.judge(None, (), {}).rank == 2
+    assert board.judge(None, (), {}).culprit.rank == 2
 
 
 def test_a_rank_that_said_why_is_not_also_lost() -> None:
@@ -477,4 +475,4 @@ def test_whom_mpirun_saw_end_is_named_however_their_ends_were_read(first: int) -
         board = ready_board()
         for rank in (first, 1 - first):
             board.gone(rank, "")
-        assert board.judge(137, output, {}).rank == named
+        assert board.judge(137, output, {}).culprit.rank == named

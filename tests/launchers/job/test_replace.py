@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from job_tools import PATIENT, Job, Listener, bounded, fake_mpirun, left, request
+from laddertron.engine.job import Culprit
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.launchers.control.messages import Cancel, Drain, Loading, Ready, Standing, Submit, Tokens
 from laddertron.launchers.job import replica
 from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.options import JobOptions
 from laddertron.launchers.job.replica import JobHooks, ReplicaSpec
+from laddertron.topology.placement.world import World
 
 LIMITS = ModelLimits(4096, 1000, 8, 65536, (2,))
 
@@ -61,7 +63,7 @@ class FakeLaunch:
 
     def fail(self, reason: str, kind: Any = "rank_error") -> None:
         self.failing = True
-        self._failing.set_result(JobFailure(kind, reason, 0))
+        self._failing.set_result(JobFailure(kind, reason, Culprit(0)))
 
     async def failure_before(self, over: asyncio.Event) -> JobFailure | None:
         waiting: asyncio.Future[Any] = asyncio.ensure_future(over.wait())
@@ -91,7 +93,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 def spec(name: str, free: Any = None, **options: Any) -> ReplicaSpec:
     command: Any = lambda excluded: name  # noqa: E731
-    return ReplicaSpec(command, "{}", JobOptions(2, **options), JobHooks(devices_free=free))
+    return ReplicaSpec(command, "{}", JobOptions(World(2), **options), JobHooks(devices_free=free))
 
 
 async def turns() -> None:
@@ -241,7 +243,7 @@ def test_one_that_cannot_be_started_changes_nothing(monkeypatch: pytest.MonkeyPa
         def command(excluded: frozenset[str]) -> Any:
             raise ValueError("need 16 slots, have 8")
 
-        assert await scene.job.replace(ReplicaSpec(command, "{}", JobOptions(2))) == "need 16 slots, have 8"
+        assert await scene.job.replace(ReplicaSpec(command, "{}", JobOptions(World(2)))) == "need 16 slots, have 8"
         assert scene.job.state.phase == "ready"
         await scene.job.close()
 
@@ -422,7 +424,7 @@ def test_fake_ranks_are_exchanged(room: bool, tmp_path: Path) -> None:
 
     async def run() -> None:
         def real(**config: Any) -> ReplicaSpec:
-            options = JobOptions(2, timeouts=PATIENT, standby=True)
+            options = JobOptions(World(2), timeouts=PATIENT, standby=True)
             fakes = {"room": room, "weights_file": 7, "keeps": str(tmp_path / "keeps"), **config}
             return ReplicaSpec(lambda excluded: fake_mpirun(), json.dumps(fakes), options)
 

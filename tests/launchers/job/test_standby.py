@@ -23,6 +23,7 @@ from laddertron.launchers.job import replica
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.rank_board import RankBoard
 from laddertron.launchers.rank.standing_by import StandbyRefused, require_memory
+from laddertron.topology.placement.world import World
 from waiting import FOR_EVER_S
 
 
@@ -283,13 +284,13 @@ def test_a_reload_s_launch_that_fails_as_it_comes_up_is_not_launched_again() -> 
 
 def test_the_board_waits_for_ranks_that_stand_by_as_long_as_it_takes() -> None:
     """While all wait for Load no clock runs; from Load on loading has to get on."""
-    board = RankBoard(2, JobTimeouts(load_stall_s=10.0, suspect_s=FOR_EVER_S, dead_s=FOR_EVER_S), 0.0)
+    board = RankBoard(World(2), JobTimeouts(load_stall_s=10.0, suspect_s=FOR_EVER_S, dead_s=FOR_EVER_S), 0.0)
     for rank in (0, 1):
         board.heard(rank, Hello(rank, rank, "n0", 100 + rank, 1, "boot", __version__), 1.0)
         board.heard(rank, Loading(0.1, "connecting"), 2.0)
     assert board.heard(0, Standing(5, True), 3.0) == []
     assert [item.kind for item in board.look(20.0)] == ["load_stalled"]  # type: ignore[union-attr]
-    board = RankBoard(2, JobTimeouts(load_stall_s=10.0, suspect_s=FOR_EVER_S, dead_s=FOR_EVER_S), 0.0)
+    board = RankBoard(World(2), JobTimeouts(load_stall_s=10.0, suspect_s=FOR_EVER_S, dead_s=FOR_EVER_S), 0.0)
     for rank in (0, 1):
         board.heard(rank, Hello(rank, rank, "n0", 100 + rank, 1, "boot", __version__), 1.0)
     board.heard(0, Standing(5, True), 3.0)

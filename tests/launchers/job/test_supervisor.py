@@ -24,6 +24,7 @@ from fake_worker import fake_tokens
 from folders import FOLDERS
 from job_tools import MPIRUN, Story, bounded, command, fake_mpirun, gone, left, process_id, real_mpirun, request, story
 from laddertron.engine.identity import ModelIdentity
+from laddertron.engine.job import NOBODY
 from laddertron.launchers.compose.mpi import LaunchCommand
 from laddertron.launchers.control import processes
 from laddertron.launchers.job.detect import JobFailure
@@ -110,7 +111,7 @@ def test_a_killed_rank_costs_a_relaunch_and_no_answer(rank: int, busy: bool) -> 
             await s.listener.until(lambda: s.job.state.phase != "ready")
             await s.phase("ready")
             assert left(old) == []
-            assert (failures[0].kind, failures[0].rank) == ("rank_lost", rank)
+            assert (failures[0].kind, failures[0].culprit.rank) == ("rank_lost", rank)
             assert f"rank {rank} (node {os.uname().nodename}, pid {old[rank]})" in failures[0].reason
             assert s.job.state.restarts == 1
             if busy:
@@ -152,10 +153,10 @@ def test_a_stopped_rank_is_suspected_named_and_killed() -> None:
             stopped = process_id(pid)
             os.kill(pid, signal.SIGSTOP)
             await s.phase("suspect")
-            assert (s.job.state.rank, s.job.state.node) == (1, os.uname().nodename)
+            assert (s.job.state.culprit.rank, s.job.state.culprit.node) == (1, os.uname().nodename)
             assert failures == []
             await s.phase("ready")
-            assert (failures[0].kind, failures[0].rank) == ("silent", 1)
+            assert (failures[0].kind, failures[0].culprit.rank) == ("silent", 1)
             assert failures[0].dumps[0]["collectives"], "the others' stacks and collectives are in the report"
             assert not processes.is_alive(stopped)
 
@@ -189,7 +190,7 @@ def test_a_hanging_step_is_found_by_its_progress() -> None:
             os.kill(await s.pid(1), signal.SIGUSR2)
             await s.phase("restarting")
             await s.phase("ready")
-            assert (failures[0].kind, failures[0].rank) == ("stalled", 1)
+            assert (failures[0].kind, failures[0].culprit.rank) == ("stalled", 1)
             assert "never.wait" in failures[0].dumps[1]["stacks"]["MainThread"]
 
     bounded(run)
@@ -206,7 +207,7 @@ def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
             os.kill(old[1], signal.SIGUSR1)
             await s.phase("failed")
             state = s.job.state
-            assert (state.rank, state.node) == (1, os.uname().nodename)
+            assert (state.culprit.rank, state.culprit.node) == (1, os.uname().nodename)
             assert "Traceback" in state.reason
             assert state.reason.endswith("AskedToRaise: asked to raise")
             assert state.exit_code == 1
@@ -282,7 +283,7 @@ def test_while_it_starts_again_it_says_why() -> None:
     async def run() -> None:
         async with story(config={"load_s": 0.2}) as s:
             await s.phase("ready")
-            assert all(state.rank is None for state in s.listener.states)
+            assert all(state.culprit.rank is None for state in s.listener.states)
             s.job.submit(request("long", 4000))
             await s.listener.until(lambda: s.listener.reports[0].step > 0)
             before = len(s.listener.states)
@@ -293,9 +294,9 @@ def test_while_it_starts_again_it_says_why() -> None:
             for state in meanwhile:
                 if state.phase in ("restarting", "starting", "loading"):
                     assert f"rank 0 (node {os.uname().nodename}, pid {pid}): its process exited" in state.reason
-                    assert (state.rank, state.node) == (0, os.uname().nodename)
-                    assert state.collective.startswith("collective ")
-            assert (ready.reason, ready.rank, ready.node, ready.collective) == ("", None, None, "")
+                    assert (state.culprit.rank, state.culprit.node) == (0, os.uname().nodename)
+                    assert state.culprit.collective.startswith("collective ")
+            assert (ready.reason, ready.culprit) == ("", NOBODY)
 
     bounded(run)
 
@@ -344,7 +345,7 @@ def test_mpirun_killed_means_ranks_gone_and_a_relaunch(keeper: bool, settle_s: f
             await s.listener.until(lambda: s.job.state.phase != "ready")
             await s.phase("ready")
             assert failures[0].kind == "launcher_killed"
-            assert failures[0].rank is None
+            assert failures[0].culprit.rank is None
             assert [(ids, suspects) for ids, _, suspects in s.listener.lost] == [(["long"], 0)]
 
     bounded(run)
@@ -360,10 +361,10 @@ def test_a_lost_node_is_no_requests_doing() -> None:
             launch = s.job.serving.launch
             os.kill(await s.pid(1), signal.SIGKILL)
             await s.phase("restarting")
-            assert s.job.state.rank == 1
+            assert s.job.state.culprit.rank == 1
             launch._take_line(b"PRTE has lost communication with a remote daemon.")
             await s.phase("ready")
-            assert (s.job.failures[0].kind, s.job.failures[0].rank) == ("launcher_exit", None)
+            assert (s.job.failures[0].kind, s.job.failures[0].culprit.rank) == ("launcher_exit", None)
             assert s.listener.lost[0][2] == 0
 
     bounded(run)
@@ -381,7 +382,7 @@ def test_a_pause_of_the_daemon_is_no_requests_doing(monkeypatch: pytest.MonkeyPa
             time.sleep(1.5)
             await s.listener.until(lambda: s.job.state.phase != "ready")
             await s.phase("ready")
-            assert (failures[0].kind, failures[0].rank) == ("consequence", None)
+            assert (failures[0].kind, failures[0].culprit.rank) == ("consequence", None)
             assert s.listener.lost[0][2] == 0
 
     bounded(run)
@@ -558,7 +559,7 @@ def test_ranks_that_differ_are_refused_once_and_by_name() -> None:
         async with story(config={"digests": {"1": "beef"}}) as s:
             await s.phase("failed")
             assert s.job.state.restarts == 0
-            assert s.job.state.rank == 1
+            assert s.job.state.culprit.rank == 1
             assert "weights is beef there and feed elsewhere" in s.job.state.reason
 
     bounded(run)
@@ -612,7 +613,7 @@ def test_a_rank_of_another_version_is_refused() -> None:
     async def run() -> None:
         async with story(fake_mpirun(2, FAKE_VERSIONS='{"1": "9.9"}')) as s:
             await s.phase("failed")
-            assert s.job.state.rank == 1
+            assert s.job.state.culprit.rank == 1
             assert "runs laddertron 9.9" in s.job.state.reason
 
     bounded(run)

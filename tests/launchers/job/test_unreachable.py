@@ -11,6 +11,7 @@ import pytest
 from laddertron.launchers.job.detect import Evidence, unreachable
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.rank_board import RankBoard
+from laddertron.topology.placement.world import World
 
 MPIRUN = Path(sys.executable).with_name("mpirun")
 ADVICE = (
@@ -67,13 +68,13 @@ def test_other_words_are_left_alone() -> None:
 
 def test_the_failure_begins_with_it() -> None:
     """Message, node and so the bundle's first line; without a known line the launcher's own last words stay."""
-    board = RankBoard(2, JobTimeouts(), 0.0)
+    board = RankBoard(World(2), JobTimeouts(), 0.0)
     board.sign(Evidence("launcher_exit", None, "mpirun ended with status 1"))
     failure = board.judge(1, ("ssh: connect to host node2 port 22: Connection refused", *ADVICE), {})
     assert failure.reason == (
         "node2: ssh: connect to host node2 port 22: Connection refused (mpirun ended with status 1)"
     )
-    assert failure.node == "node2"
+    assert failure.culprit.node == "node2"
     assert "firewall" in board.judge(1, ADVICE, {}).reason
 
 

@@ -29,6 +29,7 @@ from laddertron.topology.cost.cost import Shape
 from laddertron.topology.hardware.discover import discover
 from laddertron.topology.hardware.fabric import Fabric
 from laddertron.topology.placement.identity import Identity, IdentityError
+from laddertron.topology.placement.world import World
 from rich.console import Console
 from waiting import HANG_S
 
@@ -138,7 +139,9 @@ def test_the_tuning_is_the_slowest_groups() -> None:
         sweep = [("exchange", n, (1 + rank // 2) * (1e-5 + n * 1e-9)) for n in sizes]
         return json.dumps({"report": asdict(report), "links": [], **({} if rank % 2 else {"sweep": sweep})}).encode()
 
-    found = preflight._judge(deployment(), fabric, shapes, "native", [said(rank) for rank in range(4)])
+    found = preflight._judge(
+        deployment(), World(2).on("aabb"), fabric, shapes, "native", [said(rank) for rank in range(4)]
+    )
     assert found.tuning is not None
     assert found.group == 1
     assert [t["cpu"] for t in found.tuning.traits] == ["slow"]

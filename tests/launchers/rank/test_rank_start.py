@@ -172,7 +172,7 @@ def test_rank_0_keeps_the_store_where_no_agent_does() -> None:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", 0))  # and stays, so that nobody else gets the port
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-        alone = bootstrap_of(replace(ME, world_size=1, local_size=1), environ)
+        alone = bootstrap_of(replace(ME, size=1, local_size=1), environ)
         assert alone.all_gather(b"me") == [b"me"]
 
 

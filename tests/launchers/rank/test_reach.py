@@ -15,6 +15,7 @@ from laddertron.launchers.control.messages import Failure
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.rank_board import RankBoard
 from laddertron.launchers.rank.reach import LARGE, SMALL, Unreached, listening, peers_of, reach
+from laddertron.topology.placement.world import World
 from test_detect import hello
 
 SECRET = b"s" * 32
@@ -103,12 +104,12 @@ def test_a_connection_that_cannot_be_accepted_ends_no_test(monkeypatch: pytest.M
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_the_host_that_most_cannot_reach_is_named_whoever_is_first(order: tuple[int, ...]) -> None:
     """Nothing passes from and to n1; rank 1 reports the others, which report it."""
-    board = RankBoard(3, JobTimeouts(), 0.0)
+    board = RankBoard(World(3), JobTimeouts(), 0.0)
     for rank in range(3):
         board.heard(rank, hello(rank), 1.0)
     for rank in order:
         peer = 1 if rank != 1 else 0
         board.heard(rank, Failure("cannot be reached", unreached=peer), 2.0)
     failure = board.judge(1, (), {})
-    assert (failure.rank, failure.node) == (1, "node-1")
+    assert (failure.culprit.rank, failure.culprit.node) == (1, "node-1")
     assert failure.reason.startswith("rank 1 (node node-1, pid 101): cannot be reached")

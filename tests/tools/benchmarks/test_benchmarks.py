@@ -172,7 +172,7 @@ def test_each_layout_is_a_deployment_that_check_accepts(report: Any, tmp_path: P
         d = cross_layouts.deployment(Site(tmp_path, "agent"), kind)
         assert not list(broken_rules(d)), kind
         config = model_config(d.model, d.parallel)[0]
-        assert (d.world_size, d.dummy_seed, config.num_layers) == (2, 0, 12)
+        assert (d.parallel.world.size, d.dummy_seed, config.num_layers) == (2, 0, 12)
         named[kind] = config.wiring.name
     assert named == {
         **dict.fromkeys(STOCK, "standard"),
@@ -214,7 +214,7 @@ def test_longcat_s_layouts_are_deployments_that_check_accepts(report: Any, tmp_p
         d = Site(tmp_path, "agent").deployment("longcat", parallel=words)
         assert not list(broken_rules(d)), kind
         config = model_config(d.model, d.parallel)[0]
-        assert (d.world_size, config.wiring.name, config.num_parameters // 10**6) == (2, "shortcut", 293)
+        assert (d.parallel.world.size, config.wiring.name, config.num_parameters // 10**6) == (2, "shortcut", 293)
     runs = [{"spread": 9.0, "carried": 10.0, "flat": 5.0, "pp 2": 7.0}, *[{**dict.fromkeys(trained.LAYOUTS, 1.0)}] * 2]
     (row,) = trained.longcat_table([{"batch": 1, "rates": rates} for rates in runs])[2:]
     assert row.endswith("| 1.00 (0.90 to 1.00) | met |")

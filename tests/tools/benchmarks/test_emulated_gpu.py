@@ -16,6 +16,7 @@ from laddertron.topology.cost.prices import emulation_of, reference
 from laddertron.topology.hardware.presets import preset
 from laddertron.topology.link_cost import Emulation, LinkCost
 from laddertron.topology.placement.placement import PlacementError, place
+from laddertron.topology.placement.world import World
 
 GPU = Path(__file__).resolve().parents[3] / "tools" / "benchmarks" / "gpu"
 sys.path.insert(0, str(GPU))
@@ -29,7 +30,7 @@ def test_a_fabric_has_the_cost_models_prices_at_every_size(spec: str, ranks: int
     """From one row of a decode step to a chunk of a prompt: what `plan` and the tuning fall back to, to the last bit
     that floats keep, whichever protocol is cheaper."""
     fabric = preset(spec)
-    shape = shape_of(fabric, place(fabric, ranks))
+    shape = shape_of(fabric, place(fabric, World(ranks)))
     backend = "nccl" if fabric.nodes[0].devices else "native"
     emulation = emulation_of(spec, ranks)
     for nbytes in (2, 16 << 10, 32 << 10, 512 << 10, 2 << 20, 64 << 20):

@@ -148,7 +148,7 @@ def test_an_embedding_is_planned_as_the_deployment_says(how: str, whole: bool) -
 def test_without_a_size_the_fewest_nodes_are_taken(name: str, fabric: str, layout: tuple[int, int]) -> None:
     """As many ranks as a node has, or two nodes where one is too small; the rest are replicas. 28 heads take 4."""
     placement = planned(name, fabric).question.placement
-    assert (placement.tensor_parallel_size, placement.replicas) == layout
+    assert (placement.world.tp, placement.world.replicas) == layout
 
 
 def test_a_plan_knows_where_fp8_weights_are_widened() -> None:
@@ -285,7 +285,7 @@ def test_the_layout_that_is_written_is_one_that_can_be_asked_about(tmp_path: Pat
     file = tmp_path / "deploy.yaml"
     file.write_text(deployment_text(plan, None))
     again = make_plan(from_deployment(read(file), Asked(preset("2x8xH100"), Work())))
-    assert (again.question.placement.tensor_parallel_size, again.question.placement.stages) == (8, 2)
+    assert (again.question.placement.world.tp, again.question.placement.world.stages) == (8, 2)
     best = next(x for x in plan.layouts if (x.tp, x.stages, x.stored) == (8, 2, plan.question.stored)).speeds[-1]
     mine = next(p for p in again.predictions if p.batch == best.batch and p.wiring == "standard")
     assert mine.time.total_s == pytest.approx(best.step_s)
@@ -345,7 +345,7 @@ def test_every_shipped_configuration_fits(config: Path) -> None:
     """All of them are planned on the fabric that they are made for, and have room for their longest sequence."""
     plan = make_plan(deployed(config))
     assert plan.memory.fits, plan.memory.verdict
-    assert len(plan.ranks) == plan.question.placement.world_size
+    assert len(plan.ranks) == plan.question.placement.world.size
     assert plan.recommendation
 
 

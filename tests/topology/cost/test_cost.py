@@ -43,6 +43,7 @@ from laddertron.topology.hardware.presets import GPU_MODELS, gpu_node, preset
 from laddertron.topology.json_codec import ReadError
 from laddertron.topology.link_cost import WHOLE_BYTES, LinkCost
 from laddertron.topology.placement.placement import place
+from laddertron.topology.placement.world import World
 
 KIB, US = 1 << 10, 1e-6
 STRATEGIES: tuple[Strategy, ...] = ("flat", "exchange", "doubling", "two_level", "pipeline")
@@ -171,14 +172,14 @@ def test_more_bytes_never_cost_less(nodes: int, per_node: int, nbytes: int, back
 
 def test_shapes_of_placements() -> None:
     pair = load(FIXTURES / "dgx-h100-pair.json")
-    assert shape_of(pair, place(pair, 16)) == TWO_BY_8
-    assert shape_of(pair, place(pair, 8, 2), 1) == replace(TWO_BY_8, nodes=1)
+    assert shape_of(pair, place(pair, World(16))) == TWO_BY_8
+    assert shape_of(pair, place(pair, World(8, replicas=2)), 1) == replace(TWO_BY_8, nodes=1)
     box = load(FIXTURES / "pcie-box.json")
-    assert shape_of(box, place(box, 4)) == Shape(1, 4, "pcie", "roce", 1, None, 12.5e9)
+    assert shape_of(box, place(box, World(4))) == Shape(1, 4, "pcie", "roce", 1, None, 12.5e9)
     cpus = preset("2x4xcpu")
-    assert shape_of(cpus, place(cpus, 2)) == Shape(2, 1, "shm", "tcp", 1, None, 1.25e9)
+    assert shape_of(cpus, place(cpus, World(2))) == Shape(2, 1, "shm", "tcp", 1, None, 1.25e9)
     bare = Fabric(tuple(gpu_node(f"node{i}", i, GPU_MODELS["H100"], 8, hcas=0) for i in range(2)))
-    assert shape_of(bare, place(bare, 16)) == Shape(2, 8, "nvlink", "tcp", 1, 450e9, 12.5e9)
+    assert shape_of(bare, place(bare, World(16))) == Shape(2, 8, "nvlink", "tcp", 1, 450e9, 12.5e9)
 
 
 TRUTH = Costs("native", (Regime(5 * US, LinkCost(2 * US, 5e9), LinkCost(1e-3, 1.2e8)),))

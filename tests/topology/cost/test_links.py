@@ -23,6 +23,7 @@ from laddertron.topology.cost.cost import shape_of
 from laddertron.topology.cost.links import line_of, needs_torch_groups
 from laddertron.topology.hardware.presets import preset
 from laddertron.topology.placement.placement import place
+from laddertron.topology.placement.world import World
 from rank_pool import Rank
 from waiting import HANG_S
 
@@ -33,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def case_links(rank: Rank, per_node: int) -> dict[str, Any]:
     nodes = rank.size // per_node
     fabric = preset(f"{nodes}x{per_node}xcpu")
-    placement = place(fabric, rank.size)
+    placement = place(fabric, World(rank.size))
     wanted = plan(fabric, placement, shape_of(fabric, placement), "native")
     assert needs_torch_groups(rank.bootstrap, "native")
     with rank.connect(per_node, CommOptions()) as comm:

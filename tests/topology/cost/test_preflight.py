@@ -23,6 +23,7 @@ from laddertron.topology.cost.fit import Fit, Point, Residual
 from laddertron.topology.hardware.presets import preset
 from laddertron.topology.link_cost import LinkCost
 from laddertron.topology.placement.placement import place
+from laddertron.topology.placement.world import World
 
 IB = NodeTransport("NET/IB", ("/dev/infiniband/uverbs0",), None, "libibverbs.so.1", 8 << 30)
 
@@ -50,7 +51,7 @@ def test_the_plan_covers_every_link_and_size() -> None:
     """2 x 8: each neighbouring pair inside and each of eight rails across, nobody twice in a round, inner and outer
     links apart; every strategy that there is at every size from 32 KiB to 8 MiB and the model's own."""
     fabric = preset("2x8xH100")
-    placement = place(fabric, 16)
+    placement = place(fabric, World(16))
     found = plan(fabric, placement, shape_of(fabric, placement), "native", message_bytes=(48 << 10,))
     pairs = [p for r in found.rounds for p in r]
     inner = [p for p in pairs if p.rail is None]
@@ -74,13 +75,13 @@ def test_every_group_is_measured() -> None:
     """Four nodes of two, groups of four: both groups' pairs, in as few rounds as one group takes alone, nobody twice in
     a round."""
     fabric = preset("4x2xH100")
-    placement = place(fabric, 4, 2)
+    placement = place(fabric, World(4, replicas=2))
     pair = preset("2x2xH100")
     found = plan(fabric, placement, shape_of(fabric, placement), "native")
     pairs = {(p.a, p.b, p.rail) for r in found.rounds for p in r}
     first = {(0, 1, None), (2, 3, None), (0, 2, 0), (1, 3, 1)}
     assert pairs == first | {(a + 4, b + 4, rail) for a, b, rail in first}
-    assert len(found.rounds) == len(plan(pair, place(pair, 4), Shape(2, 2), "native").rounds)
+    assert len(found.rounds) == len(plan(pair, place(pair, World(4)), Shape(2, 2), "native").rounds)
     for rounds in found.rounds:
         ends = [rank for p in rounds for rank in (p.a, p.b)]
         assert len(ends) == len(set(ends))
@@ -99,7 +100,7 @@ def test_a_ring_of_nodes_closes() -> None:
     """Over three nodes each rail is measured from the last node to the first as well; of NCCL its own all-reduce and
     that in two levels, at every size."""
     fabric = preset("3x2xH100")
-    placement = place(fabric, 6)
+    placement = place(fabric, World(6))
     found = plan(fabric, placement, Shape(3, 2, "nvlink", "ib", 2), "nccl")
     across = {(p.a, p.b) for r in found.rounds for p in r if p.rail is not None}
     assert across == {(0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1)}
@@ -220,7 +221,7 @@ def test_links_inside_are_compared_along_one_path() -> None:
     """A two-socket machine without NVLink: 24 GB/s between neighbours and 11 GB/s between sockets is health; a
     neighbour with 11 GB/s is not, nor NVLink at half its rate beside others."""
     fabric = preset("1x8xH100-PCIe")
-    placement = place(fabric, 8)
+    placement = place(fabric, World(8))
     pairs = [p for r in plan(fabric, placement, shape_of(fabric, placement), "nccl").rounds for p in r]
     assert {p.path for p in pairs} == {fabric.nodes[0].path(f"GPU{i}", f"GPU{i + 1}") for i in range(7)}
     assert "SYS" in {p.path for p in pairs}
@@ -235,7 +236,7 @@ def test_links_inside_are_compared_along_one_path() -> None:
 
 def test_ranks_on_cores_have_the_path_of_their_numa_nodes() -> None:
     fabric = preset("1x4xcpu")
-    placement = place(fabric, 4)
+    placement = place(fabric, World(4))
     seats = placement.seats
     pairs = [p for r in plan(fabric, placement, shape_of(fabric, placement), "native").rounds for p in r]
     assert [p.path for p in pairs] == ["NODE" if seats[p.a].numa == seats[p.b].numa else "SYS" for p in pairs]

@@ -16,6 +16,7 @@ from laddertron.topology.hardware.nvml import gpus, pci_name
 from laddertron.topology.hardware.sysfs import Sysfs, memory_bytes, nics, numa_nodes, pci_path
 from laddertron.topology.json_codec import unbuild
 from laddertron.topology.placement.placement import place
+from laddertron.topology.placement.world import World
 
 
 class Tree:
@@ -187,7 +188,7 @@ def test_a_host_of_two_sockets(tree: Tree) -> None:
     assert (two.link_layer, two.state, two.active, two.interface) == ("Ethernet", "DOWN", False, "ens9")
     assert node.nics[0].addresses == ("10.0.0.7/24",)
     assert (node.nics[0].gbit_per_s, node.nics[0].numa, node.nics[0].physical, node.nics[0].mtu) == (100, 1, True, 9000)
-    seats = place(Fabric((node,)), 4).seats
+    seats = place(Fabric((node,)), World(4)).seats
     assert [s.hca for s in seats] == ["mlx5_0"] * 4
 
 
@@ -339,7 +340,7 @@ def test_this_host() -> None:
     assert found.node.cores
     assert found.node.memory_bytes > 1 << 20
     assert "127.0.0.1/8" in addresses().get("lo", [])
-    assert place(Fabric((found.node,)), 1).world_size == 1
+    assert place(Fabric((found.node,)), World(1)).world.size == 1
 
 
 def host(name: str, cores: str = "0-3", **more: object) -> Node:

@@ -129,6 +129,18 @@ def test_json_has_it_all(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert found["placement"]["ranks"][15]["device"] == "GPU7"
 
 
+def test_a_pipeline_shows_every_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two replicas of two stages are four groups, in the tables and as JSON."""
+    text = "parallel: {tensor_parallel_size: 4, pipeline_parallel_size: 2, replicas: 2}\n"
+    config = deployment(tmp_path, text)
+    assert main(["topo", config, "--fabric", "2x8xH100", "--json"]) == 0
+    placement = json.loads(capsys.readouterr().out)["placement"]
+    assert [group["shape"]["nodes"] for group in placement["groups"]] == [1] * 4
+    assert [(row["group"], row["stage"]) for row in placement["ranks"][::4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert main(["topo", config, "--fabric", "2x8xH100"]) == 0
+    assert capsys.readouterr().out.count("4 ranks = 1 node x 4") == 4
+
+
 def test_hosts_and_slots_of_the_deployment_count(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """launch.hosts picks hosts of the fabric, in its order; with a slot each, two CPU ranks spread."""
     text = "parallel:\n  tensor_parallel_size: 2\nlaunch:\n  hosts: [node2:1, node1:1]\nengine:\n  device: cpu\n"

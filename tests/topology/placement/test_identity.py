@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from laddertron.topology.placement.identity import Identity, IdentityError, allocation, identify, require_world
+from laddertron.topology.placement.world import World
 from waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +75,7 @@ def test_the_inner_launcher_wins_over_the_step_that_carries_it(inner: dict[str, 
     """srun starts one mpirun daemon a node; the ranks inherit its step, which speaks of daemons, not of ranks."""
     found = identify(STEP_OF_DAEMONS | inner, "b")
     assert found is not None
-    assert (found.launcher, found.rank, found.world_size) == (launcher, 9, 16)
+    assert (found.launcher, found.rank, found.size) == (launcher, 9, 16)
 
 
 def test_copies_that_agree_are_one_identity() -> None:
@@ -103,12 +104,12 @@ def test_a_shell_in_a_step_is_no_rank() -> None:
     assert identify(shell | inner, "a") == Identity(16, 3, 3, 16, "a", "slurm")
     single = identify(shell | {"SLURM_PTY_PORT": ""}, "a")
     assert single == Identity(1, 0, 0, 1, "a", "slurm")
-    assert single.only_task_for(2)
-    assert not single.only_task_for(1)
+    assert single.only_task_for(World(2))
+    assert not single.only_task_for(World(1))
     names = ("COMM_WORLD_SIZE", "COMM_WORLD_RANK", "COMM_WORLD_LOCAL_SIZE", "COMM_WORLD_LOCAL_RANK")
     mpirun = {f"OMPI_{name}": value for name, value in zip(names, "2121", strict=True)}
     assert identify(shell | mpirun, "a") == Identity(2, 1, 1, 2, "a", "openmpi")
-    assert not Identity(1, 0, 0, 1, "a", "openmpi").only_task_for(2)
+    assert not Identity(1, 0, 0, 1, "a", "openmpi").only_task_for(World(2))
 
 
 def test_uneven_nodes_under_slurm() -> None:
@@ -185,7 +186,7 @@ def test_every_rank_of_a_real_launcher_is_one(tmp_path: Path, name: str, mapping
     code = (
         "import sys; from pathlib import Path; "
         "from laddertron.topology.placement.identity import identify; i = identify(); "
-        "Path(sys.argv[1], str(i.rank)).write_text(f'{i.world_size} {i.local_rank} {i.local_size}')"
+        "Path(sys.argv[1], str(i.rank)).write_text(f'{i.size} {i.local_rank} {i.local_size}')"
     )
     command = [*launcher(name), *mapping, "-np", str(count), sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
@@ -199,9 +200,9 @@ def test_every_rank_of_a_real_launcher_is_one(tmp_path: Path, name: str, mapping
 def test_the_world_must_have_the_right_size() -> None:
     """mpirun -np 12 with tensor_parallel_size=16: the arithmetic is in the message."""
     me = Identity(12, 0, 0, 8, "a", "openmpi")
-    require_world(me, 12)
-    require_world(me, 4, replicas=3)
+    require_world(me, World(12))
+    require_world(me, World(4, replicas=3))
     with pytest.raises(IdentityError, match=r"started 12 ranks, tensor_parallel_size=16 needs 16"):
-        require_world(me, 16)
+        require_world(me, World(16))
     with pytest.raises(IdentityError, match=r"tensor_parallel_size=4 x replicas=2 needs 8"):
-        require_world(me, 4, replicas=2)
+        require_world(me, World(4, replicas=2))

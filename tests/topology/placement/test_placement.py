@@ -16,6 +16,7 @@ from laddertron.topology.hardware.presets import GPU_MODELS, gpu_node, preset
 from laddertron.topology.placement.identity import Launcher
 from laddertron.topology.placement.mapping import MappingError, explain, matrix, same_host, verify
 from laddertron.topology.placement.placement import Placement, PlacementError, place
+from laddertron.topology.placement.world import World
 
 FIXTURES = Path(__file__).parents[2] / "fixtures/fabrics"
 H100, A100, L40S = GPU_MODELS["H100"], GPU_MODELS["A100"], GPU_MODELS["L40S"]
@@ -89,7 +90,7 @@ def test_groups_stay_on_a_node_before_they_span(
 ) -> None:
     """Each of these fabrics has one right answer; and every answer keeps the laws."""
     fabric = preset(fabric) if isinstance(fabric, str) else fabric
-    placement = place(fabric, size, replicas)
+    placement = place(fabric, World(size, replicas=replicas))
     assert [hosts_of(placement, g) for g in range(replicas)] == expected
     check_laws(fabric, placement)
 
@@ -98,7 +99,7 @@ def check_laws(fabric: Fabric, placement: Placement) -> None:
     """What holds of every placement."""
     nodes = {n.hostname: n for n in fabric.nodes}
     seats = placement.seats
-    assert [s.rank for s in seats] == list(range(placement.tensor_parallel_size * placement.replicas))
+    assert [s.rank for s in seats] == list(range(placement.world.size))
     assert sorted(r for g in placement.groups for r in g.ranks) == list(range(len(seats)))
     assert list(placement.groups) == sorted(placement.groups, key=lambda g: g.ranks[0])
     assert list(dict.fromkeys(s.hostname for s in seats)) == [h for h, _ in placement.hosts]
@@ -165,7 +166,7 @@ def test_random_fabrics(counts: list[int], size: int, replicas: int, hcas: int) 
     )
     each = can(counts, size, replicas) if sum(counts) % size == 0 else 0
     if each:
-        placement = place(fabric, size, replicas)
+        placement = place(fabric, World(size, replicas=replicas))
         check_laws(fabric, placement)
         widest = max(n for n in range(1, size + 1) if size % n == 0 and can(counts, size, 1) >= n)
         assert max(g.per_node for g in placement.groups) <= widest
@@ -173,7 +174,7 @@ def test_random_fabrics(counts: list[int], size: int, replicas: int, hcas: int) 
             assert {g.per_node for g in placement.groups} == {each}, "alike hosts: as many ranks on a node as can be"
     else:
         try:
-            placement = place(fabric, size, replicas)
+            placement = place(fabric, World(size, replicas=replicas))
         except PlacementError as error:
             text = str(error)
         else:
@@ -185,7 +186,7 @@ def test_random_fabrics(counts: list[int], size: int, replicas: int, hcas: int) 
         if ": use " in text:
             for word in text.rpartition(": use ")[2].removeprefix("for example ").replace(" or ", ", ").split(", "):
                 if word.isdecimal():
-                    place(fabric, int(word), replicas)
+                    place(fabric, World(int(word), replicas=replicas))
                 else:
                     break
 
@@ -203,7 +204,7 @@ def test_random_cpu_hosts(numa: list[int], hosts: int, size: int, replicas: int)
     parts = tuple(NumaNode(i, f"{a}-{b - 1}") for i, (a, b) in enumerate(pairwise(bounds)))
     fabric = Fabric(tuple(Node(f"node{i}", parts, 1 << 34) for i in range(hosts)))
     try:
-        placement = place(fabric, size, replicas)
+        placement = place(fabric, World(size, replicas=replicas))
     except PlacementError:
         assert not can([bounds[-1]] * hosts, size, replicas)
         return
@@ -217,35 +218,34 @@ def test_random_cpu_hosts(numa: list[int], hosts: int, size: int, replicas: int)
     ("make", "message"),
     [
         (
-            lambda: place(preset("3x8xH100"), 16),
+            lambda: place(preset("3x8xH100"), World(16)),
             "tensor_parallel_size=16 does not divide 24 ranks (3 nodes x 8): use 1, 2, 3, 4, 6, 8, 12 or 24, "
             "or only the hosts node0, node1 (launch.hosts)",
         ),
         (
-            lambda: place(preset("3x8xH100"), 16, suits=llama_405b),
+            lambda: place(preset("3x8xH100"), World(16), suits=llama_405b),
             "tensor_parallel_size=16 does not divide 24 ranks (3 nodes x 8): use 1, 2, 4 or 8, "
             "or only the hosts node0, node1 (launch.hosts)",
         ),
         (
-            lambda: place(preset("3x8xH100"), 24, suits=llama_405b),
+            lambda: place(preset("3x8xH100"), World(24), suits=llama_405b),
             "tensor_parallel_size=24: 128 heads, 8 KV heads do not split by 24: use 1, 2, 4 or 8",
         ),
         (
-            lambda: place(preset("2x8xH100"), 8, 3),
+            lambda: place(preset("2x8xH100"), World(8, replicas=3)),
             "tensor_parallel_size=8 x replicas=3 needs 24 ranks, the fabric has 16 ranks (2 nodes x 8): use 1, 2 or 4, "
             "or replicas=2",
         ),
-        (lambda: place(preset("8xH100"), 16), "tensor_parallel_size=16 needs 16 ranks, the fabric has 8 ranks (1 node"),
+        (lambda: place(preset("8xH100"), World(16)), "tensor_parallel_size=16 needs 16 ranks, the fabric has 8 ranks"),
         (
-            lambda: place(mixed(8, 4), 12),
+            lambda: place(mixed(8, 4), World(12)),
             "tensor_parallel_size=12 does not fit on 12 ranks (1 node x 8 + 1 node x 4) with equally many ranks on "
             "each node of a group: use 1, 2, 3, 4 or 6",
         ),
-        (lambda: place(preset("1x1xcpu"), 2), "needs 2 ranks, the fabric has 1 rank (1 node x 1): use 1"),
-        (lambda: place(preset("2x2xcpu"), 8), "needs 8 ranks, the fabric has 4 ranks (2 nodes x 2): use 1, 2 or 4"),
-        (lambda: place(preset("8xH100"), 0), "both must be 1 or more"),
-        (lambda: place(preset("8xH100"), 2, slots={"elsewhere": 8}), "slots name the host 'elsewhere'"),
-        (lambda: place(preset("2x8xH100"), 8, ranks_per_node=3), "needs 8 ranks, the fabric has 6 ranks (2 nodes x 3)"),
+        (lambda: place(preset("1x1xcpu"), World(2)), "needs 2 ranks, the fabric has 1 rank (1 node x 1): use 1"),
+        (lambda: place(preset("2x2xcpu"), World(8)), "the fabric has 4 ranks (2 nodes x 2): use 1, 2 or 4"),
+        (lambda: place(preset("8xH100"), World(2), slots={"elsewhere": 8}), "slots name the host 'elsewhere'"),
+        (lambda: place(preset("2x8xH100"), World(8), ranks_per_node=3), "the fabric has 6 ranks (2 nodes x 3)"),
     ],
 )  # fmt: skip
 def test_refusals_show_the_arithmetic(make: Callable[[], Placement], message: str) -> None:
@@ -257,17 +257,20 @@ def test_refusals_show_the_arithmetic(make: Callable[[], Placement], message: st
 def test_slots_and_ranks_per_node_bound_a_host() -> None:
     """A hostfile with `slots=1` a line spreads two ranks over two CPU hosts; `slots=2` keeps them together."""
     fabric = preset("2x4xcpu")
-    assert place(fabric, 2, slots={"node0": 1, "node1": 1}).hosts == (("node0", 1), ("node1", 1))
-    assert place(fabric, 2, slots={"node0": 2, "node1": 2}).hosts == (("node0", 2),)
-    assert place(fabric, 2, ranks_per_node=1).hosts == (("node0", 1), ("node1", 1))
-    assert place(fabric, 12, slots={"node0": 6, "node1": 6}).hosts == (("node0", 6), ("node1", 6))  # oversubscribed
-    assert place(preset("2x8xH100"), 8, slots={"node1": 8}).hosts == (("node1", 8),)
-    assert place(preset("2x8xH100"), 8, slots={"node0": 4, "node1": 4}).hosts == (("node0", 4), ("node1", 4))
+    assert place(fabric, World(2), slots={"node0": 1, "node1": 1}).hosts == (("node0", 1), ("node1", 1))
+    assert place(fabric, World(2), slots={"node0": 2, "node1": 2}).hosts == (("node0", 2),)
+    assert place(fabric, World(2), ranks_per_node=1).hosts == (("node0", 1), ("node1", 1))
+    assert place(fabric, World(12), slots={"node0": 6, "node1": 6}).hosts == (
+        ("node0", 6),
+        ("node1", 6),
+    )  # oversubscribed
+    assert place(preset("2x8xH100"), World(8), slots={"node1": 8}).hosts == (("node1", 8),)
+    assert place(preset("2x8xH100"), World(8), slots={"node0": 4, "node1": 4}).hosts == (("node0", 4), ("node1", 4))
 
 
 def test_dgx_rails() -> None:
     """On a DGX pair every GPU takes the port on its own PCIe switch, never the storage ports, down ports or RoCE."""
-    placement = place(load(FIXTURES / "dgx-h100-pair.json"), 16)
+    placement = place(load(FIXTURES / "dgx-h100-pair.json"), World(16))
     ports = ["mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11"]
     assert [s.hca for s in placement.seats] == ports * 2
     assert {s.path for s in placement.seats} == {"PXB"}
@@ -279,7 +282,7 @@ def test_dgx_rails() -> None:
 def test_one_hca_serves_a_whole_box() -> None:
     """The PCIe box has one port near two of its four GPUs: all use it, each at its own distance, and pairs of ranks
     stay within a NUMA node."""
-    placement = place(load(FIXTURES / "pcie-box.json"), 2, 2)
+    placement = place(load(FIXTURES / "pcie-box.json"), World(2, replicas=2))
     assert [s.hca for s in placement.seats] == ["mlx5_0"] * 4
     assert [s.path for s in placement.seats] == ["NODE", "NODE", "SYS", "SYS"]
     assert [s.numa for s in placement.seats] == [0, 0, 1, 1]
@@ -292,23 +295,23 @@ def test_a_pair_leaves_the_bridge_whole() -> None:
     links = tuple(
         replace(k, path="NV12") if (k.a, k.b) in {("GPU0", "GPU2"), ("GPU1", "GPU3")} else k for k in node.links
     )
-    placement = place(Fabric((replace(node, links=links),)), 2, 2)
+    placement = place(Fabric((replace(node, links=links),)), World(2, replicas=2))
     assert [s.device for s in placement.seats] == [0, 2, 1, 3]
 
 
 def test_hosts_without_hcas_say_so() -> None:
     bare = Fabric(tuple(gpu_node(f"node{i}", i, H100, 8, hcas=0) for i in range(2)))
-    placement = place(bare, 16)
+    placement = place(bare, World(16))
     assert placement.notes == ("no active HCA on node0, node1: traffic between nodes goes over TCP",)
     assert {s.hca for s in placement.seats} == {None}
     layers = Fabric((gpu_node("a", 0, H100, 8), gpu_node("b", 1, H100, 8, link_layer="Ethernet")))
-    assert "no link layer that all nodes share" in place(layers, 16).notes[0]
-    assert place(bare, 8).notes == (), "one node needs none"
+    assert "no link layer that all nodes share" in place(layers, World(16)).notes[0]
+    assert place(bare, World(8)).notes == (), "one node needs none"
 
 
 def test_mixed_groups_and_bare_hosts_are_noted() -> None:
     fabric = Fabric((gpu_node("a", 0, H100, 4), gpu_node("b", 1, A100, 4), Node("c", (NumaNode(0, "0"),), 1 << 30)))
-    notes = place(fabric, 8).notes
+    notes = place(fabric, World(8)).notes
     assert notes[0].startswith("group 0 mixes 4 x NVIDIA H100 80GB HBM3 with 4 x NVIDIA A100")
     assert notes[1] == "left out, having no GPU: c"
 
@@ -326,24 +329,24 @@ def test_interfaces_meet() -> None:
     def fast(i: int, up: bool = True) -> Nic:
         return Nic(f"ens{i}", (f"10.2.0.{i + 1}/24",), 100.0, up=up)
 
-    both = place(Fabric((node(0, fast(0)), node(1, fast(1)))), 2)
+    both = place(Fabric((node(0, fast(0)), node(1, fast(1)))), World(2))
     assert [s.interface for s in both.seats] == ["ens0", "ens1"]
-    down = place(Fabric((node(0, fast(0)), node(1, fast(1, up=False)))), 2)
+    down = place(Fabric((node(0, fast(0)), node(1, fast(1, up=False)))), World(2))
     assert [s.interface for s in down.seats] == ["eno1", "eno1"]
     strangers = Fabric((node(0), replace(node(1), nics=(Nic("eth0", ("10.9.0.1/24",)),))))
-    assert "no network that all nodes have an address in" in place(strangers, 2).notes[0]
+    assert "no network that all nodes have an address in" in place(strangers, World(2)).notes[0]
 
 
 def test_two_ports_of_one_adapter_are_two_rails() -> None:
     node = gpu_node("a", 0, H100, 2, hcas=0)
     ports = tuple(Hca("mlx5_0", "InfiniBand", 400.0, port=p, numa=0) for p in (1, 2))
-    seats = place(Fabric((replace(node, hcas=ports),)), 2).seats
+    seats = place(Fabric((replace(node, hcas=ports),)), World(2)).seats
     assert [s.hca for s in seats] == ["mlx5_0", "mlx5_0:2"]
 
 
 def test_groups_that_share_the_nodes_they_span_are_noted() -> None:
     """Two groups of 12 over three nodes of 8: no numbering node by node makes both contiguous; each alone is."""
-    placement = place(preset("3x8xH100"), 12, 2)
+    placement = place(preset("3x8xH100"), World(12, replicas=2))
     assert placement.groups[0].ranks == (0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19)
     assert "start each replica as a job of its own" in placement.notes[0]
     assert placement.replica(1).groups[0].ranks == tuple(range(12))
@@ -352,10 +355,10 @@ def test_groups_that_share_the_nodes_they_span_are_noted() -> None:
 
 def test_a_replica_is_a_job_of_its_own() -> None:
     """The second of two replicas on one host starts at GPU 4, with ranks and local ranks counted from 0."""
-    second = place(preset("8xH100"), 4, 2).replica(1)
+    second = place(preset("8xH100"), World(4, replicas=2)).replica(1)
     assert [(s.rank, s.local_rank, s.device) for s in second.seats] == [(i, i, i + 4) for i in range(4)]
     assert second.groups[0].nodes == ((0, 1, 2, 3),)
-    wide = place(preset("4x8xH100"), 16, 2).replica(1)
+    wide = place(preset("4x8xH100"), World(16, replicas=2)).replica(1)
     assert wide.groups[0].nodes == (tuple(range(8)), tuple(range(8, 16)))
     assert wide.hosts == (("node2", 8), ("node3", 8))
 
@@ -371,7 +374,7 @@ OPTIONS: list[tuple[Launcher, str]] = [
 @pytest.mark.parametrize(("launcher", "option"), OPTIONS)
 def test_a_launcher_that_deals_round_the_nodes_is_told_how(launcher: Launcher, option: str) -> None:
     """Ranks placed 0-7 on node0 and 8-15 on node1, started round-robin: the message names ranks, pattern and option."""
-    placement = place(preset("2x8xH100"), 16)
+    placement = place(preset("2x8xH100"), World(16))
     with pytest.raises(MappingError) as caught:
         verify(placement, [(r, f"node{r % 2}", r // 2) for r in range(16)], launcher)
     text = str(caught.value)
@@ -382,14 +385,14 @@ def test_a_launcher_that_deals_round_the_nodes_is_told_how(launcher: Launcher, o
 
 
 def test_verify_accepts_what_is_right() -> None:
-    placement = place(preset("2x8xH100"), 16)
+    placement = place(preset("2x8xH100"), World(16))
     right = [(s.rank, s.hostname, s.local_rank) for s in placement.seats]
     verify(placement, right, "openmpi")
     verify(placement, [(r, f"{h}.cluster.example", n) for r, h, n in reversed(right)], "slurm")
 
 
 def test_verify_counts_ranks() -> None:
-    placement = place(preset("2x2xH100"), 4)
+    placement = place(preset("2x2xH100"), World(4))
     seen = [(s.rank, s.hostname, s.local_rank) for s in placement.seats]
     with pytest.raises(MappingError, match="3 ranks answered for a placement of 4"):
         verify(placement, seen[:3], "openmpi")
@@ -406,7 +409,7 @@ def test_verify_counts_ranks() -> None:
     ],
 )
 def test_uneven_hosts_need_other_options(launcher: Launcher, option: str) -> None:
-    placement = place(mixed(2, 2, 8), 4, 3)
+    placement = place(mixed(2, 2, 8), World(4, replicas=3))
     with pytest.raises(MappingError) as caught:
         verify(placement, [(s.rank, "node0", s.rank) for s in placement.seats], launcher)
     assert option in str(caught.value)
@@ -422,9 +425,9 @@ def test_host_names() -> None:
 def test_explain_and_matrix() -> None:
     """The explain table has a row a rank, group by group; the matrix is symmetric and reads like nvidia-smi's."""
     fabric = load(FIXTURES / "dgx-h100-pair.json")
-    rows = explain(place(fabric, 8, 2))
-    assert [(r.group, r.tp_rank, r.rank) for r in rows] == [(i // 8, i % 8, i) for i in range(16)]
-    assert (rows[9].hostname, rows[9].device, rows[9].hca, rows[9].cores) == ("dgx-02", "GPU1", "mlx5_3", "14-27")
+    rows = explain(place(fabric, World(8, replicas=2)))
+    assert [(r["group"], r["tp_rank"], r["rank"]) for r in rows] == [(i // 8, i % 8, i) for i in range(16)]
+    assert [rows[9][k] for k in ("hostname", "device", "hca", "cores")] == ["dgx-02", "GPU1", "mlx5_3", "14-27"]
     header, *body = matrix(fabric, 0)
     assert header[1:9] == tuple(f"GPU{i}" for i in range(8))
     cells = [row[1:-2] for row in body]
@@ -436,6 +439,6 @@ def test_explain_and_matrix() -> None:
 def test_large_fabrics_are_quick_to_lay_out() -> None:
     """512 hosts: laid out, and refused with suggestions."""
     fabric = preset("512x8xH100")
-    assert len(place(fabric, 8, 512).groups) == 512
+    assert len(place(fabric, World(8, replicas=512)).groups) == 512
     with pytest.raises(PlacementError, match=r"4096 ranks \(512 nodes x 8\): use for example"):
-        place(fabric, 13)
+        place(fabric, World(13))

@@ -195,7 +195,7 @@ def latency(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], ge
             **options: Any) -> None:  # fmt: skip
     """Measure prefill and decode of one sequence at a time."""
     deployment = read_model(config, overrides)
-    variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)
+    variant = Variant(deployment.parallel.world.tp, "auto", deployment.parallel.overlap)
     _run(config, overrides, [variant], [Case(1, p, g) for p, g in product(prompt, generate)], **options)
 
 
@@ -217,7 +217,7 @@ def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], gene
     wirings = tuple(wiring.split(","))
     if unknown := set(wirings) - set(WIRINGS):
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: use {', '.join(WIRINGS)}", param_hint="--wiring")
-    sizes = tp or (read_model(config, overrides).parallel.tensor_parallel_size,)
+    sizes = tp or (read_model(config, overrides).parallel.world.tp,)
     overlaps = {"on": (True,), "off": (False,), "both": (True, False)}[overlap]
     variants = [Variant(*v) for v in product(sizes, wirings, overlaps)]
     _run(config, overrides, variants, [Case(*c) for c in product(batch, prompt, generate)], **options)
@@ -251,7 +251,7 @@ def paper(model: str, tp: tuple[int, ...] | None, batch: tuple[int, ...] | None,
         identity = identify()
     if identity is None:
         raise UsageError(f"start it on every rank: mpirun -np 8 laddertron bench paper --model {model} -o {output}")
-    sweep, world = SWEEPS[model], identity.world_size
+    sweep, world = SWEEPS[model], identity.size
     sizes = tp or tuple(n for n in (2, 4, 8, 16) if world % n == 0 and (scale > 1 or n >= sweep.least))
     if not sizes or any(world % n for n in sizes):
         if identity.rank:
@@ -310,7 +310,7 @@ def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: s
     else:
         mix = {"items": read_items(deployment, Path(file), mix["rate"], mix["seed"])}
     console = Console(stderr=as_json == "-", highlight=False)
-    variant = Variant(deployment.parallel.tensor_parallel_size, "auto", deployment.parallel.overlap)
+    variant = Variant(deployment.parallel.world.tp, "auto", deployment.parallel.overlap)
     with ended_by_term(), ExitStack() as stack:
         (name, job), *_ = _start(stack, deployment, [variant])
         with _telling() as say:

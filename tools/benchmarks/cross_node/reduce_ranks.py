@@ -24,7 +24,7 @@ from laddertron.topology.comm.groups import CommOptions, Communicator
 from laddertron.topology.connect import connect
 from laddertron.topology.hardware.interfaces import address_of
 from laddertron.topology.placement.identity import identify
-from laddertron.topology.placement.layout import observed_layout
+from laddertron.topology.placement.world import World
 from numpy.typing import NDArray
 
 Call = Callable[[torch.Tensor], object]
@@ -64,7 +64,7 @@ def measure(spec: dict[str, Any]) -> None:
     bootstrap, me = MpiBootstrap(), identify()
     assert me is not None
     nodes = tuple(name.decode() for name in bootstrap.all_gather(me.node.encode()))
-    layout, address = observed_layout(nodes, 0, bootstrap.size), address_of("eth0")
+    layout, address = World(bootstrap.size).on(nodes).layout(0), address_of("eth0")
     with ExitStack() as stack:
 
         def joined(backend: Any) -> Communicator:

@@ -30,7 +30,7 @@ from laddertron.engine.daemon.http.keys import (
     rotate_key,
 )
 from laddertron.engine.daemon.http.upload import FormError, FormParser, boundary_of, clean_name
-from laddertron.engine.job import JobState
+from laddertron.engine.job import Culprit, JobState
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.text.tokenizer import TextModel
 from prometheus_client import CollectorRegistry
@@ -435,7 +435,7 @@ def test_ready_names_the_culprit_to_who_has_a_key(folder: Path, tmp_path: Path) 
     with served(deployment(tmp_path), folder, keys=keys) as daemon:
         job = daemon.jobs[0]
         until(lambda: job.state.phase == "ready")
-        job._state = JobState("restarting", "rank 3 is gone", 1, job.limits, **culprit)
+        job._state = JobState("restarting", "rank 3 is gone", 1, job.limits, Culprit(**culprit))
         status, value, _ = ask(daemon, "GET", "/ready", Authorization=f"Bearer {key}")
         assert status == 503
         (replica,) = value["replicas"]
