@@ -1,6 +1,6 @@
 """Paged attention: the KV cache in fixed-size blocks, the interface of attention backends, and a portable backend in
-torch. A backend gets the step's layout once (`plan`). For every layer `attend` gets the output of the fused projection,
-rotates it, stores the new keys and values, and attends to all keys of each sequence.
+torch. A backend gets the step's layout once (`prepare`). For every layer `attend` gets the output of the fused
+projection, rotates it, stores the new keys and values, and attends to all keys of each sequence.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class StepLayout:
 class AttentionBackend(Protocol):
     name: str
 
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+    def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         """Prepares a step for all layers. cos, sin: of the tokens' rotary angles, [T, 1, R / 2], fp32."""
 
     def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
@@ -124,9 +124,9 @@ class Capturable(Protocol):
     (engine/step/runner.py)."""
 
     def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
-        """Backends for steps of exactly so many decodes (`sizes`), with at most most_blocks blocks per sequence. `plan`
-        is not captured: it is called before each replay, with the captured tensors of the tokens and a block table on
-        the host. `attend` is captured and may read only tensors with fixed addresses."""
+        """Backends for steps of exactly so many decodes (`sizes`), with at most most_blocks blocks per sequence.
+        `prepare` is not captured: it is called before each replay, with the captured tensors of the tokens and a block
+        table on the host. `attend` is captured and may read only tensors with fixed addresses."""
 
 
 def rotate_and_store(
@@ -157,7 +157,7 @@ class TorchAttention:
 
     name = "torch"
     _masks_prompts = _masks_decodes = True
-    """Whether `plan` makes masks for prompts and for decodes."""
+    """Whether `prepare` makes masks for prompts and for decodes."""
 
     def __init__(self, cache: KVCache, windows: tuple[int | None, ...], scale: float) -> None:
         """windows: each layer's sliding window in positions; None: full attention."""
@@ -167,7 +167,7 @@ class TorchAttention:
         self._decode_table = torch.empty(0, dtype=torch.int64)
         self._masks: dict[int | None, tuple[Tensor | None, list[Tensor | None]]] = {}
 
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+    def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         self.layout, self._cos, self._sin, self._masks = layout, cos, sin, {}
         for window in set(self.windows):
             prompts: list[Tensor | None] = []

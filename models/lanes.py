@@ -17,7 +17,7 @@ from .config.lanes import Lanes
 from .config.model_config import ModelConfig
 from .layers import Layers, Scale, VocabEmbedding, prepare, prepare_lanes
 from .llama import LayerProducts, LlamaModel
-from .ops import LaneStream, Norm, Others, Product
+from .ops import LaneStream, Norm, OtherLanes, Product
 from .stages import RankShard
 
 
@@ -113,7 +113,7 @@ class LaneModel(LlamaModel):
         boundary.send(x.flatten(0, 1), own=True)
         for output in pending:
             y = output.wait()  # of a stage before this one, or summed here
-            late = y.total - y.own if isinstance(y, Others) else y
+            late = y.total - y.own if isinstance(y, OtherLanes) else y
             boundary.send(late.flatten(0, 1), own=True)
         return x[0]
 
@@ -142,8 +142,8 @@ class LaneModel(LlamaModel):
     def sum_of_lanes(self, output: Tensor) -> Tensor:
         return self.ops.sum_lanes(output) if len(output) > 1 or self.shard.size > 1 else output[0]
 
-    def of_others(self, total: Tensor, output: Tensor) -> Others:
-        return Others(total, output)
+    def of_others(self, total: Tensor, output: Tensor) -> OtherLanes:
+        return OtherLanes(total, output)
 
     def _logits(self, ends: Sequence[Tensor], rows: Sequence[Tensor | None]) -> Tensor:
         if self._head is None:

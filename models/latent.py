@@ -66,7 +66,7 @@ class LatentAttention(TorchAttention):
         self.absorbed = torch.empty(0, dtype=torch.int64)
         """Rows of the step that are in no expanded chunk, if there is one: those that `attend` takes."""
 
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+    def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         start, sequences = layout.query_start, range(layout.decode, len(layout.kv_len))
         rule = self._expansion
         chosen = [i for i in sequences if rule and rule.pays(start[i + 1] - start[i], layout.kv_len[i])]
@@ -74,7 +74,7 @@ class LatentAttention(TorchAttention):
         if chosen:
             layout, self.absorbed = _without(layout, set(chosen))
             cos, sin = cos[self.absorbed], sin[self.absorbed]
-        super().plan(layout, cos, sin)
+        super().prepare(layout, cos, sin)
 
     def _chunk(self, layout: StepLayout, i: int, cos: Tensor, sin: Tensor) -> Chunk:
         rows, length = slice(layout.query_start[i], layout.query_start[i + 1]), layout.kv_len[i]

@@ -79,7 +79,7 @@ class LayerProducts:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class StepPart:
     """A part of a step's rows: token ids [T], their layout, their own attention backend (see AttentionBackend.twin),
     and the rows [R] whose logits are needed."""
 
@@ -286,20 +286,22 @@ class LlamaModel(nn.Module):
     def forward(self, tokens: Tensor, layout: StepLayout, attention: AttentionBackend, rows: Tensor) -> Tensor:
         """ids [T] -> this rank's logits [R, V / tp] in fp32 of the token rows [R]. A stage before the last one returns
         the residual [T, D], which it also sends to the next stage. Only the first stage reads the ids."""
-        return self.forward_streams((Stream(tokens, layout, attention, rows),))
+        return self.forward_streams((StepPart(tokens, layout, attention, rows),))
 
-    def forward_streams(self, streams: Sequence[Stream], during_collective: Callable[[], None] | None = None) -> Tensor:
+    def forward_streams(
+        self, streams: Sequence[StepPart], during_collective: Callable[[], None] | None = None
+    ) -> Tensor:
         """Runs a step in streams that take turns after each sub-block, so that one computes while the other's
         all-reduce is in flight. Returns logits as `forward`, stream by stream. A stream may attend to keys that an
         earlier stream writes in this step, because its turn in each layer comes later. during_collective is called
         once, while the first sub-block's all-reduce is in flight, for host work that overlaps with it."""
         for stream in streams:
             positions = stream.layout.positions
-            stream.attention.plan(stream.layout, self.rotary.cos[positions], self.rotary.sin[positions])
+            stream.attention.prepare(stream.layout, self.rotary.cos[positions], self.rotary.sin[positions])
         return self._run([(s.tokens, s.attention, s.rows) for s in streams], during_collective)
 
     def compute(self, tokens: Tensor, attention: AttentionBackend) -> Tensor:
-        """`forward` of all rows, after the attention backend's `plan`. It reads only tensors of the step, so that it
+        """`forward` of all rows, after the attention backend's `prepare`. It reads only tensors of the step, so that it
         can be captured (engine/step/cuda_graphs.py)."""
         return self._run([(tokens, attention, None)], None)
 
@@ -362,7 +364,7 @@ class LlamaModel(nn.Module):
         late = self.ops.sums_late and not wiring.desync_every
         start: Any = self._running(x) if wiring.lanes is not None or late else x
         dense: residual.Scope = "node" if self.shard.per_node else "group"
-        plan = residual.plan(wiring, self.stage.pending, self.stage.left, self._mixed, dense)
+        plan = residual.plan_sub_blocks(wiring, self.stage.pending, self.stage.left, self._mixed, dense)
         scopes: dict[residual.Scope, Collective] = {"group": self.all_reduce, "node": self.dense_reduce}
         end, pending = yield from residual.flow(start, plan, self, scopes, size, pending, self._at_once)
         x = end.whole() if isinstance(end, RunningSum | LaneStream) else end

@@ -66,7 +66,7 @@ class RunningSum:
 
 
 @dataclass(frozen=True, slots=True)
-class Others:
+class OtherLanes:
     """The other lanes' outputs: the sum [T, D] of all, and the own outputs [k, T, D] that are in it."""
 
     total: Tensor
@@ -78,21 +78,21 @@ class LaneStream:
 
     __slots__ = ("_added", "_ops", "_whole")
 
-    def __init__(self, ops: TorchOps, total: Tensor, added: tuple[Tensor | Others, ...] = ()) -> None:
+    def __init__(self, ops: TorchOps, total: Tensor, added: tuple[Tensor | OtherLanes, ...] = ()) -> None:
         self._ops, self._whole, self._added = ops, total, added
 
-    def __add__(self, y: Tensor | Others) -> LaneStream:
+    def __add__(self, y: Tensor | OtherLanes) -> LaneStream:
         return LaneStream(self._ops, self._whole, (*self._added, y))
 
     def whole(self) -> Tensor:
         match self._added:
             case ():
                 pass
-            case (Tensor() as own, Others() as others) if own.shape == self._whole.shape:
+            case (Tensor() as own, OtherLanes() as others) if own.shape == self._whole.shape:
                 self._whole = self._ops.join_lanes(self._whole, own, others)
             case summands:
                 for y in summands:
-                    if isinstance(y, Others):
+                    if isinstance(y, OtherLanes):
                         self._whole = self._ops.join_lanes(self._whole, None, y)
                     else:
                         self._whole = self._whole + y
@@ -198,7 +198,7 @@ class TorchOps:
         ]
         return lambda x: torch.stack([product(one) for product, one in zip(products, x, strict=True)])
 
-    def join_lanes(self, x: Tensor, own: Tensor | None, others: Others | None) -> Tensor:
+    def join_lanes(self, x: Tensor, own: Tensor | None, others: OtherLanes | None) -> Tensor:
         """x [k, T, D] and each lane's own output, then what the others computed."""
         x = x if own is None else x + own
         return x if others is None else x + (others.total - others.own)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from .config.latent import Latent
 from .config.model_config import Experts, ModelConfig, Wiring, from_folder
 
-Turn = tuple[Tensor, Tensor]
+Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, [T, head_dim] each."""
 
 
@@ -259,7 +259,7 @@ class Layer(nn.Module):
         if mixture is not self.mlp:
             self.shortcut = mixture
 
-    def attention_of(self, x: Tensor, turn: Turn, rank: int = 0, tp: int = 1) -> Tensor:
+    def attention_of(self, x: Tensor, turn: Rotation, rank: int = 0, tp: int = 1) -> Tensor:
         out: Tensor = self.self_attn(self.input_layernorm(x), *turn, rank, tp) * self.scale
         return out
 
@@ -268,7 +268,7 @@ class Layer(nn.Module):
         out: Tensor = self.mlp(norm(x), rank, tp) * self.scale
         return out
 
-    def forward(self, streams: Streams, turn: Turn, fade: float = 0.0) -> Streams:
+    def forward(self, streams: Streams, turn: Rotation, fade: float = 0.0) -> Streams:
         """fade: the share of what is read that is still read as under the wiring before (Reference's `before`)."""
         if self.wiring.desync_every or self.wiring.kinds[0] == "none":
             through = self._drift
@@ -281,7 +281,7 @@ class Layer(nn.Module):
             return again
         return through(streams, turn, fade)
 
-    def _read(self, streams: Streams, turn: Turn, fade: float) -> Streams:
+    def _read(self, streams: Streams, turn: Rotation, fade: float) -> Streams:
         for place, (lag, before) in enumerate(zip(self.lags, self.lags_before, strict=True)):
             x = streams[-1 - lag]
             if fade and before != lag:
@@ -290,7 +290,7 @@ class Layer(nn.Module):
             streams = (*streams, streams[-1] + output)[-len(streams) :]
         return streams
 
-    def _beside(self, streams: Streams, turn: Turn, fade: float) -> Streams:
+    def _beside(self, streams: Streams, turn: Rotation, fade: float) -> Streams:
         """In every other layer the experts read the input of its MLP, and are added after the next layer."""
         late, x = streams
         x = x + self.attention_of(x, turn)
@@ -299,7 +299,7 @@ class Layer(nn.Module):
             return late, y + late
         return self.shortcut(self.post_attention_layernorm(x), 0, 1), y
 
-    def _drift(self, streams: Streams, turn: Turn, fade: float) -> Streams:
+    def _drift(self, streams: Streams, turn: Rotation, fade: float) -> Streams:
         """desync-n: one residual for each of tp ranks, summed after every n-th sub-block and the last; none: never."""
         x, every, tp, last = streams, self.wiring.desync_every, self.tp, 2 * len(self.wiring.kinds)
         for number in (2 * self.index + 1, 2 * self.index + 2):

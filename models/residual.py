@@ -185,7 +185,9 @@ _NAMES = {"parallel": ("attention_and_mlp",), "shortcut": ("attention", "shortcu
 
 
 @cache
-def plan(wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...] = (), dense: Scope = "group") -> Plan:
+def plan_sub_blocks(
+    wiring: Wiring, pending: int = 0, left: int = 0, mixed: tuple[bool, ...] = (), dense: Scope = "group"
+) -> Plan:
     """The sub-blocks of all layers. pending, left: how many outputs a stage gets from the previous one, and leaves to
     the next one. mixed: for each layer, whether its MLP is a mixture of experts. dense: the scope of all other sums."""
     if wiring.lanes is not None and "none" not in wiring.kinds:
@@ -245,7 +247,7 @@ def _lane_plan(lanes: Lanes, num_layers: int) -> Plan:
 
 def pending_at(wiring: Wiring, layer: int) -> int:
     """The number of outputs in flight at the start of `layer`: 0 for the first layer and after the last."""
-    blocks = plan(wiring).sub_blocks
+    blocks = plan_sub_blocks(wiring).sub_blocks
     first = next((index for index, block in enumerate(blocks) if block.layer == layer), 0)
     return sum(index + 1 + max(block.lag, block.others) > first for index, block in enumerate(blocks[:first]))
 
@@ -272,4 +274,4 @@ def interleave(
 
 def collectives_per_step(wiring: Wiring) -> int:
     """The number of all-reduces of the layers in one step, without the embedding's and the gather for sampling."""
-    return sum(block.scope is not None for block in plan(wiring).sub_blocks)
+    return sum(block.scope is not None for block in plan_sub_blocks(wiring).sub_blocks)

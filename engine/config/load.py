@@ -37,7 +37,7 @@ class LoadedDeployment:
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PartialDeployment:
     """The readable part of a deployment; `bad`: keys that have defaults instead of the file's values."""
 
     loaded: LoadedDeployment
@@ -60,7 +60,7 @@ def read(path: str | Path, overrides: Sequence[str] = (), working: Path | None =
     return drafted.loaded
 
 
-def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> Draft:
+def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> PartialDeployment:
     """Like `read`, but lists the errors for further checks. Raises ConfigError only if nothing is readable."""
     working = working or Path.cwd()
     file = working / path
@@ -78,7 +78,7 @@ def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None 
     for keys, text in broken_rules(deployment):
         if bad.isdisjoint(part for key in keys for part in (key, key.partition(".")[0])):
             faults.append(loaded.fault(next((key for key in keys if key in places), keys[0]), text))
-    return Draft(loaded, tuple(sorted(faults, key=by_line)), bad)
+    return PartialDeployment(loaded, tuple(sorted(faults, key=by_line)), bad)
 
 
 def to_json(deployment: Deployment) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class _Replica:
             self.alone = None
 
 
-class _Lines:
+class _LineQueue:
     """Queued batch lines. Owners take turns, regardless of how many batches each has."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class Dispatcher:
         self.observer, self._relaunches = observer, relaunches
         self._replicas = [_Replica(self, index, job) for index, job in enumerate(jobs)]
         self._interactive: deque[Flight] = deque()
-        self._lines = _Lines()
+        self._lines = _LineQueue()
         self._isolated: deque[Flight] = deque()
         self._rooms: dict[str, deque[asyncio.Future[None]]] = {}
         self._given: Counter[str] = Counter()  # rooms whose waiters have not resumed yet
@@ -262,10 +262,10 @@ class Dispatcher:
         self.pump()
 
     @property
-    def _waiting(self) -> tuple[deque[Flight] | _Lines, ...]:
+    def _waiting(self) -> tuple[deque[Flight] | _LineQueue, ...]:
         return self._interactive, self._lines, self._isolated
 
-    def _queue_of(self, flight: Flight) -> deque[Flight] | _Lines:
+    def _queue_of(self, flight: Flight) -> deque[Flight] | _LineQueue:
         if flight.isolated:
             return self._isolated
         return self._lines if flight.batch else self._interactive

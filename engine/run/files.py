@@ -117,7 +117,7 @@ class RunFiles:
             stack.callback(self.flush)
 
 
-class _Lines(frozenset[bytes]):
+class _ShortDigests(frozenset[bytes]):
     """A set of digests of lines, shortened as in their answers' ids."""
 
     def __contains__(self, digest: object) -> bool:
@@ -195,7 +195,9 @@ def open_run(
         stack.pop_all()
     files = LineFile(answers, opened[0]), LineFile(errors, opened[1])
     aside = outdated if past.outdated or past.damaged else None
-    return RunFiles(file, *files, journal, _Lines(past.finished), total, model, past.changed, aside, past.damaged)
+    return RunFiles(
+        file, *files, journal, _ShortDigests(past.finished), total, model, past.changed, aside, past.damaged
+    )
 
 
 def size_of(path: Path) -> int:

@@ -97,7 +97,7 @@ class DraftDraws:
             if slot in self._slots.edits and slot not in self._before:
                 self._before[slot] = self._slots.edits[slot]
                 self._slots.edits[slot] = self._before[slot].fork()
-        plan = self._slots.plan(slots)
+        plan = self._slots.sampling_plan(slots)
         drawn = Step(self._context, plan, logits_BV[:, : self._slots.columns]).run()
         self._slots.append(plan, drawn)
         ids: list[int] = drawn.ids.tolist()

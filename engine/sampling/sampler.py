@@ -141,7 +141,7 @@ class Sampler:
         previous row counts and sampled the draft's id. Raises DesyncError if the ranks' last ids differ."""
         if logits_BV.shape[0] != len(slots):
             raise ValueError(f"{logits_BV.shape[0]} rows of logits for {len(slots)} slots: one id a row")
-        plan = self._slots.plan(slots)
+        plan = self._slots.sampling_plan(slots)
         if self._on_device is not None:
             self._on_device.forget()
         sampled = Step(self._tools, plan, logits_BV[:, : self.columns], fed).run()
@@ -172,7 +172,7 @@ class Sampler:
         `sample` instead."""
         if self._on_device is None or self._under_way is not None:
             return False
-        plan = self._slots.plan(slots)
+        plan = self._slots.sampling_plan(slots)
         if len(plan.masked) or plan.offset.any() or not self._slots.digested.isdisjoint(slots):
             return False
         edits = [self._slots.edits[int(slot)] for slot in plan.at[plan.edited]]

@@ -123,7 +123,7 @@ class SlotTable:
             self.grammars.release(slot)
         self._last = None
 
-    def plan(self, slots: Sequence[int]) -> SamplingPlan:
+    def sampling_plan(self, slots: Sequence[int]) -> SamplingPlan:
         """The plan of rows in the order of `slots`. The rows of one slot (several with drafts) must be adjacent. Raises
         ValueError for an empty slot."""
         key = tuple(slots)

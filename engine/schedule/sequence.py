@@ -70,7 +70,7 @@ class RequestGroup:
     logprobs: bool = field(init=False)
     admitted: float | None = None
     first_token: float | None = None
-    flow: Flow = field(init=False)
+    queue: RequestQueue = field(init=False)
     sequences: list[Sequence] = field(default_factory=list)
     open: int = field(init=False)
     cached_tokens: int = 0
@@ -88,8 +88,8 @@ class RequestGroup:
 
     def count(self, now: float) -> None:
         """Counts a token of one of its choices as served to its queue and its owner."""
-        self.flow.served += 1
-        self.flow.owner.served += 1
+        self.queue.served += 1
+        self.queue.owner.served += 1
         if self.first_token is None:
             self.first_token = now
 
@@ -131,7 +131,7 @@ class Sequence:
     """How often it waited for blocks that another sequence was about to fill."""
     deferred: bool = False
     key: float = 0.0
-    """Its place in its flow."""
+    """Its place in its queue."""
     failed: bool = False
     """Whether its logits were non-finite, or its constraints allowed no token."""
     proven: bool = False
@@ -185,7 +185,7 @@ def end_position(prompt_len: int, max_tokens: int, max_model_len: int) -> int:
     return prompt_len + max(min(max_tokens, max_model_len - prompt_len), 1) - 1
 
 
-class Share:
+class FairShare:
     """A queue or an owner of queues, ordered by the tokens that it was served; `listed` while it waits."""
 
     __slots__ = ("listed", "name", "number", "served")
@@ -196,12 +196,12 @@ class Share:
         self.listed = False
 
 
-class Flow(Share):
+class RequestQueue(FairShare):
     """One queue of one owner within one priority: its waiting sequences in order."""
 
     __slots__ = ("_latest", "_order", "groups", "items", "owner")
 
-    def __init__(self, name: str, number: int, owner: Share) -> None:
+    def __init__(self, name: str, number: int, owner: FairShare) -> None:
         super().__init__(name, number)
         self.owner = owner
         self.groups = 0

@@ -11,7 +11,7 @@ from .kv_manager import Residency, Reuse
 from .limits import SchedulerLimits
 from .sequence import RequestGroup, Sequence
 from .speculation import Speculation
-from .waiting_queue import Turn, WaitingQueues
+from .waiting_queue import NextSequence, WaitingQueues
 
 LEAST_CHUNK = 256
 """Tokens of the smallest chunk that a prompt is cut into to fill a pipeline: a stage reads its weights for each."""
@@ -47,7 +47,7 @@ class StepPlan:
     prefilled: list[Sequence] = field(default_factory=list)
     payload: int = 0
     preempted: bool = False
-    invited: Turn | None = None
+    invited: NextSequence | None = None
     """The sequence for which others were preempted: it is admitted next, without regard to the watermark."""
 
 
@@ -219,7 +219,7 @@ class Planner:
                 plan.invited = turn
                 return
 
-    def _next(self, plan: StepPlan) -> Turn | None:
+    def _next(self, plan: StepPlan) -> NextSequence | None:
         """The next waiting sequence, but none whose next blocks another one is about to compute: these are deferred
         until the blocks are planned, because no step reads what another sequence writes in it."""
         residency, waiting = self.residency, self.waiting
@@ -292,8 +292,8 @@ class Planner:
             group.unforked -= 1
         if group.admitted is None:
             group.admitted = plan.now
-            group.flow.served += group.prompt_len
-            group.flow.owner.served += group.prompt_len
+            group.queue.served += group.prompt_len
+            group.queue.owner.served += group.prompt_len
             if not group.request.emitted:  # a resumed request was counted when it started
                 group.cached_tokens = reuse.start
                 self.counters.prompt_tokens += group.prompt_len

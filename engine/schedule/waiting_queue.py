@@ -16,13 +16,13 @@ from typing import NamedTuple
 from ..request import FinishReason, Request, TokenLogprob, TokensEvent
 from .kv_manager import Residency
 from .limits import SchedulerLimits, check_request
-from .sequence import DigestChain, Flow, RequestGroup, RequestTimes, Sequence, Share
+from .sequence import DigestChain, FairShare, RequestGroup, RequestQueue, RequestTimes, Sequence
 
 AGED_TURN = 4
 """While a class has waited longer than the ageing time, at least every fourth admission is one of its sequences."""
 
 
-class Turn(NamedTuple):
+class NextSequence(NamedTuple):
     """The next sequence, its rank (priority after ageing), and whether a class waited past the ageing time."""
 
     sequence: Sequence
@@ -30,16 +30,16 @@ class Turn(NamedTuple):
     aged: bool
 
 
-class _Turns:
-    """Waiting flows, or owners of flows; the one that was served the fewest tokens comes first."""
+class _FairOrder:
+    """Waiting queues, or owners of queues; the one that was served the fewest tokens comes first."""
 
     __slots__ = ("clock", "heap")
 
     def __init__(self) -> None:
-        self.heap: list[tuple[int, int, Flow | _Owner]] = []
+        self.heap: list[tuple[int, int, RequestQueue | _Owner]] = []
         self.clock = 0
 
-    def add(self, one: Flow | _Owner, away: bool) -> None:
+    def add(self, one: RequestQueue | _Owner, away: bool) -> None:
         if away:
             # A new or returning one starts at the current level: no credit and no debt from the time it was away.
             one.served = max(one.served, self.clock)
@@ -62,16 +62,16 @@ class _Turns:
         return None
 
 
-class _Owner(Share):
-    """All flows of one owner within one priority; they take turns among themselves."""
+class _Owner(FairShare):
+    """All queues of one owner within one priority; they take turns among themselves."""
 
-    __slots__ = ("flows", "turns", "waiting")
+    __slots__ = ("queues", "turns", "waiting")
 
     def __init__(self, name: str, number: int) -> None:
         super().__init__(name, number)
         self.waiting = 0
-        self.flows: dict[str, Flow] = {}
-        self.turns = _Turns()
+        self.queues: dict[str, RequestQueue] = {}
+        self.turns = _FairOrder()
 
     def first(self) -> Sequence | None:
         return self.turns.first()
@@ -85,7 +85,7 @@ class _Class:
     def __init__(self, priority: int) -> None:
         self.priority = priority
         self.owners: dict[str, _Owner] = {}
-        self.turns = _Turns()
+        self.turns = _FairOrder()
         self.arrivals: OrderedDict[int, Sequence] = OrderedDict()
         self.resumed: list[Sequence] = []
         self.made = 0
@@ -93,28 +93,28 @@ class _Class:
     def __len__(self) -> int:
         return len(self.arrivals) + len(self.resumed)
 
-    def flow(self, owner: str, name: str) -> Flow:
+    def queue(self, owner: str, name: str) -> RequestQueue:
         self.made += 1
         of = self.owners.get(owner)
         if of is None:
             of = self.owners[owner] = _Owner(owner, self.made)
-        flow = of.flows.get(name)
-        if flow is None:
-            flow = of.flows[name] = Flow(name, self.made, of)
-        return flow
+        queue = of.queues.get(name)
+        if queue is None:
+            queue = of.queues[name] = RequestQueue(name, self.made, of)
+        return queue
 
-    def forget(self, flow: Flow) -> None:
-        owner = self.owners[flow.owner.name]
-        del owner.flows[flow.name]
-        if not owner.flows:
+    def forget(self, queue: RequestQueue) -> None:
+        owner = self.owners[queue.owner.name]
+        del owner.queues[queue.name]
+        if not owner.queues:
             del self.owners[owner.name]
 
     def push(self, sequence: Sequence, ageing_s: float) -> None:
-        flow = sequence.group.flow
-        owner = self.owners[flow.owner.name]
-        owner.turns.add(flow, not flow.items)
+        queue = sequence.group.queue
+        owner = self.owners[queue.owner.name]
+        owner.turns.add(queue, not queue.items)
         self.turns.add(owner, not owner.waiting)
-        flow.push(sequence, ageing_s)
+        queue.push(sequence, ageing_s)
         owner.waiting += 1
         self.arrivals[sequence.number] = sequence
 
@@ -122,28 +122,28 @@ class _Class:
         """Returns a deferred sequence to its place."""
         sequence.deferred = False
         if self.arrivals.get(sequence.number) is sequence:
-            flow = sequence.group.flow
-            flow.resume(sequence)
-            owner = self.owners[flow.owner.name]
-            owner.turns.add(flow, False)
+            queue = sequence.group.queue
+            queue.resume(sequence)
+            owner = self.owners[queue.owner.name]
+            owner.turns.add(queue, False)
             self.turns.add(owner, False)
 
     def head(self) -> Sequence | None:
         """The first waiting sequence that is not deferred."""
         return next((sequence for sequence in self.resumed if not sequence.deferred), None) or self.turns.first()
 
-    def taken(self, flow: Flow) -> None:
-        """Records that the flow's first sequence was admitted."""
-        owner = self.owners[flow.owner.name]
-        owner.turns.clock = max(owner.turns.clock, flow.served)
+    def taken(self, queue: RequestQueue) -> None:
+        """Records that the queue's first sequence was admitted."""
+        owner = self.owners[queue.owner.name]
+        owner.turns.clock = max(owner.turns.clock, queue.served)
         self.turns.clock = max(self.turns.clock, owner.served)
 
     def remove(self, sequence: Sequence) -> bool:
         """Removes a waiting sequence; True if it was never admitted."""
         if self.arrivals.get(sequence.number) is sequence:
-            flow = sequence.group.flow
-            del self.arrivals[sequence.number], flow.items[sequence.number]
-            self.owners[flow.owner.name].waiting -= 1
+            queue = sequence.group.queue
+            del self.arrivals[sequence.number], queue.items[sequence.number]
+            self.owners[queue.owner.name].waiting -= 1
             return True
         self.resumed.remove(sequence)
         return False
@@ -170,16 +170,16 @@ class WaitingQueues:
         return sum(map(len, self._classes))
 
     def join(self, group: RequestGroup) -> None:
-        """Assigns a new request its flow, which exists as long as one of its requests is open."""
+        """Assigns a new request its queue, which exists as long as one of its requests is open."""
         request = group.request
-        group.flow = self._class(request.priority).flow(request.owner, request.queue)
-        group.flow.groups += 1
+        group.queue = self._class(request.priority).queue(request.owner, request.queue)
+        group.queue.groups += 1
 
     def leave(self, group: RequestGroup) -> None:
-        flow = group.flow
-        flow.groups -= 1
-        if flow.groups == 0:
-            self._class(group.request.priority).forget(flow)
+        queue = group.queue
+        queue.groups -= 1
+        if queue.groups == 0:
+            self._class(group.request.priority).forget(queue)
 
     def push(self, sequence: Sequence) -> None:
         """Queues the first sequence of a request."""
@@ -192,14 +192,14 @@ class WaitingQueues:
     def remove(self, sequence: Sequence) -> None:
         self._class(sequence.group.request.priority).remove(sequence)
 
-    def peek(self, now: float) -> Turn | None:
+    def peek(self, now: float) -> NextSequence | None:
         waiting = {turn: head for turn in self._classes if len(turn) and (head := turn.head()) is not None}
         if not waiting:
             return None
         best, *others = waiting
         aged = [other for other in others if now - other.oldest() >= self.ageing_s * (other.priority - best.priority)]
         turn = min(aged, key=_Class.oldest) if aged and self._passed_over >= AGED_TURN - 1 else best
-        return Turn(waiting[turn], best.priority, bool(aged))
+        return NextSequence(waiting[turn], best.priority, bool(aged))
 
     @property
     def best_rank(self) -> float:
@@ -212,7 +212,7 @@ class WaitingQueues:
         if sequence.deferred and sequence.state == "waiting":
             self._class(sequence.group.request.priority).resume(sequence)
 
-    def pop(self, turn: Turn) -> None:
+    def pop(self, turn: NextSequence) -> None:
         """Takes a turn that `peek` returned, now or earlier; its sequence must still wait."""
         sequence = turn.sequence
         if turn.rank != sequence.group.request.priority:
@@ -221,7 +221,7 @@ class WaitingQueues:
             self._passed_over += 1
         waiting = self._class(sequence.group.request.priority)
         if waiting.remove(sequence):
-            waiting.taken(sequence.group.flow)
+            waiting.taken(sequence.group.queue)
 
     def oldest_arrival(self) -> float | None:
         """Arrival of the oldest waiting sequence, unix seconds; None if none waits."""

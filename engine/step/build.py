@@ -50,7 +50,7 @@ from .kv_capacity import (
 from .loading import give_back_freed, keep_freed, load_weights
 from .memory import graph_sizes
 from .runner import Runner
-from .share import Share, make_share
+from .share import ModelShare, make_share
 from .stage_runner import NoDraws, StageRunner
 from .warm_up import compiles, warm_up
 
@@ -224,7 +224,7 @@ def build(
 
 
 def _sampler(
-    share: Share,
+    share: ModelShare,
     deployment: Deployment,
     model: LlamaModel,
     communicator: Communicator,
@@ -244,7 +244,7 @@ def _sampler(
     return sampler
 
 
-def _announce(share: Share, parallel: ParallelConfig, device: torch.device, start_log: StartLog) -> list[str]:
+def _announce(share: ModelShare, parallel: ParallelConfig, device: torch.device, start_log: StartLog) -> list[str]:
     """Logs the choices that follow from the share; returns warnings."""
     stage, stored, deterministic = share.stage, share.stored, parallel.deterministic
     if stage.count > 1:
@@ -267,7 +267,9 @@ def _announce(share: Share, parallel: ParallelConfig, device: torch.device, star
     return warnings
 
 
-def _check(share: Share, deployment: Deployment, communicator: Communicator, device: torch.device) -> Mapping[str, int]:
+def _check(
+    share: ModelShare, deployment: Deployment, communicator: Communicator, device: torch.device
+) -> Mapping[str, int]:
     """Refuses a deployment that cannot run or does not fit, before weights are read; returns the bytes that steps need
     besides weights and KV, by name."""
     keys, size = deployment.engine, share.shard.size
@@ -293,7 +295,7 @@ def _check(share: Share, deployment: Deployment, communicator: Communicator, dev
     return working
 
 
-def _model(share: Share, parallel: ParallelConfig, communicator: Communicator, device: torch.device) -> LlamaModel:
+def _model(share: ModelShare, parallel: ParallelConfig, communicator: Communicator, device: torch.device) -> LlamaModel:
     """Makes the model without weights."""
     replicate = parallel.embedding == "replicate"
     if parallel.embedding == "auto":
@@ -317,7 +319,7 @@ def _model(share: Share, parallel: ParallelConfig, communicator: Communicator, d
 
 
 def _cache(
-    share: Share,
+    share: ModelShare,
     keys: EngineConfig,
     communicator: Communicator,
     device: torch.device,

@@ -262,7 +262,7 @@ class DecodeGraphs:
         _, positions, blocks, offsets = self._part(self._inputs, size)
         kv_len, table = sequences
         layout = StepLayout(positions, list(range(size + 1)), kv_len, table, blocks, offsets, size)
-        self._attention[size].plan(layout, self._cos[:size], self._sin[:size])
+        self._attention[size].prepare(layout, self._cos[:size], self._sin[:size])
 
     def _compute(self, size: int) -> None:
         tokens, positions, _, _ = self._part(self._inputs, size)

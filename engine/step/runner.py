@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...models.attention import AttentionBackend, KVCache, StepLayout
-from ...models.llama import LlamaModel, Stream
+from ...models.llama import LlamaModel, StepPart
 from ...models.transfer import upload
 from ..batch import Batch, Chunk, StepResult, in_order, streams
 from ..request import TokenLogprob
@@ -187,11 +187,11 @@ class Runner:
             self._second = self.attention.twin()
         yield self._second
 
-    def _stream(self, chunks: list[Chunk], attention: AttentionBackend) -> Stream:
+    def _stream(self, chunks: list[Chunk], attention: AttentionBackend) -> StepPart:
         layout, tokens, rows = self._layout(chunks)
         if self._pending_step is not None and self.sampler.latest is not None:
             tokens = feed(tokens, self.sampler.latest)
-        return Stream(tokens, layout, attention, rows)
+        return StepPart(tokens, layout, attention, rows)
 
     def _apply(self, batch: Batch) -> None:
         for slot in batch.released:

@@ -32,7 +32,7 @@ KV_DTYPES = DTYPES | {"fp8": FP8}
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ModelShare:
     """A rank's share of the model. `length`: the longest sequence served; `draft`: the draft model, if there is one;
     `needed`: bytes of the weights of both that are not in memory yet; `samples`: of both, by part (engine/identity.py);
     `stamps`: of their files, before the samples were read."""
@@ -91,7 +91,7 @@ def make_share(
     device: torch.device,
     retained_fd: int | None = None,
     salt: bytes = b"",
-) -> Share:
+) -> ModelShare:
     """Reads the checkpoint's headers and samples of its weights, and resolves `auto` and null. held: the descriptor of
     retained weights, -1 if there are none; None: nothing will be loaded. salt: see Sample. Raises like `build`."""
     keys, parallel, engine = deployment.model, deployment.parallel, deployment.engine
@@ -122,7 +122,7 @@ def make_share(
         needed = max(0, needed - pages.nbytes)
     if draft is not None:
         needed += draft.bytes
-    return Share(
+    return ModelShare(
         config,
         warnings,
         dtype,

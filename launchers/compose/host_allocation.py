@@ -30,7 +30,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class JobHosts:
     """One job's hosts in the order of its ranks. `interfaces` and `hcas` (port keys, `mlx5_0`, `mlx5_0:2`): chosen by
     the placement; () without a fabric. `route`: where neither placement nor configuration chooses an interface."""
 
@@ -44,7 +44,7 @@ class Share:
         return sum(host.slots for host in self.hosts)
 
 
-def divide(available: HostAllocation, world: World, fabric: Fabric | None) -> tuple[Share, ...]:
+def divide(available: HostAllocation, world: World, fabric: Fabric | None) -> tuple[JobHosts, ...]:
     """Each replica's share, by stage. Raises LaunchError or PlacementError if it does not fit or leaves allocated nodes
     unused."""
     if fabric is not None:
@@ -69,7 +69,7 @@ def divide(available: HostAllocation, world: World, fabric: Fabric | None) -> tu
     return shares
 
 
-def _placed(placement: Placement, fabric: Fabric) -> Share:
+def _placed(placement: Placement, fabric: Fabric) -> JobHosts:
     hosts = []
     all_devices = {n.hostname: tuple(d.index for d in n.devices) for n in fabric.nodes}
     for name, count in placement.hosts:
@@ -81,14 +81,14 @@ def _placed(placement: Placement, fabric: Fabric) -> Share:
     interfaces = dict.fromkeys(seat.interface for seat in placement.seats if seat.interface)
     hcas = dict.fromkeys(seat.hca for seat in placement.seats if seat.hca)
     if len(hosts) == 1:
-        return Share(tuple(hosts))
-    return Share(tuple(hosts), tuple(interfaces), tuple(sorted(hcas)))
+        return JobHosts(tuple(hosts))
+    return JobHosts(tuple(hosts), tuple(interfaces), tuple(sorted(hcas)))
 
 
-def _in_order(available: HostAllocation, world: World) -> tuple[Share, ...]:
+def _in_order(available: HostAllocation, world: World) -> tuple[JobHosts, ...]:
     hosts, tp = available.hosts, world.tp
     used = [0] * len(hosts)
-    shares: list[Share] = []
+    shares: list[JobHosts] = []
     at = 0
     for replica, stage in map(world.replica_and_stage, range(world.groups)):
         chosen = _next(hosts, used, at, tp)
@@ -110,7 +110,7 @@ def _in_order(available: HostAllocation, world: World) -> tuple[Share, ...]:
             used[index] += count
         at = chosen[-1][0]
         if stage == world.stages - 1:
-            shares.append(Share(tuple(_part(hosts[index], *slots) for index, slots in begun.items())))
+            shares.append(JobHosts(tuple(_part(hosts[index], *slots) for index, slots in begun.items())))
     return tuple(shares)
 
 
@@ -130,7 +130,7 @@ def _next(hosts: Sequence[Host], used: Sequence[int], at: int, tp: int) -> list[
     return None
 
 
-def together(shares: Sequence[Share]) -> Share:
+def together(shares: Sequence[JobHosts]) -> JobHosts:
     """All replicas as one job: each host once, its ranks and devices added up. Raises LaunchError if hosts differ."""
     by_name: dict[str, Host] = {}
     for host in (h for share in shares for h in share.hosts):
@@ -148,4 +148,4 @@ def together(shares: Sequence[Share]) -> Share:
     interfaces = dict.fromkeys(name for share in shares for name in share.interfaces)
     hcas = {name for share in shares for name in share.hcas}
     route = next((share.route for share in shares if share.route is not None), None)
-    return Share(tuple(by_name.values()), tuple(interfaces), tuple(sorted(hcas)), route)
+    return JobHosts(tuple(by_name.values()), tuple(interfaces), tuple(sorted(hcas)), route)

@@ -1,4 +1,4 @@
-"""Composes launcher command lines: (Deployment, Site, Share, program, forward) -> LaunchCommand, with a reason for
+"""Composes launcher command lines: (Deployment, Site, JobHosts, program, forward) -> LaunchCommand, with a reason for
 every word. Command lines contain names of variables, never their values. Pure.
 """
 
@@ -16,7 +16,7 @@ from ...topology.hardware import cpu_tier
 from ...topology.hardware.fabric import Fabric, counted
 from ...topology.hardware.ports import port_range
 from ...topology.placement.identity import PTY
-from .host_allocation import Share
+from .host_allocation import JobHosts
 from .hosts import LaunchError
 from .network import NetworkChoice, Variable, choose_network, variables
 from .ports import ENV_PORTS
@@ -91,7 +91,7 @@ def worker_program(site: Site) -> tuple[str, ...]:
 
 
 def compose(
-    deployment: Deployment, site: Site, share: Share, program: Sequence[str], forward: Sequence[str] = ()
+    deployment: Deployment, site: Site, share: JobHosts, program: Sequence[str], forward: Sequence[str] = ()
 ) -> LaunchCommand:
     """The command that starts `program` once for each slot of the share (one replica's, or a whole job's), with what
     config and fabric say in its environment and, by name, `forward`, which the caller sets. Raises LaunchError on
@@ -113,7 +113,7 @@ def compose(
     return LaunchCommand(tuple(parts), env, inherited, tuple(forward), seats, stop)
 
 
-def _environment(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
+def _environment(deployment: Deployment, site: Site, share: JobHosts, network: NetworkChoice) -> dict[str, Variable]:
     safe = Variable("1", "no Python program imports from the working directory")
     env = {child.SAFE_PATH: safe} | variables(deployment, network, share) | _listening(deployment, site, share, network)
     if site.kind == "slurm" and PTY in site.shell:
@@ -134,7 +134,7 @@ def _environment(deployment: Deployment, site: Site, share: Share, network: Netw
     return env
 
 
-def _listening(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> dict[str, Variable]:
+def _listening(deployment: Deployment, site: Site, share: JobHosts, network: NetworkChoice) -> dict[str, Variable]:
     """Variables that restrict the listening address of an MPI, which would bind to every address: to loopback if all
     ranks are on this host, else to the chosen interface. Also for torchrun's store, but not over several hosts: they
     connect to it by the first host's name. Over several hosts also the ports of all libraries. Raises LaunchError."""
@@ -145,17 +145,17 @@ def _listening(deployment: Deployment, site: Site, share: Share, network: Networ
             return {}
         why = "LD_PRELOAD is set: unset it" if preloads else "laddertron was built without a compiler: build it again"
         raise LaunchError(f"launch.port_range={ports}: gloo, NCCL and MPI keep to it by a preloaded library, and {why}")
-    found: dict[str, Variable] = {}
+    by_name: dict[str, Variable] = {}
     if site.kind != "slurm" and here:
-        found[ENV_LISTEN] = Variable("lo", "all ranks are on this host: restricts the listening address")
+        by_name[ENV_LISTEN] = Variable("lo", "all ranks are on this host: restricts the listening address")
     elif site.kind not in ("slurm", "torchrun") and network.interfaces:
         why = f"{network.interface_reason}: restricts the listening address"
-        found[ENV_LISTEN] = Variable(",".join(network.interfaces), why)
+        by_name[ENV_LISTEN] = Variable(",".join(network.interfaces), why)
     if ports is not None and not here:
-        found[ENV_PORTS] = Variable(ports, "launch.port_range: the ports on which libraries listen for other hosts")
-    if found:
-        found["LD_PRELOAD"] = Variable(site.listen, "; ".join(variable.reason for variable in found.values()))
-    return found
+        by_name[ENV_PORTS] = Variable(ports, "launch.port_range: the ports on which libraries listen for other hosts")
+    if by_name:
+        by_name["LD_PRELOAD"] = Variable(site.listen, "; ".join(variable.reason for variable in by_name.values()))
+    return by_name
 
 
 def _binding(deployment: Deployment) -> tuple[str, str]:
@@ -165,7 +165,7 @@ def _binding(deployment: Deployment) -> tuple[str, str]:
     return deployment.launch.bind_to, "launch.bind_to: by default threads run on any core"
 
 
-def crowded(deployment: Deployment, site: Site, share: Share) -> bool:
+def crowded(deployment: Deployment, site: Site, share: JobHosts) -> bool:
     """Whether ranks share cores: configured, or more ranks than known cores on a host without devices."""
     if deployment.launch.oversubscribe is not None:
         return deployment.launch.oversubscribe
@@ -183,7 +183,7 @@ def _version(site: Site) -> str:
     return ".".join(map(str, site.version)) or "(not found on this machine)"
 
 
-def _included(deployment: Deployment, site: Site, share: Share, network: NetworkChoice) -> tuple[str, str]:
+def _included(deployment: Deployment, site: Site, share: JobHosts, network: NetworkChoice) -> tuple[str, str]:
     """The interfaces for Open MPI, with the reason; "" if it chooses. A route gives its subnet, since other hosts may
     have another name for the interface, and only where nothing else restricts Open MPI: it refuses to do both."""
     if network.interfaces:
@@ -195,7 +195,7 @@ def _included(deployment: Deployment, site: Site, share: Share, network: Network
 
 
 def _openmpi(
-    deployment: Deployment, site: Site, share: Share, network: NetworkChoice, names: Sequence[str]
+    deployment: Deployment, site: Site, share: JobHosts, network: NetworkChoice, names: Sequence[str]
 ) -> list[Part]:
     launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
     word, why = _binding(deployment)
@@ -250,7 +250,7 @@ def _openmpi(
 
 
 def _mpich(
-    deployment: Deployment, site: Site, share: Share, network: NetworkChoice, names: Sequence[str]
+    deployment: Deployment, site: Site, share: JobHosts, network: NetworkChoice, names: Sequence[str]
 ) -> list[Part]:
     launch, ranks, per_node = deployment.launch, share.ranks, share.hosts[0].slots
     word, why = _binding(deployment)
@@ -273,7 +273,7 @@ def _mpich(
 
 
 def _slurm(
-    deployment: Deployment, site: Site, share: Share, network: NetworkChoice, names: Sequence[str]
+    deployment: Deployment, site: Site, share: JobHosts, network: NetworkChoice, names: Sequence[str]
 ) -> list[Part]:
     slurm, ranks, per_node = deployment.launch.slurm, share.ranks, share.hosts[0].slots
     parts = [
@@ -312,7 +312,7 @@ def _slurm(
 
 
 def _torchrun(
-    deployment: Deployment, site: Site, share: Share, network: NetworkChoice, names: Sequence[str]
+    deployment: Deployment, site: Site, share: JobHosts, network: NetworkChoice, names: Sequence[str]
 ) -> list[Part]:
     if len(share.hosts) > 1:
         raise LaunchError(
@@ -328,7 +328,7 @@ def _torchrun(
 
 
 def torchrun_hosts(
-    deployment: Deployment, site: Site, share: Share, program: Sequence[str]
+    deployment: Deployment, site: Site, share: JobHosts, program: Sequence[str]
 ) -> tuple[LaunchCommand, ...]:
     """Makes one command for each host, to be started there; host 0 is the rendezvous. For `launch --dry-run`."""
     commands = []

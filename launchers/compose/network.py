@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...engine.config.load import Deployment
 from ...topology.hardware.cpu_tier import LOOKS, LOOKS_VARIABLE
-from .host_allocation import Share
+from .host_allocation import JobHosts
 from .hosts import LaunchError
 
 
@@ -31,7 +31,7 @@ class Variable:
     reason: str = field(compare=False)
 
 
-def choose_network(deployment: Deployment, share: Share) -> NetworkChoice:
+def choose_network(deployment: Deployment, share: JobHosts) -> NetworkChoice:
     """Chooses interfaces and HCAs: the configured ones, else those of the placement."""
     launch = deployment.launch
     interfaces, why = (
@@ -41,7 +41,7 @@ def choose_network(deployment: Deployment, share: Share) -> NetworkChoice:
     return NetworkChoice(interfaces, why if interfaces else "", hcas, why_hcas if hcas else "")
 
 
-def variables(deployment: Deployment, network: NetworkChoice, share: Share) -> dict[str, Variable]:
+def variables(deployment: Deployment, network: NetworkChoice, share: JobHosts) -> dict[str, Variable]:
     """The ranks' environment: derived, then `launch.env`. Raises LaunchError if ranks of a job need different
     values."""
     by_name: dict[str, Variable] = {}

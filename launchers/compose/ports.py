@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...engine.config.load import Deployment, is_loopback
 from ...topology.hardware.fabric import counted
 from ...topology.hardware.ports import ANY_PORT, port_range
-from .host_allocation import Share
+from .host_allocation import JobHosts
 from .hosts import LaunchError
 
 ENV_PORTS = "LADDERTRON_PORTS"
@@ -29,17 +29,17 @@ def ports_at(deployment: Deployment, address: str) -> range:
     return ANY_PORT if text is None or is_loopback(address) else port_range(text)
 
 
-def require_ports(deployment: Deployment, shares: Sequence[Share]) -> None:
+def require_ports(deployment: Deployment, shares: Sequence[JobHosts]) -> None:
     """Raises LaunchError if `launch.port_range` has too few ports for the ranks of a host."""
     text = deployment.launch.port_range
     ranks = Counter(host.name for share in shares for host in share.hosts for _ in range(host.slots))
     if text is None or [*ranks] == ["localhost"]:
         return
     host, most = ranks.most_common(1)[0]
-    have, each = len(port_range(text)), _RANK + (_GLOO if deployment.engine.device == "cpu" else _NCCL)
-    need = _LAUNCHES * (most * each + _HOST)
+    have, per_rank = len(port_range(text)), _RANK + (_GLOO if deployment.engine.device == "cpu" else _NCCL)
+    need = _LAUNCHES * (most * per_rank + _HOST)
     if have < need:
         raise LaunchError(
             f"launch.port_range={text} has {counted(have, 'port')}, {host} needs {need}: {_LAUNCHES} launches at once  "
-            f"x ({counted(most, 'rank')} x {each} + {_HOST} of launcher, control channel and store): enlarge it"
+            f"x ({counted(most, 'rank')} x {per_rank} + {_HOST} of launcher, control channel and store): enlarge it"
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ...engine.config.load import Deployment, to_json
 from ...topology.hardware.interfaces import address_of, address_towards
 from ..compose.detect_launcher import survey
-from ..compose.host_allocation import Share, divide
+from ..compose.host_allocation import JobHosts, divide
 from ..compose.host_names import NEEDS_IPV4, HostNames
 from ..compose.hosts import Host, LaunchError, read_hosts
 from ..compose.mpi import CONTROL, LaunchCommand, Site, compose, worker_program
@@ -28,7 +28,7 @@ from .replica import JobHooks, ReplicaSpec
 log = logging.getLogger(__name__)
 
 
-def substitute(share: Share, places: Mapping[str, str]) -> Share:
+def substitute(share: JobHosts, places: Mapping[str, str]) -> JobHosts:
     """Replaces hosts of a share by others of the same kind; devices, interfaces and HCAs stay the same."""
     return replace(share, hosts=tuple(replace(h, name=places.get(h.name, h.name)) for h in share.hosts))
 
@@ -87,7 +87,7 @@ class Fleet:
             return deployment
         return replace(deployment, launch=replace(deployment.launch, interface=interfaces[0]))
 
-    def _routed(self, deployment: Deployment, share: Share) -> Share:
+    def _routed(self, deployment: Deployment, share: JobHosts) -> JobHosts:
         if choose_network(deployment, share).interfaces:
             return share
         return replace(share, route=find_route(self.names, share.hosts))

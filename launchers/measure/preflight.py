@@ -38,7 +38,7 @@ from .preflight_plan import (
     RankReport,
     Setup,
     judge,
-    plan,
+    make_preflight_plan,
     slowest,
     unlike,
 )
@@ -152,7 +152,9 @@ def _measure(
     # every rank must measure the same: rank 0's model folder says which sizes
     sizes = json.loads(bootstrap.all_gather(json.dumps(message_bytes(deployment)).encode())[0])
     if world.tp > 1:
-        plans = [plan(fabric, placement, shape, backend, sizes, index) for index, shape in enumerate(shapes)]
+        plans = [
+            make_preflight_plan(fabric, placement, shape, backend, sizes, index) for index, shape in enumerate(shapes)
+        ]
     else:
         plans = [PreflightPlan((), ())] * groups
     own_plan = plans[group]

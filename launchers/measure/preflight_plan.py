@@ -60,7 +60,7 @@ class PreflightPlan:
     sweep: tuple[tuple[Strategy, int], ...]
 
 
-def plan(
+def make_preflight_plan(
     fabric: Fabric,
     placement: Placement,
     shape: Shape,

@@ -52,8 +52,8 @@ class CpuAttention(TorchAttention):
         self._own_prompts &= kernels.deterministic or cpu_tier.current() != "amx"
         self._masks_prompts = not self._own_prompts
 
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
-        super().plan(layout, cos, sin)
+    def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        super().prepare(layout, cos, sin)
         self._lengths = torch.tensor(layout.kv_len, dtype=torch.int64)
         self._starts = torch.tensor(layout.query_start, dtype=torch.int64)
         work = sum(layout.kv_len[: layout.decode]) * self.cache.keys[0].shape[1]
@@ -111,9 +111,9 @@ class RowAttention(CpuAttention):
 
     name = "cpu, a row by itself"
 
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+    def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         if self._own_prompts:
-            super().plan(replace(layout, decode=0), cos, sin)
+            super().prepare(replace(layout, decode=0), cos, sin)
             first = layout.query_start
             met = sum(n * (b - a) for n, a, b in zip(layout.kv_len, first, first[1:], strict=False))
             work = met * self.cache.keys[0].shape[1]
@@ -128,7 +128,7 @@ class RowAttention(CpuAttention):
             block_table=layout.block_table.repeat_interleave(starts.diff(), 0),
             decode=tokens,
         )
-        super().plan(one_each, cos, sin)
+        super().prepare(one_each, cos, sin)
 
     def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
         if self._own_prompts:

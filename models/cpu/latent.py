@@ -59,8 +59,8 @@ class CpuLatentAttention(LatentAttention):
         self._lengths = self._starts = torch.empty(0, dtype=torch.int64)
         self._read = 0
 
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
-        super().plan(layout, cos, sin)
+    def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+        super().prepare(layout, cos, sin)
         layout = self._layout()  # without the expanded chunks
         self._lengths, self._starts = (torch.tensor(x, dtype=torch.int64) for x in (layout.kv_len, layout.query_start))
         self._read = int((layout.positions + 1).sum())

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...topology.hardware import cpu_tier
 from ..config.experts import Router
 from ..experts import Choice, ExpertProduct
-from ..ops import Lookup, Norm, Others, Product, TorchOps, Tree, rms_norm, silu_and_mul
+from ..ops import Lookup, Norm, OtherLanes, Product, TorchOps, Tree, rms_norm, silu_and_mul
 from ..pages import HugePages
 from .experts import MOST_EXPERTS, CpuChoice, PackedExperts
 from .kernels import ROWS, TYPES, Kernels, OddInputsError
@@ -194,7 +194,7 @@ class CpuOps(TorchOps):
 
         return product
 
-    def join_lanes(self, x: Tensor, own: Tensor | None, others: Others | None) -> Tensor:
+    def join_lanes(self, x: Tensor, own: Tensor | None, others: OtherLanes | None) -> Tensor:
         if self.kernels is None:
             return super().join_lanes(x, own, others)
         out = x.new_empty(x.shape)

@@ -150,7 +150,7 @@ class FlashInferAttention(TorchAttention):
         """Plan options. FlashInfer's window counts positions to the left of a token; ours includes the token."""
         return {"sm_scale": self.scale, "window_left": -1 if window is None else window - 1, **self._dtypes}
 
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+    def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         self.layout, self._cos, self._sin = layout, cos, sin
         device, (rows, lengths) = self.cache.keys[0].device, contexts(layout)
         decode, sequences = layout.decode, len(lengths)
@@ -199,7 +199,7 @@ class FlashInferAttention(TorchAttention):
 
     def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
         """Makes a backend for each size: steps of exactly that many decodes, of at most most_blocks blocks a sequence.
-        They share their buffers, so plan and replay one step at a time. Between replays only `plan` changes the
+        They share their buffers, so prepare and replay one step at a time. Between replays only `prepare` changes the
         buffers."""
         most, device = max(sizes), self.cache.keys[0].device
         indptr = torch.zeros(most + 1, dtype=torch.int32, device=device)
@@ -235,7 +235,7 @@ class FlashInferRows(FlashInferAttention):
     def _options(self, window: int | None) -> dict[str, Any]:
         return {**super()._options(window), "disable_split_kv": True}
 
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+    def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         tokens = layout.query_start[-1]
         self.layout, self._cos, self._sin = replace(layout, decode=tokens), cos, sin
         self._wait_for_last_plan()

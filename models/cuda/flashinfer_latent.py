@@ -78,7 +78,7 @@ class FlashInferLatent(LatentAttention):
         other._make_wrapper()
         return other
 
-    def plan(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
+    def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         self.layout, self._cos, self._sin = layout, cos, sin
         device, read_contexts = self._workspace.device, contexts(layout)
         if self._planned is not None:

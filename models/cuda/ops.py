@@ -15,7 +15,7 @@ from ..attention import KVCache
 from ..config.experts import Router
 from ..experts import Choice, ExpertProduct
 from ..latent import LatentCache
-from ..ops import Norm, Others, Product, RunningSum, TorchOps, Tree, tree_product
+from ..ops import Norm, OtherLanes, Product, RunningSum, TorchOps, Tree, tree_product
 from ..weights.tensor_reader import FP8
 from . import kernels as gpu_kernels
 from .experts import TILES, GroupedExperts, TritonChoice
@@ -52,7 +52,7 @@ class TritonOps(TorchOps):
 
         return product
 
-    def join_lanes(self, x: Tensor, own: Tensor | None, others: Others | None) -> Tensor:
+    def join_lanes(self, x: Tensor, own: Tensor | None, others: OtherLanes | None) -> Tensor:
         if others is None:
             return super().join_lanes(x, own, others)
         out, size = torch.empty(x.shape, dtype=x.dtype, device=x.device), x[0].numel()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..config.model_config import Wiring
 from ..config.wiring import wiring_named
-from ..residual import flow, interleave, pending_at, plan
+from ..residual import flow, interleave, pending_at, plan_sub_blocks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns about every accelerator library that is not installed
@@ -121,7 +121,7 @@ class LadderLayer(TransformerLayer):  # type: ignore[misc]
         self.wiring = wiring_of(wiring, config.num_layers, ladder_layers)
         index = self.layer_number - 1
         pending, left = (pending_at(self.wiring, at) for at in (index, index + 1))
-        self._plan = plan(replace(self.wiring, kinds=self.wiring.kinds[index : index + 1]), pending, left)
+        self._plan = plan_sub_blocks(replace(self.wiring, kinds=self.wiring.kinds[index : index + 1]), pending, left)
         self._sums = _AllReduce(self.tp_group)
 
     def forward(self, hidden_states: Tensor, context: Any = None, **arguments: Any) -> tuple[Tensor, Any]:

@@ -91,7 +91,7 @@ class Rehearsal:
         self.cluster, self.folder, self.per_node, self.lines = cluster, folder, per_node, lines
         self.config = folder / "deploy.yaml"
         self.show = Transcript({f"{folder}/": "", str(cluster.agent): "ssh", f"{Path(sys.executable).parent}/": ""})
-        self._streams: list[Stream] = []
+        self._streams: list[StreamReader] = []
 
     def write(self, shipped: str, **parallel: Any) -> None:
         """The shipped file for these nodes and this model: what differs from a site's is written over it."""
@@ -196,7 +196,7 @@ class Rehearsal:
 
     def stream(self, count: int) -> None:
         """Opens so many, and waits until each has tokens."""
-        opened = [Stream(self.client(), len(self._streams) + n) for n in range(count)]
+        opened = [StreamReader(self.client(), len(self._streams) + n) for n in range(count)]
         self._streams += opened
         self.until("tokens of every stream", lambda: all(s.tokens > 1 for s in opened))
 
@@ -308,7 +308,7 @@ class Rehearsal:
             raise Failed(text)
 
 
-class Stream(threading.Thread):
+class StreamReader(threading.Thread):
     """A streamed completion: its tokens so far, and how it ended."""
 
     def __init__(self, client: OpenAI, seed: int) -> None:

@@ -104,7 +104,7 @@ def test_nan_of_one_sequence_stays_its_own() -> None:
         offsets=torch.tensor([1, 1]),
         decode=2,
     )
-    attention.plan(layout, torch.ones(2, 1, 4), torch.zeros(2, 1, 4))
+    attention.prepare(layout, torch.ones(2, 1, 4), torch.zeros(2, 1, 4))
     healthy, sick = attention.attend(0, torch.ones(2, 24), None, None)
     assert healthy.isfinite().all()
     assert sick.isnan().all()

@@ -227,7 +227,7 @@ class Night:
         self._seat.close()
 
 
-class Stream(threading.Thread):
+class StreamReader(threading.Thread):
     """Reads one stream's events as they come, without what is another's in each run. `whole`: it came to its end."""
 
     def __init__(self, port: int, path: str, body: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from cluster.nodes import Cluster, why_not
 from job_tools import MPIRUN
 from laddertron.launchers.control import processes
 
-from faults.night import Night, Stream, line, until
+from faults.night import Night, StreamReader, line, until
 
 pytestmark = pytest.mark.slow
 SEED = int(os.environ.get("FAULT_SEED", random.SystemRandom().randrange(2**32)))
@@ -113,7 +113,7 @@ class Reader(threading.Thread):
         super().__init__()
         self._night = night
         self.over = threading.Event()
-        self.read: list[tuple[int, Stream]] = []
+        self.read: list[tuple[int, StreamReader]] = []
         self.refused: Counter[int] = Counter()
         self.start()
 
@@ -128,8 +128,10 @@ class Reader(threading.Thread):
                 self.over.wait(0.1)  # 503 while the engine is away
 
 
-def ask(night: Night, seed: int) -> Stream:
-    stream = Stream(night.port, "completions", {"prompt": "def g(", "max_tokens": 80, "seed": seed, "temperature": 0})
+def ask(night: Night, seed: int) -> StreamReader:
+    stream = StreamReader(
+        night.port, "completions", {"prompt": "def g(", "max_tokens": 80, "seed": seed, "temperature": 0}
+    )
     stream.join()
     return stream
 

@@ -22,7 +22,7 @@ from job_tools import MPIRUN
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.processes import ProcessId
 
-from faults.night import ROOT, Night, Stream, line, until
+from faults.night import ROOT, Night, StreamReader, line, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -147,7 +147,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def gone_on(streams: list[Stream], seen: list[int]) -> bool:
+def gone_on(streams: list[StreamReader], seen: list[int]) -> bool:
     """Whether each is further than that, or over."""
     return all(len(s.events) > count or not s.is_alive() for s, count in zip(streams, seen, strict=True))
 
@@ -160,10 +160,10 @@ def test_streams_outlive_their_ranks(night: Night) -> None:
     night.start()
     night.ready()
     asked = {name: (path, {"max_tokens": 180, "return_digest": True, **body}) for name, (path, body) in STREAMS.items()}
-    calm = {name: Stream(night.port, *one) for name, one in asked.items()}
+    calm = {name: StreamReader(night.port, *one) for name, one in asked.items()}
     for stream in calm.values():
         stream.join()
-    streams = {name: Stream(night.port, *one) for name, one in asked.items()}
+    streams = {name: StreamReader(night.port, *one) for name, one in asked.items()}
     gaps = []
     for _ in range(3):
         until("tokens", partial(gone_on, list(streams.values()), [len(s.events) + 5 for s in streams.values()]), 120)
@@ -267,13 +267,13 @@ def test_streams_and_a_batch_outlive_a_rank_of_a_family(
         a_start(night)
         if STANDBY[0] in sets:
             night.stands()
-        calm = {name: Stream(night.port, *one) for name, one in asked.items()}
+        calm = {name: StreamReader(night.port, *one) for name, one in asked.items()}
         for stream in calm.values():
             stream.join()
             assert stream.whole, night.tail()
         batch = night.submit([line(f"line-{n}", 40, n, prompts[n % len(prompts)]) for n in range(LINES)])
         until("answers", lambda: len(night.committed()) >= 20, 60)
-        streams = {name: Stream(night.port, *one) for name, one in asked.items()}
+        streams = {name: StreamReader(night.port, *one) for name, one in asked.items()}
         until("tokens", partial(gone_on, list(streams.values()), [5] * len(streams)), 120)
         assert not any(stream.whole for stream in streams.values())
         assert night.batch(batch)["status"] == "in_progress"

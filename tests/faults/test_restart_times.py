@@ -15,7 +15,7 @@ from statistics import median
 import pytest
 from job_tools import MPIRUN
 
-from faults.night import ROOT, Night, Stream, until
+from faults.night import ROOT, Night, StreamReader, until
 
 sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
 from common import table
@@ -91,12 +91,12 @@ def kills(night: Night, model: Path, standby: bool) -> list[tuple[str, float]]:
     wait = night.stands if standby else night.ready
     night.start()
     wait()
-    undisturbed = Stream(night.port, "completions", body)
+    undisturbed = StreamReader(night.port, "completions", body)
     undisturbed.join()
     found = []
     for number, cache in enumerate(CACHES * ROUNDS):
         wait()
-        stream = Stream(night.port, "completions", body)
+        stream = StreamReader(night.port, "completions", body)
         until("tokens", lambda: len(stream.events) > 4, 120)  # noqa: B023 (called before the next)
         if cache == "cold":
             drop_caches(model)

@@ -21,7 +21,7 @@ from job_tools import MPIRUN
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.processes import ProcessId
 
-from faults.night import ROOT, Night, Stream, line, until
+from faults.night import ROOT, Night, StreamReader, line, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -97,13 +97,13 @@ def test_a_stream_goes_on_by_the_standby_and_says_the_same(night: Night) -> None
     night.start()
     night.stands()
     body["return_digest"] = True
-    undisturbed = Stream(night.port, "completions", body)
+    undisturbed = StreamReader(night.port, "completions", body)
     undisturbed.join()
     assert undisturbed.whole, undisturbed.said
     took: list[float] = []
     for number in range(int(os.environ.get("FAULT_TAKEOVERS", "20"))):
         night.stands()
-        stream = Stream(night.port, "completions", body)
+        stream = StreamReader(night.port, "completions", body)
         until("tokens", lambda: len(stream.events) > 8, 30, 0.001)  # noqa: B023 (called before the next)
         what = rng.choice(("rank", "rank", "mpirun", "keeper"))
         assert night.strike(what, rng, night.launches()[:1]) is not None

@@ -102,7 +102,7 @@ def wiring_of(lanes: Lanes) -> Wiring:
 
 def play(lanes: Lanes) -> tuple[Recorder, Stream]:
     recorder = Recorder()
-    plan = residual.plan(wiring_of(lanes))
+    plan = residual.plan_sub_blocks(wiring_of(lanes))
     flow = residual.flow(Stream({"e": 1.0}), plan, recorder, {"group": recorder}, alone=True)
     end, pending = residual.interleave([flow])[0]
     assert pending == ()
@@ -191,7 +191,7 @@ def test_stages_read_what_one_group_reads(lanes: Lanes, begin: int) -> None:
     plans = []
     for first, last in ((0, begin), (begin, LAYERS)):
         kind: WiringKind = "lanes"
-        plans.append(residual.plan(Wiring((kind,) * (last - first), lanes=replace(lanes, first=first))))
+        plans.append(residual.plan_sub_blocks(Wiring((kind,) * (last - first), lanes=replace(lanes, first=first))))
     recorders = Recorder(), Recorder(first_layer=begin)
     flow = residual.flow(Stream({"e": 1.0}), plans[0], recorders[0], {"group": recorders[0]})
     stream, pending = residual.interleave([flow])[0]

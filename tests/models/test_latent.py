@@ -74,7 +74,7 @@ def check(
     rows = torch.cat((torch.cat((absorbed, queries[..., PLAIN:]), -1), stored.unsqueeze(1)), 1)
     held = [latents.clone() for latents in cache.latents]
     attention = LatentAttention(cache, SCALE)
-    attention.plan(layout, angle.cos(), angle.sin())
+    attention.prepare(layout, angle.cos(), angle.sin())
     out = attention.attend(1, rows.flatten(1).to(dtype), None, norm)
     got = torch.einsum("thr,hvr->thv", out.view(tokens, HEADS, RANK).float(), values)
 
@@ -117,7 +117,7 @@ def test_nan_of_one_sequence_stays_its_own() -> None:
     at = torch.tensor([1, 9])
     layout = StepLayout(at, [0, 1, 2], [2, 10], table, torch.tensor([1, 3]), torch.tensor([1, 1]), 2)
     attention = LatentAttention(cache, SCALE)
-    attention.plan(layout, torch.ones(2, 1, ROTARY // 2), torch.zeros(2, 1, ROTARY // 2))
+    attention.prepare(layout, torch.ones(2, 1, ROTARY // 2), torch.zeros(2, 1, ROTARY // 2))
     norm = Norm(torch.ones(RANK), 1e-6)
     healthy, sick = attention.attend(0, torch.ones(2, (HEADS + 1) * WIDTH), None, norm)
     assert healthy.isfinite().all()

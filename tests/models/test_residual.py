@@ -87,7 +87,7 @@ class Arrival:
 
 def run(embedded: Any, wiring: Wiring, blocks: Any, all_reduce: Any, size: int) -> Any:
     """The whole model's way, as one stream."""
-    flow = residual.flow(embedded, residual.plan(wiring), blocks, {"group": all_reduce}, size)
+    flow = residual.flow(embedded, residual.plan_sub_blocks(wiring), blocks, {"group": all_reduce}, size)
     ((end, pending),) = residual.interleave([flow])
     assert pending == ()
     return end
@@ -246,7 +246,7 @@ def test_no_communication_starts_nothing() -> None:
 def test_two_streams_can_be_interleaved() -> None:
     """`flow` yields after every start, so that two halves of a batch may take turns through the same layers."""
     recorders = Recorder(), Recorder()
-    plan = residual.plan(Wiring(STANDARD))
+    plan = residual.plan_sub_blocks(Wiring(STANDARD))
     flows = [untyped_flow(Stream(frozenset("e")), plan, r, {"group": r}) for r in recorders]
     for _ in range(2 * L):
         for flow in flows:
@@ -312,7 +312,7 @@ def test_a_collective_is_told_what_is_waited_for_at_once(alone: bool, want: list
     """Of a hybrid the sums that the next sub-block reads, where no other stream computes meanwhile: not M0's, behind
     which the first ladder attention computes, nor any that starts while another is in flight."""
     recorder, log, at_once = Recorder(), list[tuple[str, str]](), list[str]()
-    plan = residual.plan(Wiring(("standard", "ladder", "standard")))
+    plan = residual.plan_sub_blocks(Wiring(("standard", "ladder", "standard")))
     accounts = Accounts(recorder, log, at_once)
     flow = untyped_flow(Stream(frozenset("e")), plan, recorder, {"group": accounts}, alone=alone)
     assert len(list(flow)) == 6
@@ -323,7 +323,7 @@ def test_a_collective_is_told_what_is_waited_for_at_once(alone: bool, want: list
 def test_a_shortcuts_sum_has_a_scope_and_a_lag_of_its_own() -> None:
     """The experts of every other layer read what its MLP reads. Their sum is over all ranks and joins behind the next
     layer, three sub-blocks later; those of the dense path stay inside the node, are read at once and overtake it."""
-    plan = residual.plan(Wiring(("shortcut", "standard") * 2), dense="node")
+    plan = residual.plan_sub_blocks(Wiring(("shortcut", "standard") * 2), dense="node")
     assert [block.lag for block in plan.sub_blocks] == [0, 3, 0, 0, 0] * 2
     assert [b.account for b in plan.sub_blocks[:3]] == ["shortcut attention", "shortcut experts", "shortcut mlp"]
     blocks, node, group = Recorder(), Recorder(), Recorder()

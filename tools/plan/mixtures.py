@@ -12,7 +12,7 @@ from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring
 from ...models.config.quantisation import BYTES
 from ...models.config.shapes import ShapeError, Sharing, check_shapes, share
-from ...models.residual import plan
+from ...models.residual import plan_sub_blocks
 from ...topology.cost.cost import Backend, predict, sent_bytes
 from ...topology.cost.prices import reference
 from .layouts import Devices, Work, fullest_stage, group_of, hop
@@ -43,7 +43,7 @@ class MixtureLayout:
 def messages_of(config: ModelConfig, wiring: Wiring, sharing: Sharing) -> int:
     """All-reduces of the layers in one step that are over the whole group, not inside a node."""
     mixed = () if config.experts is None else config.experts.layers
-    blocks = plan(wiring, mixed=mixed, dense="node" if sharing.per_node else "group").sub_blocks
+    blocks = plan_sub_blocks(wiring, mixed=mixed, dense="node" if sharing.per_node else "group").sub_blocks
     return sum(block.scope == "group" for block in blocks)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from ...models.config.parts import Wiring, make_wiring
-from ...models.residual import AllReduce, Scope, flow, interleave, plan
+from ...models.residual import AllReduce, Scope, flow, interleave, plan_sub_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +99,27 @@ class _InFlight:
         self.left = wire.busy_s
         self.arrives: float | None = None
 
-    def wait(self) -> _Stream:
+    def wait(self) -> _Residual:
         self._clock.wait(self)
-        return _STREAM
+        return _RESIDUAL
 
 
-class _Stream:
+class _Residual:
     """The residual: on a virtual clock it has no value, only order."""
 
     __slots__ = ()
 
-    def __add__(self, other: _Stream, /) -> _Stream:
+    def __add__(self, other: _Residual, /) -> _Residual:
         return self
 
-    def __mul__(self, other: float, /) -> _Stream:
+    def __mul__(self, other: float, /) -> _Residual:
         return self
 
-    def __truediv__(self, other: int, /) -> _Stream:
+    def __truediv__(self, other: int, /) -> _Residual:
         return self
 
 
-_STREAM = _Stream()
+_RESIDUAL = _Residual()
 
 
 class VirtualClock:
@@ -190,30 +190,30 @@ class _Timed:
     def __init__(self, clock: VirtualClock, cost: StepCost, overlap: bool) -> None:
         self._clock, self._cost, self._overlap = clock, cost, overlap
 
-    def attention(self, layer: int, residual: _Stream) -> _Stream:
+    def attention(self, layer: int, residual: _Residual) -> _Residual:
         self._clock.compute(self._cost.attention_s[layer])
         return residual
 
-    def mlp(self, layer: int, residual: _Stream) -> _Stream:
+    def mlp(self, layer: int, residual: _Residual) -> _Residual:
         self._clock.compute(self._cost.mlp_s[layer])
         return residual
 
-    def shortcut(self, layer: int, residual: _Stream) -> _Stream:
+    def shortcut(self, layer: int, residual: _Residual) -> _Residual:
         self._clock.compute(self._cost.beside_s[layer])
         return residual
 
-    def attention_and_mlp(self, layer: int, residual: _Stream) -> _Stream:
+    def attention_and_mlp(self, layer: int, residual: _Residual) -> _Residual:
         both = self._cost.attention_s[layer] + self._cost.mlp_s[layer]
         self._clock.compute(max(0.0, both - self._cost.shared_norm_saves_s))
         return residual
 
-    def sum_of_lanes(self, output: _Stream) -> _Stream:
+    def sum_of_lanes(self, output: _Residual) -> _Residual:
         return output
 
-    def of_others(self, total: _Stream, output: _Stream) -> _Stream:
+    def of_others(self, total: _Residual, output: _Residual) -> _Residual:
         return total
 
-    def start(self, x: _Stream, *_: object) -> _InFlight:
+    def start(self, x: _Residual, *_: object) -> _InFlight:
         return self.send(self._cost.all_reduce)
 
     def send(self, wire: Wire, apart: bool = False) -> _InFlight:
@@ -230,7 +230,7 @@ class _NodeSums:
     def __init__(self, blocks: _Timed, wire: Wire) -> None:
         self._blocks, self._wire = blocks, wire
 
-    def start(self, x: _Stream, *_: object) -> _InFlight:
+    def start(self, x: _Residual, *_: object) -> _InFlight:
         return self._blocks.send(self._wire, apart=True)
 
 
@@ -245,7 +245,7 @@ def simulate_step(
     if silent:
         wiring = make_wiring("none", len(wiring.kinds))
 
-    def stream(part: StepCost) -> Generator[None, None, _Stream]:
+    def stream(part: StepCost) -> Generator[None, None, _Residual]:
         if part.beside_s and "shortcut" not in wiring.kinds:  # experts and MLP in one sum
             part = replace(part, mlp_s=[a + b for a, b in zip(part.mlp_s, part.beside_s, strict=True)])
         embedding = None if silent or not part.before.seconds else clock.send(part.before)
@@ -253,11 +253,11 @@ def simulate_step(
         if embedding is not None:
             embedding.wait()
         blocks = _Timed(clock, part, overlap)
-        sums: dict[Scope, AllReduce[_Stream]] = {"group": blocks}
+        sums: dict[Scope, AllReduce[_Residual]] = {"group": blocks}
         if part.node is not None:
             sums["node"] = _NodeSums(blocks, part.node)
         dense: Scope = "group" if part.node is None else "node"
-        end, _ = yield from flow(_STREAM, plan(wiring, mixed=part.mixed, dense=dense), blocks, sums, size)
+        end, _ = yield from flow(_RESIDUAL, plan_sub_blocks(wiring, mixed=part.mixed, dense=dense), blocks, sums, size)
         return end
 
     interleave([stream(part) for part in halves or (cost,)])

@@ -49,7 +49,7 @@ _UPLOAD = {
 }
 
 
-class _Lines:
+class _LineCounter:
     """Counts lines while they arrive: a file with too many is refused before the rest is read."""
 
     def __init__(self, max_lines: int, max_bytes: int) -> None:
@@ -86,7 +86,7 @@ class _Upload:
         self._services, self._file, self._reservation = services, file, reservation
         self._parts: list[bytes] = []
         self._size = 0
-        self._lines = _Lines(services.limits.max_lines, services.limits.max_line_bytes)
+        self._lines = _LineCounter(services.limits.max_lines, services.limits.max_line_bytes)
         self.sums = BlockSums()
 
     def take(self, data: bytes) -> None:

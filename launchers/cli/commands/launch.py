@@ -16,7 +16,7 @@ import click
 from ....engine import child
 from ....engine.config.load import Deployment, read
 from ...compose.detect_launcher import assume, fabric_of, survey
-from ...compose.host_allocation import Share, together
+from ...compose.host_allocation import JobHosts, together
 from ...compose.hosts import Host, LaunchError, read_hosts
 from ...compose.kubernetes import gaps, leader_worker_set, mpijob
 from ...compose.mpi import CONTROL, LaunchCommand, Part, Site, compose, torchrun_hosts, worker_program
@@ -55,7 +55,7 @@ def site_of(deployment: Deployment, environ: Mapping[str, str], dry_run: bool) -
         return assume(deployment, environ)
 
 
-def hosts_of_all(fleet: Fleet, arguments: Sequence[str]) -> Share:
+def hosts_of_all(fleet: Fleet, arguments: Sequence[str]) -> JobHosts:
     """The hosts of all replicas in one job; of `topo`, which records the fabric, with the spare ones."""
     share = together(fleet.shares)
     if arguments[0] != "topo":

@@ -114,8 +114,8 @@ def turn(queues: WaitingQueues, now: float = 0.0, charge: int = 0) -> Sequence:
     seen = queues.peek(now)
     assert seen is not None
     queues.pop(seen)
-    seen.sequence.group.flow.served += charge
-    seen.sequence.group.flow.owner.served += charge
+    seen.sequence.group.queue.served += charge
+    seen.sequence.group.queue.owner.served += charge
     return seen.sequence
 
 
@@ -188,12 +188,12 @@ def test_a_client_orders_its_own_queue(run_seed: int) -> None:
     served = [turn(queues, charge=1) for _ in range(102)]
     assert [s.number for s in served if s.group.request.queue == "A"] == [s.number for s in there]
     assert 401 in [s.number for s in served[:2]]
-    flow = last.group.flow
+    queue = last.group.queue
     for number in range(1000, 3000):
         gone = waiting(queues, number, "A", order=2**31)
         queues.remove(gone)
         queues.leave(gone.group)
-    assert len(flow._order) < 200
+    assert len(queue._order) < 200
 
 
 def test_whoever_ran_before_goes_before_new_requests() -> None:

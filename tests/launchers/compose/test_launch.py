@@ -18,7 +18,7 @@ import pytest
 from laddertron.engine.config.load import Deployment, load
 from laddertron.launchers.cli.commands.launch import before_its_fabric, printed, render
 from laddertron.launchers.compose.detect_launcher import launcher_of, survey
-from laddertron.launchers.compose.host_allocation import Share, divide, together
+from laddertron.launchers.compose.host_allocation import JobHosts, divide, together
 from laddertron.launchers.compose.hosts import Host, HostAllocation, LaunchError
 from laddertron.launchers.compose.mpi import CONTROL, Kind, Site, compose, torchrun_hosts, worker_program
 from laddertron.topology.hardware.cpu_tier import VARIABLE
@@ -51,8 +51,8 @@ def site(kind: Kind, fabric: Fabric | None = None, **changes: object) -> Site:
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
-def hosts(*names: str, slots: int = 8) -> Share:
-    return Share(tuple(Host(name, slots) for name in names))
+def hosts(*names: str, slots: int = 8) -> JobHosts:
+    return JobHosts(tuple(Host(name, slots) for name in names))
 
 
 def deployment(name: str = "llama-3.1-405b-tp16.yaml", *overrides: str) -> Deployment:
@@ -236,13 +236,13 @@ def test_ranks_of_one_job_see_the_same_devices() -> None:
     shares = divide(HostAllocation((Host("a", 8),), "launch.hosts"), World(4, replicas=2), None)
     seen = [compose(d, site("openmpi"), share, ["p"]).env["CUDA_VISIBLE_DEVICES"] for share in shares]
     assert seen == ["0,1,2,3", "4,5,6,7"]
-    uneven = Share((Host("a", 4, (0, 1, 2, 3)), Host("b", 4, (4, 5, 6, 7))))
+    uneven = JobHosts((Host("a", 4, (0, 1, 2, 3)), Host("b", 4, (4, 5, 6, 7))))
     with pytest.raises(LaunchError, match="same devices on each host"):
         compose(d, site("openmpi"), uneven, ["p"])
     with pytest.raises(LaunchError, match="srun assigns GPUs to steps itself"):
         compose(d, site("slurm"), shares[1], ["p"])
     with pytest.raises(LaunchError, match="the same number of ranks on each host"):
-        compose(d, site("openmpi"), Share((Host("a", 8), Host("b", 4))), ["p"])
+        compose(d, site("openmpi"), JobHosts((Host("a", 8), Host("b", 4))), ["p"])
     # all replicas in one job take whole hosts again
     assert "CUDA_VISIBLE_DEVICES" not in compose(d, site("openmpi"), together([hosts("a")]), ["p"]).env
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laddertron.engine.config.load import Deployment, load
-from laddertron.launchers.compose.host_allocation import Share, divide, together
+from laddertron.launchers.compose.host_allocation import JobHosts, divide, together
 from laddertron.launchers.compose.host_names import HostNames
 from laddertron.launchers.compose.hosts import (
     Host,
@@ -104,7 +104,7 @@ def test_where_hosts_come_from(tmp_path: Path) -> None:
     assert (found.source, found.hosts) == ("launch.fabric", (Host("node0", 8), Host("node1", 8)))
 
 
-def names(shares: tuple[Share, ...]) -> list[str]:
+def names(shares: tuple[JobHosts, ...]) -> list[str]:
     return [" ".join(f"{h.name}:{h.slots}" for h in share.hosts) for share in shares]
 
 
@@ -195,7 +195,7 @@ def plain(hostname: str) -> HostNames:
 
 def test_spares_take_the_place_of_lost_hosts() -> None:
     """A host that cannot be cleared is replaced, for all that were on it, until spares run out."""
-    share = Share((Host("a", 8), Host("b", 8)))
+    share = JobHosts((Host("a", 8), Host("b", 8)))
     places = spare_places(share.hosts, ["b.example.org"], ["s1", "s2"], {}, plain("login"))
     assert places == {"b": "s1"}
     assert names((substitute(share, places),)) == ["a:8 s1:8"]

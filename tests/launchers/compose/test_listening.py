@@ -11,7 +11,7 @@ import pytest
 from job_tools import MPIRUN
 from laddertron.engine.config.load import load
 from laddertron.launchers.compose.detect_launcher import survey
-from laddertron.launchers.compose.host_allocation import Share
+from laddertron.launchers.compose.host_allocation import JobHosts
 from laddertron.launchers.compose.hosts import Host, LaunchError
 from laddertron.launchers.compose.mpi import Kind, compose, torchrun_hosts
 from laddertron.launchers.compose.ports import ENV_PORTS
@@ -62,7 +62,10 @@ def test_a_job_on_this_host_listens_on_loopback_alone(kind: Kind, tmp_path: Path
     found = {}
     for listen in (here.listen, None):
         command = compose(
-            deployment, replace(here, listen=listen), Share((Host("localhost", 2),)), [here.python, str(script), kind]
+            deployment,
+            replace(here, listen=listen),
+            JobHosts((Host("localhost", 2),)),
+            [here.python, str(script), kind],
         )
         done = subprocess.run(
             command.argv, env={**os.environ, **command.env}, capture_output=True, text=True, timeout=HANG_S
@@ -92,7 +95,7 @@ def test_where_a_job_is_bound_to(kind: Kind) -> None:
     ):
         said = replace(deployment, launch=replace(deployment.launch, interface=interface))
         site = replace(here, shell=frozenset(more))
-        share = Share(tuple(Host(n, 2) for n in name))
+        share = JobHosts(tuple(Host(n, 2) for n in name))
         if kind == "torchrun" and len(name) > 1:
             assert "LD_PRELOAD" not in torchrun_hosts(said, site, share, ["prog"])[0].env
             continue
@@ -111,7 +114,7 @@ def test_where_a_job_takes_its_ports(kind: Kind) -> None:
     be preloaded, the launch is refused."""
     deployment = load(CONFIG, ("launch.launcher=openmpi", "launch.port_range=40000-40099"))
     here = replace(survey(deployment, {}), listen="/x/_listen.so", host="node7", kind=kind, version=(5, 0))
-    pair, alone = Share((Host("node7", 2), Host("node8", 2))), Share((Host("localhost", 2),))
+    pair, alone = JobHosts((Host("node7", 2), Host("node8", 2))), JobHosts((Host("localhost", 2),))
     if kind == "torchrun":
         command = torchrun_hosts(deployment, here, pair, ["prog"])[0]
         assert "--master-port=40099" in command.argv

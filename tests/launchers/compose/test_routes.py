@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from laddertron.engine.config.load import load
 from laddertron.launchers.compose import routes
-from laddertron.launchers.compose.host_allocation import Route, Share, together
+from laddertron.launchers.compose.host_allocation import JobHosts, Route, together
 from laddertron.launchers.compose.host_names import HostNames
 from laddertron.launchers.compose.hosts import Host
 from laddertron.launchers.compose.mpi import Kind, Site, compose
@@ -63,7 +63,7 @@ def test_the_route_to_the_other_hosts() -> None:
 
 def composed(kind: Kind, *overrides: str, shell: frozenset[str] = frozenset()) -> Any:
     site = Site(kind, "mpirun", (5, 0, 1), "python", shell=shell, host="a")
-    share = Share((Host("a", 1), Host("b", 1)), route=ROUTE)
+    share = JobHosts((Host("a", 1), Host("b", 1)), route=ROUTE)
     return compose(load(DEMO, overrides), site, share, ("rank",))
 
 
@@ -87,7 +87,7 @@ def test_open_mpi_is_given_the_subnet_unless_it_is_restricted_otherwise() -> Non
 
 
 def test_replicas_in_one_job_have_one_route() -> None:
-    shares = [Share((Host("a", 1),)), Share((Host("b", 1), Host("c", 1)), route=ROUTE)]
+    shares = [JobHosts((Host("a", 1),)), JobHosts((Host("b", 1), Host("c", 1)), route=ROUTE)]
     assert together(shares).route == ROUTE
 
 

@@ -172,7 +172,7 @@ def test_threads_share_the_work_and_change_nothing(monkeypatch: pytest.MonkeyPat
     for threads in (1, 3):
         monkeypatch.setattr(KERNELS, "threads", threads)
         ops, attention = CpuOps(KERNELS), CpuAttention(stored, (None,), 0.2, KERNELS)
-        attention.plan(layout, torch.ones(3, 1, 16), torch.zeros(3, 1, 16))
+        attention.prepare(layout, torch.ones(3, 1, 16), torch.zeros(3, 1, 16))
         answers.append((ops.gated_product(weight, None, norm)(x), attention.attend(0, qkv, None, None)))
     assert all(torch.equal(one, three) for one, three in zip(*answers, strict=True))
 
@@ -277,7 +277,7 @@ def assert_attend_alike(
     ]
     for backend in backends:
         cache.keys[0], cache.values[0] = keys.clone(), values.clone()
-        backend.plan(layout, angles.cos(), angles.sin())
+        backend.prepare(layout, angles.cos(), angles.sin())
         answers.append(backend.attend(0, qkv, *norms))
         stored.append((cache.keys[0][first:], cache.values[0][first:]))
     assert_near(answers[1], answers[0])
@@ -352,7 +352,7 @@ def test_how_a_prompt_is_chunked_changes_no_bit(window: int | None, monkeypatch:
             layout = replace(layout, block_table=table)
             turn = torch.cat((angles[first:last], angles[:40])) if beside else angles[first:last]
             backend = CpuAttention(cache, (window,), 0.125, KERNELS)
-            backend.plan(layout, turn.cos(), turn.sin())
+            backend.prepare(layout, turn.cos(), turn.sin())
             rows = torch.cat((qkv[first:last], other)) if beside else qkv[first:last].clone()
             parts.append(backend.attend(0, rows, None, None)[: last - first])
         return torch.cat(parts)
@@ -375,13 +375,13 @@ def test_a_poisoned_context_answers_nan() -> None:
             torch.tensor([9, 9]), 2,
         )  # fmt: skip
         backend = CpuAttention(cache, (None,), 0.125, KERNELS)
-        backend.plan(layout, torch.ones(2, 1, 32), torch.zeros(2, 1, 32))
+        backend.prepare(layout, torch.ones(2, 1, 32), torch.zeros(2, 1, 32))
         out = backend.attend(0, normal(2, 8 * 64, dtype=dtype), None, None)
         assert torch.isnan(out[0]).any()
         assert torch.isfinite(out[1]).all()
         prompts = prompt_layout([(8, 10), (8, 10)], 16)
         backend = CpuAttention(writable(cache), (None,), 0.125, KERNELS)
-        backend.plan(replace(prompts, block_table=layout.block_table), torch.ones(4, 1, 32), torch.zeros(4, 1, 32))
+        backend.prepare(replace(prompts, block_table=layout.block_table), torch.ones(4, 1, 32), torch.zeros(4, 1, 32))
         out = backend.attend(0, normal(4, 8 * 64, dtype=dtype), None, None)
         assert torch.isnan(out[:2]).any(-1).all()
         assert torch.isfinite(out[2:]).all()

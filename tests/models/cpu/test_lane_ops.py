@@ -6,7 +6,7 @@ import pytest
 import torch
 from laddertron.models.cpu.kernels import Kernels
 from laddertron.models.cpu.ops import CpuOps
-from laddertron.models.ops import LaneStream, Norm, Others, TorchOps
+from laddertron.models.ops import LaneStream, Norm, OtherLanes, TorchOps
 
 KERNELS = Kernels.find(deterministic=True)
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the C kernels were not built here")
@@ -23,7 +23,7 @@ def test_sums_and_orders_are_those_of_torch_bit_for_bit(dtype: torch.dtype, lane
     ops, torch_ops = CpuOps(KERNELS), TorchOps()
     x, own, past = (drawn(lanes, tokens, 66, dtype=dtype, seed=seed) for seed in (1, 2, 3))
     embedded = drawn(tokens, 66, dtype=dtype, seed=5).expand(lanes, -1, -1)
-    others = Others(drawn(tokens, 66, dtype=dtype, seed=4), past)
+    others = OtherLanes(drawn(tokens, 66, dtype=dtype, seed=4), past)
     for start in (x, embedded):  # lanes that share one embedding lie no distance apart
         for summands in ((own, others), (own, None), (None, others)):
             assert torch.equal(ops.join_lanes(start, *summands), torch_ops.join_lanes(start, *summands))
@@ -35,7 +35,7 @@ def test_sums_and_orders_are_those_of_torch_bit_for_bit(dtype: torch.dtype, lane
 def test_a_stream_adds_up_in_the_order_of_its_summands() -> None:
     """Whichever kernel serves: an own output with what others computed, an early sum for all lanes, a stage's rows."""
     x, own, past = (drawn(3, 5, 8, dtype=torch.bfloat16, seed=seed) for seed in (1, 2, 3))
-    others, early = Others(drawn(5, 8, dtype=torch.bfloat16), past), drawn(5, 8, dtype=torch.bfloat16, seed=6)
+    others, early = OtherLanes(drawn(5, 8, dtype=torch.bfloat16), past), drawn(5, 8, dtype=torch.bfloat16, seed=6)
     late = others.total - others.own
     for ops in (CpuOps(KERNELS), TorchOps()):
         assert torch.equal((LaneStream(ops, x) + own + others).whole(), x + own + late)

@@ -100,7 +100,7 @@ class Step:
             at, table = layout.positions[rows], layout.block_table[s : s + 1]
             decode = int(last - first == 1)
             layout = StepLayout(at, [0, len(at)], [length], table, layout.blocks[rows], layout.offsets[rows], decode)
-        attention.plan(layout, self.angle[rows].cos(), self.angle[rows].sin())
+        attention.prepare(layout, self.angle[rows].cos(), self.angle[rows].sin())
         return attention.attend(0, self.x[rows], None, self.norm)
 
 
@@ -204,7 +204,7 @@ def test_expanded_chunks_mean_what_absorbed_ones_do(dtype: torch.dtype, chunks: 
         cache = LatentCache(shard, len(past), 16, dtype, torch.device("cpu"))
         cache.latents[0].copy_(past)
         attention = CpuLatentAttention(cache, scale, kernels, expansion=expansion)
-        attention.plan(layout, angle.cos(), angle.sin())
+        attention.prepare(layout, angle.cos(), angle.sin())
         assert len(attention.expanded) == (2 if expansion else 0)
         found.append((products(attention, 0, x).float(), cache.latents[0].float()))
     for absorbed, expanded in zip(*found, strict=True):

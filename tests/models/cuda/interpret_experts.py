@@ -16,7 +16,7 @@ from laddertron.models.cuda import ops as gpu_ops
 from laddertron.models.cuda.experts import TILES, GroupedExperts, TritonChoice
 from laddertron.models.experts import TorchChoice, TorchExperts
 from laddertron.models.latent import LatentAttention, LatentCache
-from laddertron.models.ops import Norm, Others
+from laddertron.models.ops import Norm, OtherLanes
 
 if "TRITON_INTERPRET" not in os.environ:
     torch.set_default_device("cuda")
@@ -161,9 +161,9 @@ def lanes() -> dict[str, bool]:
     x, own, past, total = normal(3, 5, 40), normal(3, 5, 40), normal(3, 5, 40), normal(5, 40)
     wide = normal(1, 5, 40).expand(3, -1, -1)
     for name, arguments in {
-        "join": (x, own, Others(total, past)),
-        "late": (x, None, Others(total, past)),
-        "expanded": (wide, own, Others(total, past)),
+        "join": (x, own, OtherLanes(total, past)),
+        "late": (x, None, OtherLanes(total, past)),
+        "expanded": (wide, own, OtherLanes(total, past)),
     }.items():
         found[name] = torch.equal(fused.join_lanes(*arguments), plain.join_lanes(*arguments))
     found["sum"] = torch.equal(fused.sum_lanes(x), plain.sum_lanes(x))

@@ -95,7 +95,7 @@ def compare(
             layout_of = StepLayout(
                 layout.positions, layout.query_start, layout.kv_len, table, layout.blocks, layout.offsets, layout.decode
             )
-        backend.plan(layout_of, angles.cos(), angles.sin())
+        backend.prepare(layout_of, angles.cos(), angles.sin())
     for layer in range(2):
         qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, generator=dice).to(device, dtype)
         want, got = (backend.attend(layer, qkv, norm, norm) for backend in (portable, ours))
@@ -167,7 +167,7 @@ def parts_equal_the_whole(kind: type[FlashInferAttention]) -> bool:
                 kv_len=[int(layout.positions[first]) + 1], block_table=layout.block_table[min(first, 1)][None],
                 blocks=layout.blocks[mine], offsets=layout.offsets[mine],
             )  # fmt: skip
-            attention.plan(step, angles[mine].cos(), angles[mine].sin())
+            attention.prepare(step, angles[mine].cos(), angles[mine].sin())
             rows.append(torch.stack([attention.attend(layer, qkv[mine], None, None) for layer in (0, 1)], 1))
         found.append(torch.cat(rows))
     return torch.equal(*found)
@@ -253,7 +253,7 @@ def in_chunks(library: Any, device: torch.device, dtype: torch.dtype, cuts: list
         blocks = positions // 16
         blocks[count:] += 32
         starts, known = [0, count, count + 5], [last, 5]
-        ours.plan(
+        ours.prepare(
             StepLayout(positions, starts, known, table, blocks, positions % 16, int(count == 1)),
             angles[rows].cos(),
             angles[rows].sin(),

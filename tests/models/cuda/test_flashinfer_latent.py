@@ -55,7 +55,7 @@ def test_the_same_attention_as_the_portable_one(counts: list[int], before: list[
     ours: Any = latents.captured([len(counts)], 40)[len(counts)] if recorded else latents.twin()
     found = []
     for backend in (plain, ours):
-        backend.plan(layout, angle.cos(), angle.sin())
+        backend.prepare(layout, angle.cos(), angle.sin())
         found.append(backend.attend(1, rows.clone(), None, norm))
     assert (found[0] - found[1]).abs().max() < 1e-5
     assert torch.equal(caches[0].latents[1], caches[1].latents[1])

@@ -134,7 +134,7 @@ def step(launches: Launches, layers: int, wiring: Any, fp8: bool, fused: bool) -
     )
     at = torch.zeros(TOKENS, dtype=torch.int64)
     layout = StepLayout(at, list(range(TOKENS + 1)), [1] * TOKENS, at[:, None], at, at, TOKENS)
-    attention.plan(layout, model.rotary.cos[at], model.rotary.sin[at])
+    attention.prepare(layout, model.rotary.cos[at], model.rotary.sin[at])
     launches.found.clear()
     with torch.inference_mode(), launches:
         model.compute(at, attention)

@@ -90,7 +90,7 @@ def planned(wiring: str, layers: Any) -> list[str]:
 
     flow: Any = residual.flow
     kinds = make_wiring(wiring, LAYERS, layers)
-    residual.interleave([flow(Number(0.0), residual.plan(kinds), Blocks(), {"group": Sums()}, 2)])
+    residual.interleave([flow(Number(0.0), residual.plan_sub_blocks(kinds), Blocks(), {"group": Sums()}, 2)])
     return log
 
 

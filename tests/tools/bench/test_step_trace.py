@@ -16,7 +16,7 @@ from laddertron.engine.metrics.ranks import Windows
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.rank.rank_status import collective_rows
 from laddertron.models.config.model_config import Wiring
-from laddertron.models.residual import flow, interleave, plan
+from laddertron.models.residual import flow, interleave, plan_sub_blocks
 from laddertron.tools.bench import trace_rank
 from laddertron.tools.bench.bench_rank import communication
 from laddertron.tools.bench.spans import RankTrace, Span, SpanRecorder, chrome_trace, device_events, in_flight, watch
@@ -73,7 +73,7 @@ class Model:
 
 
 def forward(model: Any, kind: Any = "ladder", layers: int = 3) -> Number:
-    way = flow(Number(1.0), plan(Wiring((kind,) * layers)), model, {"group": model.all_reduce}, 2)
+    way = flow(Number(1.0), plan_sub_blocks(Wiring((kind,) * layers)), model, {"group": model.all_reduce}, 2)
     ends: list[tuple[Number, Any]] = interleave([way])
     return ends[0][0]
 

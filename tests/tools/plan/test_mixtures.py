@@ -16,7 +16,7 @@ from laddertron.launchers.cli.commands.check import model_faults
 from laddertron.models.config.known_models import known
 from laddertron.models.config.parts import make_wiring
 from laddertron.models.config.shapes import Sharing
-from laddertron.models.residual import flow, plan
+from laddertron.models.residual import flow, plan_sub_blocks
 from laddertron.models.stages import RankShard
 from laddertron.tools.plan.estimate import CapacityEstimate, make_plan
 from laddertron.tools.plan.layouts import Devices, Work, hop
@@ -201,7 +201,7 @@ def test_messages_are_those_that_a_recorder_counts(name: str, wiring: str, flat:
     wired = make_wiring(wiring, config.num_layers)
     for sharing, crossing in ((Sharing(), flat), (SPREAD, spread)):
         counts: Counter[str] = Counter()
-        blocks = plan(wired, mixed=config.experts.layers, dense="node" if sharing.per_node else "group")
+        blocks = plan_sub_blocks(wired, mixed=config.experts.layers, dense="node" if sharing.per_node else "group")
         sums = {"group": _Sums(counts, "group"), "node": _Sums(counts, "node")}
         for _ in flow(1.0, blocks, _Blocks(), sums, 16):  # type: ignore[arg-type]
             pass

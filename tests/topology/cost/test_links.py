@@ -17,7 +17,7 @@ import pytest
 import torch
 from laddertron.launchers.measure.preflight_job import Watch
 from laddertron.launchers.measure.preflight_links import measure_links
-from laddertron.launchers.measure.preflight_plan import plan
+from laddertron.launchers.measure.preflight_plan import make_preflight_plan
 from laddertron.topology.comm.groups import CommOptions
 from laddertron.topology.cost.cost import shape_of
 from laddertron.topology.cost.links import line_of, needs_torch_groups
@@ -35,7 +35,7 @@ def case_links(rank: Rank, per_node: int) -> dict[str, Any]:
     nodes = rank.size // per_node
     fabric = preset(f"{nodes}x{per_node}xcpu")
     placement = place(fabric, World(rank.size))
-    wanted = plan(fabric, placement, shape_of(fabric, placement), "native")
+    wanted = make_preflight_plan(fabric, placement, shape_of(fabric, placement), "native")
     assert needs_torch_groups(rank.bootstrap, "native")
     with rank.connect(per_node, CommOptions()) as comm:
         line = line_of(rank.bootstrap, "native", torch.device("cpu"), comm)

@@ -13,7 +13,7 @@ from laddertron.launchers.measure.preflight_plan import (
     RankReport,
     Setup,
     judge,
-    plan,
+    make_preflight_plan,
     slowest,
     unlike,
 )
@@ -52,7 +52,7 @@ def test_the_plan_covers_every_link_and_size() -> None:
     links apart; every strategy that there is at every size from 32 KiB to 8 MiB and the model's own."""
     fabric = preset("2x8xH100")
     placement = place(fabric, World(16))
-    found = plan(fabric, placement, shape_of(fabric, placement), "native", message_bytes=(48 << 10,))
+    found = make_preflight_plan(fabric, placement, shape_of(fabric, placement), "native", message_bytes=(48 << 10,))
     pairs = [p for r in found.rounds for p in r]
     inner = [p for p in pairs if p.rail is None]
     assert sorted((p.a, p.b) for p in inner) == [(i, i + 1) for i in range(15) if i != 7]
@@ -77,11 +77,11 @@ def test_every_group_is_measured() -> None:
     fabric = preset("4x2xH100")
     placement = place(fabric, World(4, replicas=2))
     pair = preset("2x2xH100")
-    found = plan(fabric, placement, shape_of(fabric, placement), "native")
+    found = make_preflight_plan(fabric, placement, shape_of(fabric, placement), "native")
     pairs = {(p.a, p.b, p.rail) for r in found.rounds for p in r}
     first = {(0, 1, None), (2, 3, None), (0, 2, 0), (1, 3, 1)}
     assert pairs == first | {(a + 4, b + 4, rail) for a, b, rail in first}
-    assert len(found.rounds) == len(plan(pair, place(pair, World(4)), Shape(2, 2), "native").rounds)
+    assert len(found.rounds) == len(make_preflight_plan(pair, place(pair, World(4)), Shape(2, 2), "native").rounds)
     for rounds in found.rounds:
         ends = [rank for p in rounds for rank in (p.a, p.b)]
         assert len(ends) == len(set(ends))
@@ -101,7 +101,7 @@ def test_a_ring_of_nodes_closes() -> None:
     that in two levels, at every size."""
     fabric = preset("3x2xH100")
     placement = place(fabric, World(6))
-    found = plan(fabric, placement, Shape(3, 2, "nvlink", "ib", 2), "nccl")
+    found = make_preflight_plan(fabric, placement, Shape(3, 2, "nvlink", "ib", 2), "nccl")
     across = {(p.a, p.b) for r in found.rounds for p in r if p.rail is not None}
     assert across == {(0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1)}
     by_size = {n: {s for s, m in found.sweep if m == n} for _, n in found.sweep}
@@ -222,7 +222,7 @@ def test_links_inside_are_compared_along_one_path() -> None:
     neighbour with 11 GB/s is not, nor NVLink at half its rate beside others."""
     fabric = preset("1x8xH100-PCIe")
     placement = place(fabric, World(8))
-    pairs = [p for r in plan(fabric, placement, shape_of(fabric, placement), "nccl").rounds for p in r]
+    pairs = [p for r in make_preflight_plan(fabric, placement, shape_of(fabric, placement), "nccl").rounds for p in r]
     assert {p.path for p in pairs} == {fabric.nodes[0].path(f"GPU{i}", f"GPU{i + 1}") for i in range(7)}
     assert "SYS" in {p.path for p in pairs}
     links = [LinkTime(p, 5e-6, 11e9 if p.path == "SYS" else 24e9) for p in pairs]
@@ -238,7 +238,7 @@ def test_ranks_on_cores_have_the_path_of_their_numa_nodes() -> None:
     fabric = preset("1x4xcpu")
     placement = place(fabric, World(4))
     seats = placement.seats
-    pairs = [p for r in plan(fabric, placement, shape_of(fabric, placement), "native").rounds for p in r]
+    pairs = [p for r in make_preflight_plan(fabric, placement, shape_of(fabric, placement), "native").rounds for p in r]
     assert [p.path for p in pairs] == ["NODE" if seats[p.a].numa == seats[p.b].numa else "SYS" for p in pairs]
 
 

@@ -109,7 +109,7 @@ def busy_share(seconds: float) -> float:
     return 1.0 - idle / max(1, total)
 
 
-class _Stream(threading.Thread):
+class _StreamReader(threading.Thread):
     """Reads one streamed completion: when each event came, its text, and whether it came to its end."""
 
     def __init__(self, client: BatchClient, model: str, tokens: int) -> None:
@@ -181,9 +181,9 @@ class Served:
         """Kills one that runs on this host while a stream of so many tokens is open. Raises StepFailed."""
         client = BatchClient(f"http://127.0.0.1:{self._port}/v1", timeout=LIMIT_S)
         name = self._deployment.served_model_name
-        undisturbed = _Stream(client, name, tokens)
+        undisturbed = _StreamReader(client, name, tokens)
         self._wait("undisturbed stream", lambda: not undisturbed.is_alive())
-        stream = _Stream(client, name, tokens)
+        stream = _StreamReader(client, name, tokens)
         self._wait("stream", lambda: len(stream.times) > 2 or not stream.is_alive())
         flags = list(child.command(RANK)[1:])
         ranks = [p for p in descendants(self._process.pid) if words_of(p.pid)[1 : 1 + len(flags)] == flags]
