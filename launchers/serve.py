@@ -34,7 +34,7 @@ from ..engine.metrics.observer import AnswerTimes, Observer
 from ..engine.metrics.otel import TelemetryError, export_histograms, export_spans
 from ..engine.text.tokenizer import TextError, TextModel
 from ..models.weights.checkpoint import CheckpointError
-from .control.first_process import twice_within_s
+from .control.first_process import TOGETHER_S, twice_within_s
 from .job.bundle import FailureBundles
 from .job.detect import JobFailure
 from .job.fleet import replica_specs
@@ -57,12 +57,13 @@ def serve(
     observer: Observer | None = None,
     adopt: bool = False,
     read_again: Callable[[], LoadedDeployment] | None = None,
+    check_again: Callable[[LoadedDeployment], object] = lambda loaded: None,
     serving: Serving | None = None,
     skip_damaged: bool = False,
 ) -> int:
-    """Runs the daemon to its end; the exit code. `adopt`, `skip_damaged`: StoreOptions. `read_again`: reads and
-    checks the deployment again, for a reload; `serving`: what `laddertron reload` compares with. Raises ServeError, or
-    ConfigError for the files it names."""
+    """Runs the daemon to its end; the exit code. `adopt`, `skip_damaged`: StoreOptions. `read_again`, `check_again`:
+    read the deployment and check its text files again, for a reload; `serving`: what `laddertron reload` compares
+    with. Raises ServeError, or ConfigError for the files it names."""
     deployment = loaded.deployment
     daemon = deployment.daemon
     data_dir = Path(daemon.data_dir)
@@ -95,7 +96,7 @@ def serve(
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
         store = StoreOptions(adopt=adopt, skip_damaged=skip_damaged, watch=watch)
         try:
-            reloader = Reloader(loaded, read_again or (lambda: loaded), specs, jobs, watcher.reloaded)
+            reloader = Reloader(loaded, read_again or (lambda: loaded), specs, jobs, watcher.reloaded, check_again)
             parts = Parts(jobs, text, text_folder, __version__, watcher, store, keys, reloader.model)
             return asyncio.run(_run(deployment, parts, reloader, listener, scraped, serving))
         except (DiskError, TextError, OSError, CheckpointError) as error:
@@ -129,8 +130,9 @@ async def _run(
         now = time.monotonic()
         if asked and now - asked[0] >= twice_within_s():
             _leave(128 + number)
+        if not asked:  # later: once the log says that a second signal ends at once, it does
+            asyncio.get_running_loop().call_later(TOGETHER_S, daemon.stop)
         asked.append(now)
-        daemon.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+TOGETHER_S = 0.1
 _TWICE_S = 1.0
 
 
@@ -38,5 +39,5 @@ def _wait_for(child: int) -> int:
 
 def twice_within_s() -> float:
     """Seconds within which a second signal may be the first one: a container's runtime may send it to all processes,
-    and process 1 passes it on."""
-    return _TWICE_S if os.getppid() == 1 else 0.0
+    and process 1 passes it on; `timeout` sends it to its command and to its process group."""
+    return _TWICE_S if os.getppid() == 1 else TOGETHER_S

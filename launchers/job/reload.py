@@ -12,10 +12,12 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read, to_json
+from ...engine.daemon.store.disk_watch import DiskWatch
 from ...engine.identity import identity_of
 from ...engine.text.text_files import text_digest
 from ...models.weights.checkpoint import CheckpointError
@@ -26,12 +28,16 @@ log = logging.getLogger(__name__)
 
 OUTCOME = "reload.json"
 """File in daemon.data_dir with the outcome of the last reload."""
+WAITS = "waits"
+"""In place of an outcome, while a disk does not answer."""
 SERVING = "serving.json"
 _MAX_SERVING = 1 << 20
+_LOOK_SECONDS = 1.0
 _OF_RANKS = ("model", "parallel", "launch", "engine", "acceptance")
 _OF_JOBS = ("load_timeout", "heartbeat_timeout", "max_restarts", "control_host", "standby")
 
 Outcome = Literal["done", "refused", "failed"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +95,8 @@ def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
 
 
 class Reloader:
-    """`read` reads and checks the file again (ConfigError). `specs` makes those of a deployment's replicas (ValueError,
-    OSError). `on_outcome` is called with every outcome."""
+    """`read` reads the file again, `check` checks its text files (ConfigError). `specs` makes those of a deployment's
+    replicas (ValueError, OSError). `on_outcome` is called with every outcome."""
 
     def __init__(
         self,
@@ -99,11 +105,15 @@ class Reloader:
         specs: Callable[[Deployment], Sequence[ReplicaSpec]],
         replicas: Sequence[Replica],
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+        check: Callable[[LoadedDeployment], object] = lambda loaded: None,
+        watch: DiskWatch | None = None,
     ) -> None:
         self._began, self._replicas = loaded.deployment, replicas
         self.deployments = [loaded.deployment] * len(replicas)
         """The deployment of each replica."""
-        self._read, self._specs, self._on_outcome = read, specs, on_outcome
+        self._read, self._specs, self._on_outcome, self._check = read, specs, on_outcome, check
+        self._watch = watch or DiskWatch()
+        self._config = Path(os.path.abspath(loaded.name))
         identity = identity_of(loaded.deployment)
         self._models = [identity.digest] * len(replicas)
         self._text = text_digest(Path(loaded.deployment.text_folder))
@@ -126,33 +136,49 @@ class Reloader:
             log.info("reload: reading the configuration", extra={"event": "reload"})
             began = time.time()
             try:
-                outcome, reasons = await self._reload()
+                outcome, reasons = await self._reload(began)
             except RuntimeError as error:  # no thread: the next request may find one
                 outcome, reasons = "failed", [str(error)]
             for reason in reasons:
                 log.error("reload: %s: %s", outcome, reason, extra={"event": "reload", "outcome": outcome})
             if outcome == "done":
                 log.info("reload: done", extra={"event": "reload", "outcome": outcome})
-            await asyncio.to_thread(
-                self._write, {"pid": os.getpid(), "began": began, "outcome": outcome, "reasons": reasons}
-            )
+            await asyncio.to_thread(self._write, began, outcome, reasons)
             self._on_outcome(outcome)
 
-    async def _reload(self) -> tuple[Outcome, list[str]]:
+    async def _call(self, began: float, where: Path, work: Callable[[], T]) -> T:
+        """Calls `work`, which reads `where`, in a thread; names the disk if it does not answer meanwhile."""
+
+        def watched() -> T:
+            with self._watch.call(where, job=True):
+                return work()
+
+        task, before = asyncio.ensure_future(asyncio.to_thread(watched)), None
+        while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
+            if (stall := self._watch.stalled()) is not None and stall != before:
+                before = stall
+                log.error("reload: %s: %s", WAITS, stall, extra={"event": "reload", "outcome": WAITS})
+                await asyncio.to_thread(self._write, began, WAITS, [stall])
+        return task.result()
+
+    async def _reload(self, began: float) -> tuple[Outcome, list[str]]:
         try:
-            loaded = await asyncio.to_thread(self._read)
+            loaded = await self._call(began, self._config, self._read)
             new = loaded.deployment
+            text_folder = Path(new.text_folder)
+            await self._call(began, text_folder, partial(self._check, loaded))
             problems = [
                 loaded.fault(key, f"cannot change by a reload, {why}") for key, why in unchangeable(self._began, new)
             ]
-            if await asyncio.to_thread(text_digest, Path(new.text_folder)) != self._text:
+            if await self._call(began, text_folder, partial(text_digest, text_folder)) != self._text:
                 key = "model.tokenizer" if new.model.tokenizer else "model.path"
                 text = "another tokenizer or chat template, which the text workers hold: restart `laddertron serve`"
                 problems.append(loaded.fault(key, f"cannot change by a reload, {text}"))
             if problems:
                 return "refused", problems
-            identity = await asyncio.to_thread(identity_of, new)
-            specs = await asyncio.to_thread(self._specs, new)
+            model = Path(new.model.path)
+            identity = await self._call(began, model, partial(identity_of, new))
+            specs = await self._call(began, model, partial(self._specs, new))
         except ConfigError as error:
             return "refused", str(error).splitlines()
         except (ValueError, OSError, CheckpointError) as error:
@@ -167,9 +193,10 @@ class Reloader:
             self.deployments[index] = new
         return "done", []
 
-    def _write(self, outcome: dict[str, Any]) -> None:
+    def _write(self, began: float, outcome: str, reasons: list[str]) -> None:
         path = Path(self._began.daemon.data_dir) / OUTCOME
+        value = {"pid": os.getpid(), "began": began, "outcome": outcome, "reasons": reasons}
         try:
-            write_file(path, json.dumps(outcome) + "\n")
+            write_file(path, json.dumps(value) + "\n")
         except OSError as error:
             log.warning("reload: %s cannot be written: %s", path, error)

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from faults.night import Night
+from faults.night import Night, line
 from laddertron.engine import child
 from laddertron.launchers.cli.commands.reload import _reload_signal
 from laddertron.launchers.control import processes
@@ -38,7 +39,8 @@ def served(night: Night) -> Iterator[Night]:
 
 @pytest.mark.parametrize("launcher", ["openmpi", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_a_signal_to_every_process_of_the_service_drains(tmp_path: Path, launcher: str) -> None:
-    """As systemd sends SIGTERM: the open stream goes on to its end, and the daemon exits with 0."""
+    """As systemd sends SIGTERM, and as `timeout` and a kill of its group do, twice to the daemon: the open stream goes
+    on to its end, and the daemon exits with 0."""
     night = Night(tmp_path, real=True, sets=(f"launch.launcher={launcher}", "parallel.emulated_delay=2ms"))
     with served(night):
         body = {"model": "demo", "prompt": "Once", "max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -48,11 +50,47 @@ def test_a_signal_to_every_process_of_the_service_drains(tmp_path: Path, launche
         assert answer.readline().startswith(b"data:")
         for process in (*processes.descendants(night.process.pid), processes.ProcessId(night.process.pid, 0)):
             os.kill(process.pid, signal.SIGTERM)
+        os.kill(night.process.pid, signal.SIGINT)  # another number: of two equal ones the kernel may deliver one
         rest = answer.read()
         assert rest.endswith(b"data: [DONE]\n\n"), rest[-500:]
         assert b'"finish_reason":"length"' in rest
         assert night.process.wait(HANG_S) == 0
     assert not night.events("failure")
+
+
+HANGING = """\
+import os, pathlib, sys, time
+from laddertron.launchers.cli.__main__ import main
+real, flag = os.write, pathlib.Path(sys.argv.pop(1))
+def write(descriptor, data):
+    if flag.exists() and os.readlink(f"/proc/self/fd/{descriptor}").endswith("store.count"):
+        flag.with_suffix(".hangs").touch()
+        time.sleep(3600)
+    return real(descriptor, data)
+os.write = write
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_second_sigterm_ends_a_daemon_whose_disk_hangs(tmp_path: Path) -> None:
+    """The first one waits for the disk. At the second the daemon, its ranks and its connections are gone."""
+    night = Night(tmp_path, real=True, sets=("parallel.emulated_delay=0s",))
+    flag = tmp_path / "flag"
+    night.argv[1:4] = ["-c", HANGING, str(flag), "serve"]
+    with served(night):
+        flag.touch()
+        family = night.everyone()
+        with ThreadPoolExecutor(1) as threads:
+            upload = threads.submit(night.submit, [line("a", 4, 1)])
+            until(flag.with_suffix(".hangs").exists)
+            os.kill(night.process.pid, signal.SIGTERM)
+            until(lambda: any("drained" in event["message"] for event in night.events("drain")))
+            with pytest.raises(subprocess.TimeoutExpired):
+                night.process.wait(0.3)
+            os.kill(night.process.pid, signal.SIGTERM)
+            assert night.process.wait(HANG_S) == 128 + signal.SIGTERM
+            assert upload.exception(HANG_S) is not None
+        until(lambda: not any(processes.is_alive(process) for process in family))
 
 
 def test_a_rank_ends_only_by_its_parents_signal() -> None:

@@ -54,14 +54,15 @@ def origin_form(method: bytes, target: bytes) -> tuple[bytes, bytes | None]:
 
 def check_local(hosts: Sequence[str], origins: Sequence[str], names: Collection[str]) -> None:
     """Checks the Host and Origin fields of a request to a daemon without keys on loopback, which serves this machine:
-    under `names`, localhost and loopback addresses, to its own pages and to programs. Raises ApiError."""
+    under `names`, localhost and loopback addresses, to its own pages and to programs. A request without Host is of
+    HTTP/1.0, and so of a program: browsers send one. Raises ApiError."""
     host = authority_of(hosts[0]) if len(hosts) == 1 else None
-    if host is None or not (is_loopback(host.host) or host.host in names):
-        named = "no host" if host is None else f"host {host.host[:80]!r}"
+    if hosts and not (host and (is_loopback(host.host) or host.host in names)):
+        named = "several hosts" if host is None else f"host {host.host[:80]!r}"
         message = f"{named}: without keys this daemon serves localhost, loopback addresses and daemon.host only"
         message += ": use one of them, or set daemon.api_key_file"
         raise ApiError(message, "misdirected_request", status=421, close=True)
-    if origins and not (len(origins) == 1 and _is_same(origins[0], host)):
+    if origins and not (host and len(origins) == 1 and _is_same(origins[0], host)):
         message = (
             f"origin {origins[0][:80]!r}: without keys this daemon answers no other web page: set daemon.api_key_file"
         )

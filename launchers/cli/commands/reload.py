@@ -13,8 +13,8 @@ import click
 
 from ....engine.config.load import read
 from ....engine.daemon.store.disk import holder_pid
-from ...job.reload import OUTCOME, different_keys, serving_in
-from ..errors import FAILED, OK, UsageError, show_error
+from ...job.reload import OUTCOME, WAITS, different_keys, serving_in
+from ..errors import FAILED, OK, UsageError, show_error, show_warning
 from ..fabric_source import set_option
 from .run import read_text
 
@@ -61,9 +61,13 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
         )
     sent = time.time()
     os.kill(pid, number)
-    while (outcome := _outcome(folder)).get("began", 0.0) < sent or outcome["pid"] != pid:
+    shown: list[str] = []
+    while (outcome := _outcome(folder, pid, sent)).get("outcome", WAITS) == WAITS:
         if holder_pid(folder) != pid:
             raise UsageError(f"the daemon (process {pid}) exited during the reload: see its log")
+        if (reasons := outcome.get("reasons", [])) != shown:
+            shown = reasons
+            show_warning(f"reload: {WAITS}: {'; '.join(shown)}")
         time.sleep(0.1)  # there is no event for a replaced file
     for reason in outcome["reasons"]:
         show_error(reason)
@@ -88,9 +92,10 @@ def _reload_signal(pid: int) -> signal.Signals | None:
     return signal.SIGUSR2 if ignored & bit and caught & other else None
 
 
-def _outcome(folder: Path) -> dict[str, Any]:
+def _outcome(folder: Path, pid: int, since: float) -> dict[str, Any]:
+    """What the daemon wrote of a reload that began after `since`; empty if it wrote nothing yet."""
     try:
         outcome: dict[str, Any] = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return outcome
+    return outcome if outcome.get("began", 0.0) >= since and outcome["pid"] == pid else {}

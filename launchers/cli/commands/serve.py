@@ -6,7 +6,7 @@ import os
 
 import click
 
-from ....engine.config.load import LoadedDeployment, read
+from ....engine.config.load import read
 from ....topology.placement.identity import IdentityError, identify
 from ...job.reload import Serving
 from ..errors import UsageError, ended_by, show_warning
@@ -52,16 +52,17 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool, skip_damaged: 
         )
     loaded = read(config, overrides)
     text, folder = read_text(loaded)
-
-    def read_again() -> LoadedDeployment:
-        changed = read(config, overrides)
-        read_text(changed)
-        return changed
-
     if (unmeasured := unmeasured_weights(loaded.deployment)) is not None:
         show_warning(unmeasured)
     with ended_by(ServeError):
         serving = Serving(os.getpid(), config, overrides, os.getcwd())
         return serve(
-            loaded, text, folder, adopt=adopt, read_again=read_again, serving=serving, skip_damaged=skip_damaged
+            loaded,
+            text,
+            folder,
+            adopt=adopt,
+            read_again=lambda: read(config, overrides),
+            check_again=read_text,
+            serving=serving,
+            skip_damaged=skip_damaged,
         )

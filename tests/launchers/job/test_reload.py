@@ -9,8 +9,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from click.testing import CliRunner
 from job_tools import Listener, bounded
 from laddertron.engine.config.load import Deployment, LoadedDeployment, read
 from laddertron.engine.daemon.store.disk import FolderLock, holder_pid
+from laddertron.engine.daemon.store.disk_watch import DiskWatch
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.text.text_files import text_digest
 from laddertron.launchers import serve
@@ -26,7 +28,7 @@ from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.job import replica
 from laddertron.launchers.job.bundle import newest
 from laddertron.launchers.job.detect import JobFailure
-from laddertron.launchers.job.reload import OUTCOME, SERVING, Reloader, Serving, serving_in, unchangeable
+from laddertron.launchers.job.reload import OUTCOME, SERVING, WAITS, Reloader, Serving, serving_in, unchangeable
 from laddertron.launchers.job.replica import Replica, ReplicaSpec
 from test_bundle import contents
 from test_replace import FakeLaunch, spec, turns
@@ -92,7 +94,17 @@ class Daemon:
         self.folder, self.outcomes, self.faults = folder, list[str](), dict[int, str]()
         self.count = replicas
         self.replicas = [Replica(one) for one in self.specs(self.read().deployment)]
-        self.reloader = Reloader(self.read(), self.read, self.specs, self.replicas, self.outcomes.append)
+        self.now = 0.0
+        self.check: Callable[[LoadedDeployment], object] = lambda loaded: None
+        self.reloader = Reloader(
+            self.read(),
+            self.read,
+            self.specs,
+            self.replicas,
+            self.outcomes.append,
+            lambda loaded: self.check(loaded),
+            DiskWatch(monotonic=lambda: self.now),
+        )
 
     def read(self) -> LoadedDeployment:
         return read(DEMO, self.sets)
@@ -416,3 +428,32 @@ def test_the_command_does_not_end_a_daemon_that_has_no_handler(tmp_path: Path) -
         assert daemon.stdin is not None
         daemon.stdin.close()
         daemon.wait(HANG_S)
+
+
+def test_a_model_folder_that_does_not_answer_is_named(
+    tmp_path: Path, launches: list[FakeLaunch], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the log and for `laddertron reload`, while the reload waits; when the disk answers, it is done."""
+    answers = threading.Event()
+
+    async def go() -> None:
+        daemon = Daemon(tmp_path)
+        task = await daemon.start()
+        daemon.check = lambda loaded: answers.wait(HANG_S)
+        asking = asyncio.create_task(daemon.ask())
+        while not (tmp_path / OUTCOME).exists():
+            daemon.now += 60.0
+            await asyncio.sleep(0.01)
+        waiting = daemon.outcome()
+        assert waiting["outcome"] == WAITS
+        [reason] = waiting["reasons"]
+        assert reason.startswith(f"{daemon.read().deployment.text_folder} (")
+        assert reason in caplog.text
+        assert not asking.done()
+        answers.set()
+        await asking
+        assert daemon.outcomes == ["done"]
+        assert daemon.outcome()["outcome"] == "done"
+        await daemon.close(task)
+
+    asyncio.run(go())

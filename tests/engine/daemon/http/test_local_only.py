@@ -102,10 +102,16 @@ def test_an_authority_has_one_form() -> None:
     assert authority_of("EXAMPLE.com.:080") == Authority("example.com", 80)
     assert authority_of("[0:0:0::1]:") == Authority("::1", None)
     check_local(["My-Box:80".lower()], [], ("my-box",))
-    with pytest.raises(ApiError, match="no host"):
-        check_local([], [], ())
-    with pytest.raises(ApiError, match="no host"):
+    with pytest.raises(ApiError, match="several hosts"):
         check_local(["localhost", "localhost"], [], ())
+
+
+def test_a_request_without_a_host_is_of_a_program_unless_it_has_an_origin() -> None:
+    check_local([], [], ())
+    for origins in (["http://localhost"], ["null"], [""], ["http://a", "http://b"]):
+        with pytest.raises(ApiError, match="origin") as caught:
+            check_local([], origins, ())
+        assert caught.value.status == 403
 
 
 @pytest.mark.parametrize("origin", ["http://localhost:8000", "HTTP://LOCALHOST:8000", "https://localhost.:8000"])
@@ -181,6 +187,7 @@ def test_options_of_the_server() -> None:
 def test_this_machine_is_served(daemon: Served, host: str) -> None:
     for port, path in ((daemon.port, "/v1/models"), (daemon.probe_port, "/metrics")):
         assert ask(daemon, path, f"Host: {host}", port=port)[0] == 200
+        assert ask(daemon, path, port=port, version="1.0")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -193,7 +200,8 @@ def test_a_page_with_another_name_reads_nothing(daemon: Served, path: str) -> No
             assert (status, json.loads(body)["error"]["code"]) == (421, "misdirected_request")
         status, body = ask(daemon, path, "Host: localhost", "Origin: http://evil.example", port=port)
         assert (status, json.loads(body)["error"]["code"]) == (403, "foreign_origin")
-        assert ask(daemon, path, port=port, version="1.0")[0] == 421
+        assert ask(daemon, path, "Origin: http://evil.example", port=port, version="1.0")[0] == 403
+        assert ask(daemon, path, "Host: evil.example", port=port, version="1.0")[0] == 421
         for host in ("user@localhost", "localhost:port", "[::1"):
             assert ask(daemon, path, f"Host: {host}", port=port)[0] == 400
         assert ask(daemon, path, port=port)[0] == 400
