@@ -24,7 +24,7 @@ def panel_queries() -> list[tuple[str, str]]:
         expressions += [annotation["expr"] for annotation in board["annotations"]["list"]]
         for expression in expressions:
             text = re.sub(r"\$(deployment|replica|node|rank)\b", ".*", expression)
-            found.append((name, text.replace("$__rate_interval", "1m")))
+            found.append((name, text.replace("$__rate_interval", "1m").replace("$plan", "1")))
     return found
 
 

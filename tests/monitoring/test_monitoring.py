@@ -46,7 +46,7 @@ def test_rules_and_panels_read_only_what_there_is() -> None:
 def test_labels_in_expressions_exist() -> None:
     """A filter or a legend on a label that a series does not have would silently show nothing."""
     labels = {label for series in CATALOGUE.values() for label in series.labels}
-    allowed = labels | {"deployment", "instance", "job", "le"}
+    allowed = labels | {"deployment", "instance", "job", "le", "alertname", "alertstate", "severity"}
     for _, text in [*panel_queries(), *((rule.get("alert"), rule["expr"]) for rule in RULES)]:
         used = set(re.findall(r"([a-z_]+)\s*(?:=~|!=|!~|=)\s*\"", text))
         for by in re.findall(r"\b(?:by|on|without)\s*\(([^)]*)\)", text):

@@ -17,8 +17,8 @@ MONITORING = Path(__file__).resolve().parents[2] / "configs/monitoring"
 COMPOSE: dict[str, Any] = yaml.safe_load((MONITORING / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 BOARDS = sorted((MONITORING / "grafana").glob("*.json"))
-GRAFANA_OWN = {"__rate_interval", "__interval", "__range"}
-KINDS = {"row", "timeseries", "stat", "heatmap", "status-history", "state-timeline", "bargauge"}
+GRAFANA_OWN = {"__rate_interval", "__interval", "__range", "__all_variables", "__url_time_range"}
+KINDS = {"row", "text", "timeseries", "stat", "heatmap", "status-history", "state-timeline"}
 UNITS = {"none", "short", "s", "bytes", "Bps", "percentunit", "ops", "reqps", "hertz", "celsius", "watt"}
 """Of Grafana's list, those that base units need: an unknown one is shown as plain text behind the number."""
 
@@ -119,15 +119,43 @@ def test_a_board_would_show_what_it_says(name: str, board: dict[str, Any]) -> No
         taken |= cells
         if panel["type"] == "row":
             continue
+        assert len(panel["description"]) > 8
+        assert panel["description"].endswith(".")
+        if panel["type"] == "text":
+            assert link_faults(re.findall(r"\]\((\S+?)\)", panel["options"]["content"])) == []
+            continue
+        assert panel["links"]
+        assert link_faults([link["url"] for link in panel["links"]]) == [], panel["title"]
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         assert panel["fieldConfig"]["defaults"]["unit"] in UNITS, panel["title"]
         letters = [target["refId"] for target in panel["targets"]]
         assert letters
         assert len(set(letters)) == len(letters)
         for target in panel["targets"]:
-            assert target["datasource"] == panel["datasource"]
+            assert "datasource" not in target, "else it is not the panel's"
             assert legend_faults(target) == [], panel["title"]
             assert unit_fault(panel, target["expr"]) is None, (panel["title"], target["expr"])
+
+
+def link_faults(urls: list[str]) -> list[str]:
+    """Links that lead to no section of the runbook and to no dashboard."""
+    runbook = (MONITORING.parents[1] / "docs/runbook.md").read_text()
+    sections = {f"docs/runbook.md#{name.lower()}" for name in re.findall(r"^## (\w+)$", runbook, re.MULTILINE)}
+    own = {f"/d/{board['uid']}" for _, board in boards()}
+    return [url for url in urls if url not in sections and url.partition("?")[0] not in own]
+
+
+def test_the_overview_asks_in_the_operators_order() -> None:
+    """Is it up, is it quick, what is exposed, what runs, what is alerting: and every alert's section is linked."""
+    (overview,) = (board for name, board in boards() if name == "overview")
+    rows = [panel for panel in overview["panels"] if panel["type"] == "row"]
+    assert [row["title"].split()[-1] for row in rows] == ["up?", "quick?", "link?", "runs?", "alerting?"]
+    assert [row["gridPos"]["y"] for row in rows] == sorted(row["gridPos"]["y"] for row in rows)
+    (text,) = (panel["options"]["content"] for panel in overview["panels"] if panel["type"] == "text")
+    alerts = re.findall(r"alert: (\w+)", (MONITORING / "alerts.yml").read_text())
+    assert re.findall(r"#(\w+)\)", text) == [
+        name.lower() for name in sorted(alerts, key=lambda name: text.index(f"#{name.lower()})"))
+    ]
 
 
 def legend_faults(target: dict[str, Any]) -> list[str]:
@@ -168,4 +196,8 @@ def test_the_rules_here_would_notice() -> None:
     assert legend_faults({"expr": f"max({PREFIX}kv_cache_usage_ratio{{}})", "legendFormat": "{{replica}}"})
     panel = {"fieldConfig": {"defaults": {"unit": "short"}}}
     assert unit_fault(panel, f"rate({PREFIX}collective_bytes_total{{}}[1m])") == "Bps"
+    assert link_faults(["docs/runbook.md#nothing", "/d/nowhere?x=1", "/d/laddertron-fabric?x=1"]) == [
+        "docs/runbook.md#nothing",
+        "/d/nowhere?x=1",
+    ]
     assert unit_fault(panel, f"max({PREFIX}kv_cache_usage_ratio{{}})") == "percentunit"

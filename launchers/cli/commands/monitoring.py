@@ -24,8 +24,9 @@ def command() -> None:
 @command.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
-    "--runbook", metavar="URL", help="URL of runbook.md for the alerts' links.  [default: the file in FOLDER]"
-)
+    "--runbook", metavar="URL",
+    help="URL of runbook.md for links of alerts and dashboards.  [default: the file in FOLDER]",
+)  # fmt: skip
 @click.option(
     "--target", "targets", metavar="HOST:PORT", multiple=True,
     help="A daemon to scrape; may be repeated.  [default: 127.0.0.1:8000]",
@@ -54,8 +55,8 @@ def export(folder: Path, runbook: str | None, targets: tuple[str, ...], overwrit
     shutil.copyfile(page, folder / page.name)
     click.echo(folder / page.name)
     link = runbook or (folder / page.name).resolve().as_uri()
-    for rules in (folder / "alerts.yml", folder / "alerts_test.yml"):
-        rules.write_text(rules.read_text().replace(f"{_RUNBOOK}#", f"{link}#"))
+    for linking in (folder / "alerts.yml", folder / "alerts_test.yml", *(folder / "grafana").glob("*.json")):
+        linking.write_text(linking.read_text().replace(f"{_RUNBOOK}#", f"{link}#"))
     if targets:
         scrapes = folder / "prometheus.yml"
         scrapes.write_text(scrapes.read_text().replace(_DEFAULT_TARGET, json.dumps(targets)))

@@ -480,6 +480,7 @@ def test_the_shipped_files_come_with_the_command(tmp_path: Path) -> None:
     rules = yaml.safe_load((out / "alerts.yml").read_text())["groups"]
     links = {rule["annotations"]["runbook_url"] for group in rules for rule in group["rules"] if "alert" in rule}
     assert all(link.startswith(f"{url}#laddertron") for link in links)
+    assert f"{url}#laddertronrankdown" in (out / "grafana/overview.json").read_text()
     assert {CONFIGS / f"{name}.yaml" for name in names} <= packed
 
 
