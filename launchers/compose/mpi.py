@@ -4,6 +4,7 @@ every word. Command lines contain names of variables, never their values. Pure.
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ Kind = Literal["openmpi", "mpich", "slurm", "torchrun"]
 WORKER = "laddertron.launchers.rank.worker"
 ENV_LISTEN = "LADDERTRON_LISTEN"
 TORCHRUN_PORT = 29500
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 UNTERMINATED = ("openmpi", "torchrun")
 """Launchers that respect a blocked SIGTERM and end in order by SIGINT; srun waits for SIGTERM even if it is blocked."""
 CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
@@ -73,6 +75,9 @@ class LaunchCommand:
     forward: tuple[str, ...] = ()
     seats: tuple[str, ...] = ()
     """The listed name of each rank's host, if the launcher starts ranks in order."""
+    agent: tuple[str, ...] = ()
+    """The remote shell by which the launcher starts ranks on other hosts with `python`; () if it uses none."""
+    python: str = ""
     stop: int = signal.SIGTERM
     """The signal that ends the launcher. If it is another than SIGTERM, the launcher runs with that blocked."""
 
@@ -110,7 +115,10 @@ def compose(
     parts.append(Part(tuple(program), "what each rank runs"))
     seats = tuple(host.name for host in share.hosts for _ in range(host.slots))
     stop = signal.SIGINT if site.kind in UNTERMINATED else signal.SIGTERM
-    return LaunchCommand(tuple(parts), env, inherited, tuple(forward), seats, stop)
+    agent: tuple[str, ...] = ()
+    if site.kind in ("openmpi", "mpich") and len(share.hosts) > 1:
+        agent = tuple(shlex.split(deployment.launch.rsh_agent or "")) or SSH
+    return LaunchCommand(tuple(parts), env, inherited, tuple(forward), seats, agent, site.python, stop)
 
 
 def _environment(deployment: Deployment, site: Site, share: JobHosts, network: NetworkChoice) -> dict[str, Variable]:

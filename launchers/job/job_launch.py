@@ -21,9 +21,11 @@ from ...engine import child
 from ...engine.identity import ModelIdentity
 from ...engine.job import RankHeartbeat
 from ...topology.placement.machines import boot_id
+from ..compose.host_names import HostNames
 from ..compose.mpi import LaunchCommand
 from ..control import messages, processes
 from ..control.control import ENV_ADDRESS, ENV_SECRET, ControlThread, new_secret
+from . import missing
 from .causes import StartOutput
 from .detect import SAME_FILES, Evidence, JobFailure, no_launch
 from .keeper import under_keeper
@@ -114,6 +116,8 @@ class Launch:
         reading = asyncio.create_task(self._read_output(self._keeper))
         exiting = asyncio.create_task(self._wait_for_exit(self._keeper, reading))
         self._tasks = [reading, exiting, asyncio.create_task(self._watch())]
+        if command.agent and self._options.hosts is not None:
+            self._tasks.append(asyncio.create_task(self._ask_missing(self._options.hosts, address)))
         return None
 
     def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
@@ -295,6 +299,23 @@ class Launch:
                 self.sign_at = time.monotonic()
                 self._trouble.set()
             self.owner.on_launch_output(item, node)
+
+    async def _ask_missing(self, names: HostNames, control: str) -> None:
+        """Asks the hosts of missing ranks whether they reach this one, so that a blocked port is not waited for."""
+        await asyncio.sleep(missing.AFTER_S)
+        hosts = {host: rank for rank, host in self._board.missing() if host and not names.is_here(host)}
+        command, options = self._command, self._options
+        where = options.control_host, options.ports
+        try:
+            answers = await asyncio.to_thread(missing.ask, command.agent, command.python, [*hosts], *where, control)
+        except OSError as error:
+            log.warning("hosts whose ranks have not started cannot be asked: %s", error)
+            return
+        for host, answer in answers.items():
+            if answer.fault and self._board.ranks[hosts[host]].hello is None:
+                self._tell([self._board.sign(Evidence("launch", hosts[host], f"{host}: {answer.fault}"))])
+            elif answer.note:
+                self._board.notes.append(answer.note)
 
     async def _watch(self) -> None:
         last = time.monotonic()

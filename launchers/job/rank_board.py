@@ -93,10 +93,16 @@ class RankBoard:
         self.evidence: list[Evidence] = []
         self._unreached: list[Evidence] = []
         """Reports of ranks that cannot connect to another, which is the evidence's rank."""
+        self.notes: list[str] = []
+        """Why hosts of missing ranks could not be asked."""
         self._timeouts = timeouts
         self._steps = StepWatch(timeouts.first_step_s, timeouts.least_step_s)
         self._began = self._moved = began
         self.ready = self.loads = False
+
+    def missing(self) -> list[tuple[int, str | None]]:
+        """The ranks that have not started, with the listed names of their hosts."""
+        return [(rank, self.hosts.get(rank)) for rank, state in self.ranks.items() if state.hello is None]
 
     @property
     def healthy(self) -> bool:
@@ -242,11 +248,13 @@ class RankBoard:
         news: list[News] = []
         if len(greeted) < len(self.ranks):
             if now - self._began > timeouts.launch_s:
-                missing = [rank for rank in self.ranks if rank not in greeted]
-                hosts = dict.fromkeys(name for rank in missing if (name := self.hosts.get(rank)))
+                missing = self.missing()
+                hosts = dict.fromkeys(host for _, host in missing if host)
                 where = f" on {', '.join(hosts)}" if hosts else ""
-                text = f"rank {', '.join(map(str, missing))}{where} did not start within {timeouts.launch_s:g} s"
-                news.append(self.sign(Evidence("launch", missing[0] if len(hosts) == 1 else None, text)))
+                ranks = ", ".join(str(rank) for rank, _ in missing)
+                text = f"rank {ranks}{where} did not start within {timeouts.launch_s:g} s"
+                text = "; ".join((text, *self.notes))
+                news.append(self.sign(Evidence("launch", missing[0][0] if len(hosts) == 1 else None, text)))
         elif not self.ready and (self.loads or not self._standing()) and now - self._moved > timeouts.load_stall_s:
             slowest = min(greeted, key=lambda rank: self.ranks[rank].fraction)
             text = f"loading has made no progress for {timeouts.load_stall_s:g} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,9 @@ from ...topology.hardware.fabric import Fabric
 from ...topology.json_codec import build, unbuild
 from ...topology.placement.identity import Identity, require_world
 from ...topology.placement.world import World
+from ..compose.ports import ports_at
+from ..control.frames import SECRET_BYTES
+from ..control.reach import Unreached, listening, peers_of, reach
 from ..rank import load_tuning as tuned
 from ..rank.network import local_address, use_route
 from ..rank.rank import choose_device, comm_options, set_threads
@@ -141,6 +145,7 @@ def _measure(
     world = deployment.parallel.world.on(nodes)
     if isinstance(bootstrap, _Star):
         bootstrap.hosts = nodes
+    test_ways(deployment, bootstrap, nodes)
     set_threads(deployment, identity)
     device = choose_device(deployment, identity)
     group, groups = world.group_of(bootstrap.rank), world.groups
@@ -203,6 +208,23 @@ def meet(deployment: Deployment, identity: Identity, bootstrap: Bootstrap) -> tu
         raise UnlikeRanks("\n".join(map(str, findings)))
     require_own_hostnames(bootstrap.all_gather)
     return setups
+
+
+def test_ways(deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[str]) -> None:
+    """Tests that the ranks reach one another, as at each start. Raises UnlikeRanks, on all ranks."""
+    if len(set(nodes)) == 1:
+        return
+    rank, fault, address = bootstrap.rank, "", local_address(deployment, nodes)
+    secret = bootstrap.all_gather(secrets.token_bytes(SECRET_BYTES))[0]
+    with listening(address, secret, ports_at(deployment, address)) as place:
+        places = [text.decode() for text in bootstrap.all_gather(place.encode())]
+        try:
+            for peer in peers_of(rank, nodes):
+                reach(peer, nodes[peer], nodes[rank], places[peer], secret)
+        except Unreached as error:
+            fault = f"rank {error.rank} on {nodes[error.rank]} {error}"
+        if faults := [text.decode() for text in bootstrap.all_gather(fault.encode()) if text]:
+            raise UnlikeRanks("\n".join(faults))
 
 
 def _judge(

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import IO
 
 from ..job import supervised_process as kept
+from ..job.missing import AFTER_S, Answer
 
 SIGNS = "LADDERTRON_PREFLIGHT_SIGNS"
 """Set for ranks whose launcher reads their progress."""
@@ -71,6 +72,10 @@ class Signs:
                 self.deadline = None
         return True
 
+    def not_started(self) -> list[str]:
+        """The hosts of ranks that have not started."""
+        return list(dict.fromkeys(self._hosts[rank] for rank in sorted(self._missing["started"])))
+
     def missing(self) -> str:
         """A message about ranks without a sign; "" if all gave one, or a rank has reported an error."""
         for what, seconds in (("started", START_S), ("met", MEET_S)):
@@ -82,30 +87,49 @@ class Signs:
         return ""
 
 
-def hold(argv: Sequence[str], env: dict[str, str], hosts: Sequence[str], show: Callable[[str], None]) -> int:
+def hold(
+    argv: Sequence[str],
+    env: dict[str, str],
+    hosts: Sequence[str],
+    show: Callable[[str], None],
+    ask: Callable[[Sequence[str]], Mapping[str, Answer]] = lambda hosts: {},
+) -> int:
     """Runs the command, whose rank i is on hosts[i], with `env` added to this process's; returns its exit status, or 1
-    if it was killed. `show` gets its stderr line by line. When this returns or raises (KeyboardInterrupt), no process
-    of the command is left on this host. Raises OSError."""
+    if it was killed. `show` gets its stderr line by line, `ask` asks hosts whose ranks have not started (missing.py).
+    When this returns or raises (KeyboardInterrupt), no process of the command is left on this host. Raises OSError."""
     process = kept.start(argv, env, stdout=None, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:
-        killed = _listen(process.stderr, Signs(hosts, time.monotonic()), show)
+        killed = _listen(process.stderr, Signs(hosts, time.monotonic()), show, ask)
     finally:
         kept.end(process)
         process.stderr.close()
     return 1 if killed else process.returncode
 
 
-def _listen(stderr: IO[str], signs: Signs, show: Callable[[str], None]) -> bool:
-    """Reads `stderr` to its end (returns False), or until the deadline of the signs (True)."""
-    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+def _listen(
+    stderr: IO[str],
+    signs: Signs,
+    show: Callable[[str], None],
+    ask: Callable[[Sequence[str]], Mapping[str, Answer]],
+) -> bool:
+    """Reads `stderr` to its end (returns False), or until the deadline of the signs or a fault of a host whose ranks
+    have not started (True)."""
+    lines: queue.SimpleQueue[str | Mapping[str, Answer] | None] = queue.SimpleQueue()
 
     def read() -> None:
         for line in stderr:
             lines.put(line)
         lines.put(None)
 
+    def inquire() -> None:
+        with suppress(OSError):
+            lines.put(ask(signs.not_started()))
+
     threading.Thread(target=read, daemon=True, name="preflight-stderr").start()
+    inquiry = threading.Timer(AFTER_S, inquire)
+    inquiry.daemon = True
+    inquiry.start()
     while True:
         wait = None if signs.deadline is None else max(0.0, signs.deadline - time.monotonic())
         try:
@@ -115,7 +139,15 @@ def _listen(stderr: IO[str], signs: Signs, show: Callable[[str], None]) -> bool:
                 show(words + "\n")
             return True
         if line is None:
+            inquiry.cancel()
             return False
+        if not isinstance(line, str):
+            if faults := [
+                f"{host}: {line[host].fault}" for host in signs.not_started() if host in line and line[host].fault
+            ]:
+                show(f"error: {faults[0]}\n")
+                return True
+            continue
         if not signs.take(line, time.monotonic()):
             show(line)
 

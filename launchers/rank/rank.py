@@ -32,11 +32,11 @@ from ...topology.placement.mapping import MappingError, verify
 from ..compose.ports import ENV_PORTS, ports_at
 from ..compose.rank_mapping import ENV_CORES, ENV_SEATS, bind, cores_here, expected
 from ..control import messages
+from ..control.reach import listening, peers_of, reach
 from .agreement import agree
 from .load_tuning import backend_here, tuned_choice
 from .network import local_address, use_route
 from .rank_status import HealthWatch, Status, loading_words, make_look
-from .reach import listening, peers_of, reach
 from .shared_memory import require_shared_memory
 from .standing_by import Channel, require_memory, stand_by
 

@@ -17,9 +17,9 @@ from ...topology.comm.collectives import CommunicationError
 from ...topology.placement.identity import Identity, IdentityError, identify, require_world
 from ..control.control_client import ControlClient, address_and_secret
 from ..control.processes import die_with_parent, ended_by_parent_alone
+from ..control.reach import Unreached
 from ..job.rank_logs import set_up_logs
 from .rank_status import Status
-from .reach import Unreached
 
 log = logging.getLogger(__name__)
 

@@ -86,3 +86,44 @@ def test_hosts_that_cannot_reach_each_other_are_named_before_mpi_starts(three: C
     pairs = ("rank 2 .*node n2", "10.213.0.3", "n1 to n2"), ("rank 1 .*node n1", "10.213.0.2", "n2 to n1")
     lines = (rf"error: {who}.* cannot be reached at {at} port \d+, from {way}: timed out" for who, at, way in pairs)
     assert any(re.search(line, said) for line in lines), said
+
+
+@pytest.mark.parametrize(
+    ("command", "fault", "says"),
+    [("run", "firewall", "from n[12] to n0"), ("preflight", "largest", "a message of 128 KiB from n0 to n1")],
+)
+def test_a_blocked_way_is_named_though_no_rank_starts(
+    three: Cluster, tmp_path: Path, command: str, fault: str, says: str
+) -> None:
+    """mpirun's own daemons cannot reach it, through a firewall or where large packets are lost, and it waits: the hosts
+    are asked, long before the time for ranks to start has passed."""
+    job = job_of(three, tmp_path)
+    words = job.command(sys.executable, launch=False)
+    if command == "preflight":
+        words = [*words[: words.index("run")], "preflight", str(job.config)]
+    if fault == "firewall":
+        three.control.firewall(range(40000, 40100))
+    else:
+        three.control.largest(0, 1, 1500)
+    try:
+        done = three.run(0, words, QUIET, timeout=180.0)
+    finally:
+        three.control.firewall()
+        three.control.largest(0, 1)
+    assert done.returncode == 1, done.stdout + done.stderr
+    errors = " ".join(done.stderr.split())
+    assert re.search(rf"error: n[12]: .* cannot be reached at 10.213.0.1 port \d+, .*{says}", errors), errors
+    assert "did not start" not in errors
+
+
+def test_preflight_names_ranks_that_do_not_reach_each_other(three: Cluster, tmp_path: Path) -> None:
+    job = job_of(three, tmp_path)
+    words = job.command(sys.executable, launch=False)
+    three.control.cut(1, 2)
+    try:
+        done = three.run(0, [*words[: words.index("run")], "preflight", str(job.config)], QUIET, timeout=180.0)
+    finally:
+        three.control.fix(1, 2)
+    assert done.returncode == 1, done.stdout + done.stderr
+    errors = " ".join(done.stderr.split())
+    assert re.search(r"rank 2 on n2 cannot be reached at 10.213.0.3 port \d+, from n1 to n2: timed out", errors), errors

@@ -1,4 +1,6 @@
-"""Listening sockets on a port of a given range, for hosts between which a firewall lets only that range through."""
+"""Listening sockets on a port of a given range, for hosts between which a firewall lets only that range through, and
+the reading of messages of known length from those that connect.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +41,14 @@ def listen(address: str, ports: range = ANY_PORT, backlog: int = 512) -> socket.
         f"{socket.gethostname()}: no port of launch.port_range={ports[0]}-{ports[-1]} is free at {address}: enlarge "
         "it, or end what listens there",
     )
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    """The next `count` bytes. Raises OSError, also if the connection ends before."""
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise ConnectionError("the other end closed the connection")
+        data += part
+    return bytes(data)

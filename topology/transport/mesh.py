@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comm.bootstrap import Bootstrap
-from ..hardware.ports import ANY_PORT, listen
+from ..hardware.ports import ANY_PORT, listen, receive
 from ..placement.layout import GroupLayout
 from ..placement.machines import boot_id
 from .callers import HELLO, MAGIC, PROOF, Callers, proof
@@ -231,7 +231,7 @@ def _call(
         s.connect(f"\0{card['unix']}" if near else (card["address"], int(card["port"])))
         hello = HELLO.pack(MAGIC, first, me, peer, channel, secrets.token_bytes(16))
         s.sendall(hello)
-        answer = _take(s, 16 + PROOF)
+        answer = receive(s, 16 + PROOF)
         if not hmac.compare_digest(answer[16:], proof(key, b"answer", hello, answer[:16])):
             raise MeshError(f"{card['hostname']} answered for rank {peer} without the launch's secret: refused")
         s.sendall(proof(key, b"caller", hello, answer[:16]))
@@ -242,16 +242,6 @@ def _call(
     except BaseException:
         s.close()
         raise
-
-
-def _take(s: socket.socket, count: int) -> bytes:
-    got = bytearray()
-    while len(got) < count:
-        part = s.recv(count - len(got))
-        if not part:
-            raise ConnectionError("the other end closed the connection during the handshake")
-        got += part
-    return bytes(got)
 
 
 def _share_segment(

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,8 +28,10 @@ from ....topology.placement.identity import Identity, IdentityError, identify
 from ....topology.placement.world import World
 from ...compose.host_allocation import together
 from ...compose.mpi import compose
+from ...compose.ports import ports_at
 from ...control.processes import die_with_parent
 from ...job.fleet import Fleet
+from ...job.missing import Answer, ask
 from ...measure.preflight import PreflightOutcome
 from ...measure.preflight_job import DONE_S, SIGNS, hold, sign
 from ..errors import FAILED, UsageError, check_output, ended_by, show_error
@@ -43,7 +46,13 @@ def launch(loaded: LoadedDeployment, words: list[str]) -> int:
         share = together(fleet.shares)
         job = compose(loaded.deployment, fleet.site, share, program, (SIGNS,))
     hosts = [host.name for host in share.hosts for _ in range(host.slots)]
-    code = hold(job.argv, {**job.env, SIGNS: "1"}, hosts, lambda line: click.echo(line, nl=False, err=True))
+
+    def ask_missing(missing: Sequence[str]) -> dict[str, Answer]:
+        away, address = [host for host in missing if not fleet.names.is_here(host)], fleet.control_host()
+        return ask(job.agent, job.python, away if job.agent else [], address, ports_at(loaded.deployment, address))
+
+    environment = {**job.env, SIGNS: "1"}
+    code = hold(job.argv, environment, hosts, lambda line: click.echo(line, nl=False, err=True), ask_missing)
     return code if code in (0, 2, 130) else 1  # mpirun has codes of its own, such as 255 for a host out of reach
 
 

@@ -1,16 +1,19 @@
 """Tests before MPI starts that ranks on different hosts can connect, both ways, with a small and a large message: a
-firewall or lost large packets are named with ranks, hosts, port and direction, and not found by a hanging MPI.
+firewall or lost large packets are named with ranks, hosts, port and direction, and not found by a hanging MPI. As a
+program it tests the way to the owner of ranks that have not started (job/missing.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from ...topology.hardware.ports import ANY_PORT, listen
+from ...topology.hardware.ports import ANY_PORT, listen, receive
 
 SMALL, LARGE = 64, 128 << 10
 """Bytes of the two messages; the large one takes several packets of any size."""
@@ -21,6 +24,9 @@ AGAIN_S = 0.05
 """Seconds after which a connection is accepted again if none could be."""
 PEERS = 64
 """Other hosts that a rank tests at most: the next ones, so that all are tested by some rank."""
+
+
+OPEN = "open the ports between the hosts (firewall; launch.port_range), or set launch.interface"
 
 
 class Unreached(ConnectionError):
@@ -77,9 +83,9 @@ def _answer(connection: socket.socket, secret: bytes, free: threading.Semaphore)
         stack.enter_context(connection)
         stack.enter_context(contextlib.suppress(OSError))
         connection.settimeout(TIMEOUT_S)
-        if hmac.compare_digest(_take(connection, SMALL), _message(secret, SMALL)):
+        if hmac.compare_digest(receive(connection, SMALL), _message(secret, SMALL)):
             connection.sendall(_message(secret, SMALL))
-            _take(connection, LARGE)
+            receive(connection, LARGE)
             connection.sendall(b"+")  # small: the direction of a large message that is lost can be told
             connection.sendall(_message(secret, LARGE))
 
@@ -88,18 +94,18 @@ def reach(rank: int, host: str, here: str, place: str, secret: bytes, timeout_s:
     """Tests the way from `here` to rank `rank` on `host`, which listens at `place`, and back. Raises Unreached."""
     address, _, port = place.rpartition(" ")
     way = f"from {here} to {host}"
-    doing, fix = way, "open the ports between the hosts (firewall), or set launch.interface"
+    doing, fix = way, OPEN
     try:
         with socket.create_connection((address, int(port)), timeout_s) as connection:
             connection.settimeout(timeout_s)
             connection.sendall(_message(secret, SMALL))
-            _take(connection, SMALL)
+            receive(connection, SMALL)
             fix = "small messages pass: large packets are lost, set the interfaces' MTU to that of the path"
             doing = f"a message of {LARGE >> 10} KiB {way}"
             connection.sendall(_message(secret, LARGE))
-            _take(connection, 1)
+            receive(connection, 1)
             doing = f"a message of {LARGE >> 10} KiB from {host} to {here}"
-            _take(connection, LARGE)
+            receive(connection, LARGE)
     except OSError as error:
         raise Unreached(rank, f"cannot be reached at {address} port {port}, {doing}: {error}: {fix}") from None
 
@@ -108,11 +114,25 @@ def _message(secret: bytes, size: int) -> bytes:
     return hmac.digest(secret, b"reach", "sha256") * (size // 32)
 
 
-def _take(connection: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = connection.recv(count - len(data))
-        if not part:
-            raise ConnectionError("the connection was closed")
-        data += part
-    return bytes(data)
+def main() -> None:
+    """Tests the way to the owner that the order on standard input names, and prints the fault, if any, as JSON."""
+    order, here, fault = json.loads(sys.stdin.readline()), socket.gethostname(), ""
+    address, _, port = order["control"].rpartition(":")
+    way = f"from {here} to {order['host']}"
+    try:
+        if address:
+            fault = f"the control channel cannot be reached at {address} port {port}, {way}"
+            with socket.create_connection((address.strip("[]"), int(port)), order["timeout_s"]) as connection:
+                connection.settimeout(order["timeout_s"])
+                receive(connection, 1)  # the owner speaks first
+        reach(0, order["host"], here, order["place"], bytes.fromhex(order["secret"]), order["timeout_s"])
+        fault = ""
+    except Unreached as error:
+        fault = f"{order['host']} {error}"
+    except OSError as error:
+        fault = f"{fault}: {error}: {OPEN}"
+    print(json.dumps({"fault": fault}))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from laddertron.launchers.control.messages import Failure
+from laddertron.launchers.control.reach import LARGE, SMALL, Unreached, listening, peers_of, reach
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.rank_board import RankBoard
-from laddertron.launchers.rank.reach import LARGE, SMALL, Unreached, listening, peers_of, reach
 from laddertron.topology.placement.world import World
 from test_detect import hello
 
@@ -76,7 +76,7 @@ def test_what_is_lost_is_named_with_its_direction(there: int, back: int, says: s
 
 
 def test_a_reset_and_a_stranger() -> None:
-    closed = pytest.raises(Unreached, match="from n0 to n1: the connection was closed")
+    closed = pytest.raises(Unreached, match="from n0 to n1: the other end closed the connection")
     with listening("127.0.0.1", SECRET) as place, closed:
         reach(1, "n1", "n0", place, b"another" * 4)
     with pytest.raises(Unreached, match="Connection refused"):
