@@ -291,7 +291,8 @@ class Pulse:
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Rank -> server, last. `consequence`: another rank failed first. `refused`: the model or configuration cannot
-    run. `unreached`: the rank that this one cannot connect to, -1 for another failure."""
+    run. `unreached`: the rank that this one cannot connect to, or (a consequence) whose data did not come; -1 for
+    another failure."""
 
     type: Literal["failure"] = field(default="failure", kw_only=True)
     text: Annotated[str, MaxLen(MAX_TEXT)]

@@ -30,6 +30,7 @@ NODE_LOST = "lost communication with a remote daemon"
 _LOST_NODE = re.compile(r"\bRemote daemon\s*: \S+ on node (\S+)")
 
 
+_LOST_PACKETS = "are packets lost on the way (MTU, firewall, cable)? `laddertron preflight` tests it"
 _EXPLAINED = ("rank_lost", "launcher_exit", "launcher_killed", "launch", "load_stalled", "consequence")
 """The kinds of failure whose cause the launcher's output may name."""
 
@@ -68,7 +69,7 @@ class RankState:
 
 
 def _silence(seconds: float) -> str:
-    return f"no heartbeat for {seconds:.1f} s (stopped, swapped out or cut off)"
+    return f"no heartbeat for {seconds:.1f} s (stopped, swapped out, cut off, or its large packets are lost)"
 
 
 class RankBoard:
@@ -167,14 +168,19 @@ class RankBoard:
                 state.file = file
                 state.limits, state.fraction, self._moved = limits, 1.0, now
                 news += self._agreement()
-            case Failure(text, unreached=peer) if 0 <= peer < len(self.ranks):
+            case Failure(text, consequence, unreached=peer) if 0 <= peer < len(self.ranks) and not consequence:
                 state.ended = True
                 self._unreached.append(self.sign(Evidence("rank_error", peer, text)))
                 news.append(self._unreached[-1])
-            case Failure(text, consequence, refused):
+            case Failure(text, consequence, refused, unreached=peer):
                 state.ended = True
                 kind: FailureKind = "consequence" if consequence else "refused" if refused else "rank_error"
-                news.append(self.sign(Evidence(kind, rank, text.strip())))
+                if consequence and peer in self.ranks and self.node(peer) != self.node(rank):
+                    # NOTE: if nothing else explains it, both ranks are well, and what is between them is not
+                    way = f"nothing arrives from {self.name(peer)} at {self.name(rank)}"
+                    news.append(self.sign(Evidence(kind, None, f"{way}: {text.strip()}: {_LOST_PACKETS}")))
+                else:
+                    news.append(self.sign(Evidence(kind, rank, text.strip())))
                 if (
                     consequence
                     and (silent := next((at for at, one in self.ranks.items() if one.suspect), None)) is not None

@@ -13,7 +13,7 @@ import traceback
 
 from ...engine.config import load as deploy
 from ...models.config.json_fields import Refusal
-from ...topology.comm.collectives import CommunicationError
+from ...topology.comm.collectives import CollectiveTimeout, CommunicationError
 from ...topology.placement.identity import Identity, IdentityError, identify, require_world
 from ..control.control_client import ControlClient, address_and_secret
 from ..control.processes import die_with_parent, ended_by_parent_alone
@@ -44,7 +44,8 @@ def main() -> int:
         _run(client, identity, status, secret)
     except CommunicationError as error:
         # The exit of another rank breaks this one's collectives: that rank's error is the cause.
-        client.fail(f"{type(error).__name__}: {error}", consequence=True)
+        peer = error.rank if isinstance(error, CollectiveTimeout) else -1
+        client.fail(f"{type(error).__name__}: {error}", consequence=True, unreached=peer)
         os._exit(1)
     except Unreached as error:
         client.fail(str(error), unreached=error.rank)

@@ -103,11 +103,11 @@ class CommunicationError(RuntimeError):
 
 
 class _PeerError(CommunicationError):
-    """`peer`: its rank in the group (-1: unknown). `seq`: the number of the group's collective."""
+    """`peer`: its rank in the group, `rank`: in the job (-1: unknown). `seq`: the number of the group's collective."""
 
-    def __init__(self, message: str, peer: int, seq: int) -> None:
+    def __init__(self, message: str, peer: int, seq: int, rank: int = -1) -> None:
         super().__init__(message)
-        self.peer, self.seq = peer, seq
+        self.peer, self.seq, self.rank = peer, seq, rank
 
 
 class CollectiveTimeout(_PeerError):

@@ -198,9 +198,10 @@ class Transport:
         out = (c_int64 * 4)()
         self._error_of(self._handle, out)
         peer, seq = int(out[1]), int(out[2])
-        who = f"rank {self._layout.ranks[peer]}" if 0 <= peer < self._layout.size else "a rank"
+        rank = self._layout.ranks[peer] if 0 <= peer < self._layout.size else -1
+        who = f"rank {rank}" if rank >= 0 else "a rank"
         if code == _TIMEOUT:
-            raise CollectiveTimeout(f"collective {seq}: {who} did not deliver its part in time", peer, seq)
+            raise CollectiveTimeout(f"collective {seq}: {who} did not deliver its part in time", peer, seq, rank)
         if code == _LOST:
             raise PeerLost(f"collective {seq}: {who} is gone (its connection ended)", peer, seq)
         if code == _MISMATCH:

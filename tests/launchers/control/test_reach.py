@@ -113,3 +113,17 @@ def test_the_host_that_most_cannot_reach_is_named_whoever_is_first(order: tuple[
     failure = board.judge(1, (), {})
     assert (failure.culprit.rank, failure.culprit.node) == (1, "node-1")
     assert failure.reason.startswith("rank 1 (node node-1, pid 101): cannot be reached")
+
+
+def test_the_way_is_named_where_data_of_a_healthy_rank_do_not_come() -> None:
+    """A rank that gave up waiting blames neither itself nor the other, if they are on two hosts and both are well; a
+    rank that died meanwhile is the cause."""
+    board = RankBoard(World(2), JobTimeouts(), 0.0)
+    for rank in range(2):
+        board.heard(rank, hello(rank), 1.0)
+    board.heard(1, Failure("CollectiveTimeout: collective 7", consequence=True, unreached=0), 2.0)
+    failure = board.judge(None, (), {})
+    assert (failure.kind, failure.culprit.rank, failure.culprit.node) == ("consequence", None, None)
+    assert failure.reason.startswith("nothing arrives from rank 0 (node node-0, pid 100) at rank 1 (node node-1, pid")
+    board.gone(0, "")
+    assert board.judge(None, (), {}).culprit.rank == 0
