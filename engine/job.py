@@ -87,8 +87,8 @@ class JobListener(Protocol):
         it are lost. The owner submits them again (under another id, with their emitted tokens) or gives them up.
         `by_request`: a request that was in the step may be the cause."""
 
-    async def idle(self, launch: int) -> None:
-        """Waits until no request is in flight in a launch."""
+    async def idle(self, launch: int) -> bool:
+        """Waits until no request is in flight in a launch; False if one was lost meanwhile."""
 
     def on_state(self, state: JobState) -> None: ...
 

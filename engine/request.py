@@ -25,7 +25,8 @@ MAX_CANDIDATES = 1024
 # what a process of ours takes of another; a client's bounds are in Param
 Count = Annotated[int, Ge(0), Lt(2**63)]
 Size = Annotated[int, Ge(1), Lt(2**63)]
-Name = Annotated[str, MaxLen(512)]
+MAX_NAME = 512
+Name = Annotated[str, MaxLen(MAX_NAME)]
 TokenId = Annotated[int, Ge(0), Lt(2**32)]
 TokenIds = Annotated[tuple[TokenId, ...], MaxLen(1 << 24)]
 Integer = Annotated[int, Ge(-1), Lt(2**64)]

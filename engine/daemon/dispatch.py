@@ -5,6 +5,7 @@ failed launch are submitted again and resume after the last reported token. Noth
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 from collections import Counter, OrderedDict, deque
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from ..job import EngineJob, JobState, RankHeartbeat
 from ..openai.errors import ApiError, unmade
-from ..request import ModelLimits, TokensEvent
+from ..request import MAX_NAME, ModelLimits, Request, TokensEvent
 from .flight import DispatchObserver, Flight, Suspicion
 
 log = logging.getLogger(__name__)
@@ -39,15 +40,16 @@ class _Replica:
 
     def __init__(self, dispatcher: Dispatcher, index: int, job: EngineJob) -> None:
         self._dispatcher, self.index, self.job = dispatcher, index, job
-        self.flights: dict[Flight, None] = {}
+        self.flights: dict[Flight, list[str]] = {}
+        """With the names of their submissions."""
         self.load = 0
         self.alone: Flight | None = None
-        self._submissions: dict[str, _Submission] = {}  # by request id
+        self._submissions: dict[str, _Submission] = {}  # by name
         self._entries = 0
         self._left = asyncio.Event()
 
     def on_tokens(self, events: list[TokensEvent]) -> None:
-        # NOTE: the one filter of late tokens; each submission has an id of its own
+        # NOTE: the one filter of late tokens; each submission has a name of its own
         taken = [(event, sent) for event in events if (sent := self._submissions.get(event.request_id)) is not None]
         counted = 0
         for event, submission in taken:
@@ -66,7 +68,7 @@ class _Replica:
                 self.job.stop_choice(event.request_id, event.choice, delta.stop_after)
             if flight.answer.done:
                 self.leave(flight, cancel=flight.answer.error is not None)
-                flight.owner.finished(flight)
+                _call(flight.owner.finished, flight)
             elif self.alone is flight and not flight.isolated:
                 self._dispatcher.passed(self, flight)
         self._dispatcher.observer.tokens(self.index, [event for event, _ in taken], counted)
@@ -100,10 +102,12 @@ class _Replica:
         if aboard:
             self._dispatcher.lost(self, list(dict.fromkeys(aboard)), reason, list(dict.fromkeys(in_step)))
 
-    async def idle(self, launch: int) -> None:
+    async def idle(self, launch: int) -> bool:
+        aboard = [submission for submission in self._submissions.values() if submission.launch == launch]
         while any(submission.launch == launch for submission in self._submissions.values()):
             self._left.clear()
             await self._left.wait()
+        return not any(submission.open_choices and submission.flight for submission in aboard)
 
     def on_state(self, state: JobState) -> None:
         self._dispatcher.moved(self, state)
@@ -121,12 +125,14 @@ class _Replica:
             flight.restart()
         flight.replica, flight.model = self.index, model
         self.load += flight.choices
-        self.flights[flight] = None
+        names = self.flights[flight] = []
         for prompt, request in enumerate(flight.requests):
             if request.open_choices:
+                name = self._dispatcher.name(request)
                 sent = _Submission(flight, prompt, self.job.launch, set(request.open_choices))
-                self._submissions[request.request_id] = sent
-                self.job.submit(request)
+                self._submissions[name] = sent
+                names.append(name)
+                self.job.submit(dataclasses.replace(request, request_id=name))
 
     def leave(self, flight: Flight, cancel: bool) -> None:
         """Removes the flight; `cancel`: also cancels its requests that still run."""
@@ -134,14 +140,21 @@ class _Replica:
             return
         flight.replica = None
         self.load -= flight.choices
-        del self.flights[flight]
-        for request in flight.requests:
-            if (submission := self._submissions.get(request.request_id)) is not None:
+        for name in self.flights.pop(flight):
+            if (submission := self._submissions.get(name)) is not None:
                 submission.flight = None
                 if cancel:
-                    self.job.cancel(request.request_id)
+                    self.job.cancel(name)
         if self.alone is flight:
             self.alone = None
+
+
+def _call(callback: Callable[[Flight], None], flight: Flight) -> None:
+    """Calls an owner. Its error must not keep others from their events."""
+    try:
+        callback(flight)
+    except Exception:
+        log.exception("%s failed", getattr(callback, "__qualname__", callback))
 
 
 class _LineQueue:
@@ -187,6 +200,7 @@ class Dispatcher:
 
     def __init__(self, jobs: Sequence[EngineJob], observer: DispatchObserver, relaunches: bool = True) -> None:
         self.observer, self._relaunches = observer, relaunches
+        self._numbers = itertools.count(1)
         self._replicas = [_Replica(self, index, job) for index, job in enumerate(jobs)]
         self._interactive: deque[Flight] = deque()
         self._lines = _LineQueue()
@@ -256,6 +270,11 @@ class Dispatcher:
 
     async def bundle(self) -> list[dict[str, object]]:
         return [await replica.job.bundle() for replica in self._replicas]
+
+    def name(self, request: Request) -> str:
+        """A name for a submission that no other one has, whatever ids clients choose, and that engines accept."""
+        suffix = f"#{next(self._numbers)}"
+        return request.request_id[: MAX_NAME - len(suffix)] + suffix
 
     def submit(self, flight: Flight) -> None:
         self._queue_of(flight).append(flight)
@@ -387,7 +406,7 @@ class Dispatcher:
         for flight in in_step:
             flight.died(alone=len(suspects) == 1)
             if not flight.suspicion.guilty:
-                flight.owner.died(flight)
+                _call(flight.owner.died, flight)
                 continue
             del aboard[flight]
             self._quarantine(flight, reason)
@@ -424,4 +443,4 @@ class Dispatcher:
     @staticmethod
     def _fail(flight: Flight, code: str, message: str, status: int) -> None:
         flight.answer.error = ApiError(message, code, status=status)
-        flight.owner.finished(flight)
+        _call(flight.owner.finished, flight)

@@ -107,14 +107,10 @@ class Flight:
         self.suspicion.died(self.answer.place, SUSPECT_TOKENS * self.choices, alone)
 
     def again(self) -> None:
-        """Prepares the next attempt: it resumes after the answer's last token, under ids of its own."""
-        before, self.attempt, self.replica = f"#{self.attempt}" if self.attempt else "", self.attempt + 1, None
+        """Prepares the next attempt: it resumes after the answer's last token."""
+        self.attempt, self.replica = self.attempt + 1, None
         self.requests = tuple(
-            dataclasses.replace(
-                request,
-                request_id=f"{request.request_id.removesuffix(before)}#{self.attempt}",
-                emitted=self.answer.emitted(prompt),
-            )
+            dataclasses.replace(request, emitted=self.answer.emitted(prompt))
             for prompt, request in enumerate(self.requests)
         )
 

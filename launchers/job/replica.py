@@ -195,7 +195,7 @@ class Replica:
         return [member for member in self._members if member.state in ("serving", "draining")]
 
     async def drain(self, timeout_s: float) -> bool:
-        self._draining, failures = True, len(self.failures)
+        self._draining = True
         self._end_standby()
         if self.state.phase in ("ready", "suspect"):
             self._set_state("draining")
@@ -203,11 +203,9 @@ class Replica:
                 self.serving.launch.send(Drain(), 0)
         try:
             async with asyncio.timeout(timeout_s):
-                for member in self._computing:
-                    await self._idle(member)
+                return all([await self._idle(member) for member in self._computing])
         except TimeoutError:
             return False
-        return len(self.failures) == failures
 
     async def close(self) -> None:
         self._closing = True
@@ -228,9 +226,8 @@ class Replica:
             member.over.set()
         await asyncio.gather(*(member.running for member in others))
 
-    async def _idle(self, member: Member) -> None:
-        if self._listener is not None:
-            await self._listener.idle(member.number)
+    async def _idle(self, member: Member) -> bool:
+        return self._listener is None or await self._listener.idle(member.number)
 
     async def bundle(self) -> dict[str, Any]:
         failures = [dataclasses.asdict(failure) for failure in self.failures]

@@ -197,7 +197,7 @@ def advance(job: Job, one: Flight, tokens: int) -> None:
     answer: Any = one.answer
     answer.place += tokens
     request = one.requests[0]
-    job.listener.on_tokens([TokensEvent(request.request_id, 0, 0, (5,))])
+    job.listener.on_tokens([TokensEvent(job.ids[request.request_id], 0, 0, (5,))])
 
 
 def test_suspects_run_one_after_the_other_past_their_place() -> None:
@@ -271,7 +271,7 @@ def test_late_tokens_of_a_former_attempt_are_ignored() -> None:
         job.lose()
         for name in (former, job.ids["a"]):
             job.listener.on_tokens([TokensEvent(name, 0, 0, (5,))])
-        assert [event.request_id for event in taken] == ["a#1"]
+        assert [event.request_id for event in taken] == [job.ids["a"]] != [former]
 
     asyncio.run(scene())
 
@@ -293,7 +293,7 @@ def test_a_launch_is_idle_once_its_last_request_has_ended_there() -> None:
         for name in ("other", "gone"):
             await asyncio.sleep(0)
             assert not idle.done()
-            job.listener.on_tokens([TokensEvent(name, 0, 0, (), "cancelled")])
+            job.listener.on_tokens([TokensEvent(job.ids[name], 0, 0, (), "cancelled")])
         await idle
 
     asyncio.run(scene())
@@ -401,7 +401,7 @@ def test_an_answer_that_cannot_be_shown_ends_alone() -> None:
             made: Any = flight(name)
             made.answer, made.owner = Shown(), owner
             dispatcher.submit(made)
-        first.listener.on_tokens([TokensEvent(name, 0, 0, (5,)) for name in ("bad", "good")])
+        first.listener.on_tokens([TokensEvent(first.ids[name], 0, 0, (5,)) for name in ("bad", "good")])
         assert (owners[0].error, owners[1].error, owners[1].shown) == ("engine_error", None, 1)
         assert first.aboard == ["other", "good"]
 

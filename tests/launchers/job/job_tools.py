@@ -117,9 +117,11 @@ class Listener:
                 del self.tokens[key]
         self._news.set()
 
-    async def idle(self, launch: int) -> None:
+    async def idle(self, launch: int) -> bool:
+        lost = len(self.lost)
         while any(asked.launch == launch for asked in self.in_flight.values()):
             await self.something()
+        return len(self.lost) == lost
 
     def on_state(self, state: JobState) -> None:
         self.states.append(state)

@@ -8,79 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_launch import LIMITS, FakeLaunch
 from job_tools import PATIENT, Job, Listener, bounded, fake_mpirun, left, request
-from laddertron.engine.job import Culprit
-from laddertron.engine.request import ModelLimits, TokensEvent
-from laddertron.launchers.control.messages import Cancel, Drain, Loading, Ready, Standing, Submit, Tokens
+from laddertron.launchers.control.messages import Loading
 from laddertron.launchers.job import replica
-from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.options import JobOptions
 from laddertron.launchers.job.replica import JobHooks, ReplicaSpec
 from laddertron.topology.placement.world import World
-
-LIMITS = ModelLimits(4096, 1000, 8, 65536, (2,))
-
-
-class FakeLaunch:
-    """Keeps what it is given; the test moves it. `made`: all, in order; `room`: what those that wait report."""
-
-    made: list[FakeLaunch] = []  # noqa: RUF012
-    room = True
-    explained, sign_at, failing = False, 1.0, False
-    seats: tuple[str, ...] = ()
-
-    def __init__(self, owner: Any, name: str, config: str, options: JobOptions, **made_for: Any) -> None:
-        self.owner, self.name = owner, name
-        self.standby, self.serving = made_for["standby"], made_for["serving"]
-        self.done: list[str] = []
-        self.healthy = False
-        self._failing: asyncio.Future[JobFailure] = asyncio.get_running_loop().create_future()
-        self.made.append(self)
-
-    async def begin(self) -> None:
-        self.healthy = True
-
-    def send(self, message: Any, rank: int | None = None) -> None:
-        match message:
-            case Submit(asked):
-                self.done.append(f"submit {asked.request_id}")
-            case Cancel(name):
-                self.done.append(f"cancel {name}")
-            case Drain():
-                self.done.append("drain")
-
-    def load(self) -> None:
-        self.done.append("load")
-
-    def stand(self) -> None:
-        self.owner.on_launch_output(Standing(1, self.room), None)
-
-    def ready(self) -> None:
-        self.owner.on_launch_output(Ready(LIMITS), None)
-
-    def answer(self, name: str) -> None:
-        self.owner.on_launch_output(Tokens((TokensEvent(name, 0, 0, (1,), "length"),)), None)
-
-    def fail(self, reason: str, kind: Any = "rank_error") -> None:
-        self.failing = True
-        self._failing.set_result(JobFailure(kind, reason, Culprit(0)))
-
-    async def failure_before(self, over: asyncio.Event) -> JobFailure | None:
-        waiting: asyncio.Future[Any] = asyncio.ensure_future(over.wait())
-        ends: list[asyncio.Future[Any]] = [waiting, self._failing]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        return self._failing.result() if self._failing.done() else None
-
-    async def end(self, *, orderly: bool) -> None:
-        self.healthy = False
-        self.done.append("end")
-
-    async def dump(self, timeout_s: float) -> dict[int, Any]:
-        return {}
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": self.name}
 
 
 @pytest.fixture(autouse=True)
@@ -453,5 +387,29 @@ def test_fake_ranks_are_exchanged(room: bool, tmp_path: Path) -> None:
         finally:
             await job.close()
         assert left(after) == []
+
+    bounded(run)
+
+
+def test_draining_after_many_failures_says_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is lost while the replica drains was not finished, however many failures came before."""
+
+    async def run() -> None:
+        monkeypatch.setattr(FakeLaunch, "room", True)
+        listener = Listener()
+        job = Job(spec("old", max_failures=10**6, longest_backoff_s=0.0), listener)
+        await job.start(listener)
+        for _ in range(20):
+            await turns()
+            FakeLaunch.made[-1].ready()
+            FakeLaunch.made[-1].fail("again")
+        await turns()
+        FakeLaunch.made[-1].ready()
+        job.submit(request("a"))
+        draining = asyncio.create_task(job.drain(60.0))
+        await turns()
+        FakeLaunch.made[-1].fail("at last")
+        assert await draining is False
+        await job.close()
 
     bounded(run)
