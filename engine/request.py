@@ -141,6 +141,8 @@ class Request:
     deadline: float | None = None
     order: Annotated[int, Lt(2**63)] = 0
     emitted: Annotated[tuple[TokenIds | None, ...], MaxLen(MAX_CHOICES)] = ()
+    shared: Count | None = None
+    """How many of the prompt's first tokens later requests begin with, if known: their blocks are evicted last."""
 
     @property
     def open_choices(self) -> list[int]:

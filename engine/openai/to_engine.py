@@ -87,7 +87,8 @@ MAX_CHOICES = 128
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
     """The origin of a body's requests: what the scheduler needs in addition to prompts and parameters. `key` and
-    `run_id` determine the default seed (custom_id and batch id; for interactive requests a random id)."""
+    `run_id` determine the default seed (custom_id and batch id; for interactive requests a random id). `shared`: of the
+    first prompt."""
 
     request_id: str
     run_id: str
@@ -96,6 +97,7 @@ class RequestOrigin:
     queue: str = ""
     salt: str = ""
     deadline: float | None = None
+    shared: int | None = None
 
 
 def to_requests(
@@ -156,6 +158,7 @@ def to_requests(
                 order=body.priority,
                 salt=f"{origin.salt}\0{body.cache_salt}" if body.cache_salt else origin.salt,
                 deadline=origin.deadline,
+                shared=origin.shared if index == 0 and len(prompt) == len(uncut) else None,
             )
         )
     return requests

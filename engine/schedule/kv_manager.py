@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from .limits import SchedulerLimits
 from .sequence import RequestGroup, Sequence
 
+_NEEDED_TURNOVERS = 8
+"""A needed block outlives others until the pool has been allocated this many times: its job may have ended."""
+
 
 class BlockPool:
     """KV blocks, numbered from 0. A block is in use (references > 0), cached (unreferenced, but a cache hit may use its
@@ -25,7 +28,10 @@ class BlockPool:
         self._references = [0] * num_blocks
         # Last in, first out: recently used blocks are used again, and the rest of the memory is not touched.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        # Each with the blocks taken before it was cached, oldest first: blocks that are not needed, and needed ones.
+        self._cached: tuple[OrderedDict[int, int], OrderedDict[int, int]] = OrderedDict(), OrderedDict()
+        self._needed = [False] * num_blocks
+        self._taken = 0
         self._digest: list[bytes | None] = [None] * num_blocks
         self._proven = [False] * num_blocks
         self._by_digest: dict[bytes, int] = {}
@@ -33,12 +39,12 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that `take` can allocate: free ones, and cached ones, which it evicts."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.cached
 
     @property
     def cached(self) -> int:
         """Unreferenced blocks in the prefix cache."""
-        return len(self._cached)
+        return sum(map(len, self._cached))
 
     def references(self, block: int) -> int:
         return self._references[block]
@@ -49,20 +55,33 @@ class BlockPool:
             raise RuntimeError(f"{count} KV blocks wanted, {self.available} available: ask before taking")
         blocks = []
         for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self._drop_digest(block)
+            block = self._free.pop() if self._free else self._evict()
             self._references[block] = 1
+            self._needed[block] = False
             blocks.append(block)
+        self._taken += count
         return blocks
+
+    def _evict(self) -> int:
+        """Evicts the block that was cached first; needed ones after the others, for a time."""
+        blocks, needed = self._cached
+        protected = _NEEDED_TURNOVERS * self.num_blocks
+        if not blocks or (needed and next(iter(needed.values())) + protected < next(iter(blocks.values()))):
+            blocks = needed
+        block, _ = blocks.popitem(last=False)
+        self._drop_digest(block)
+        return block
+
+    def mark(self, blocks: Seq[int], needed: int) -> None:
+        """Marks blocks in use: the first `needed` of them will be needed again, the others will not."""
+        for place, block in enumerate(blocks):
+            self._needed[block] = place < needed
 
     def share(self, blocks: Iterable[int]) -> None:
         """Adds one reference to each block: to one in use, or to one found by `match`."""
         for block in blocks:
             if self._references[block] == 0:
-                del self._cached[block]
+                del self._cached[self._needed[block]][block]
             self._references[block] += 1
 
     def give_back(self, blocks: Seq[int]) -> None:
@@ -77,7 +96,7 @@ class BlockPool:
                 if self._digest[block] is None:
                     self._free.append(block)
                 else:
-                    self._cached[block] = None
+                    self._cached[self._needed[block]][block] = self._taken
 
     def register(self, block: int, digest: bytes) -> None:
         """Enters a block in use in the prefix cache under `digest`. If another block has this digest, that one
@@ -106,7 +125,7 @@ class BlockPool:
             if block is not None:
                 self._drop_digest(block)
                 if self._references[block] == 0:
-                    del self._cached[block]
+                    del self._cached[self._needed[block]][block]
                     self._free.append(block)
 
     def match(self, digests: Seq[bytes]) -> list[int]:
@@ -238,6 +257,8 @@ class Residency:
         fresh = self.blocks_for(len(sequence.tokens)) - len(reuse.shared)
         sequence.blocks = [*reuse.shared, *self.pool.take(fresh)]
         sequence.room = len(sequence.blocks) * self.block_size
+        if (shared := sequence.group.request.shared) is not None:
+            self.pool.mark(sequence.blocks, shared // self.block_size)
         sequence.registered = len(reuse.shared)
         self.pending.claim(sequence, sequence.digests()[sequence.registered :])
         sequence.computed = reuse.start

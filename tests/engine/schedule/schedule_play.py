@@ -123,12 +123,14 @@ def check_books(scheduler: Scheduler) -> None:
     lists += [group.prompt_blocks for group in residency.holders.values()]
     held = Counter(block for blocks in lists for block in blocks)
     assert {b: n for b, n in enumerate(pool._references) if n} == held
-    idle = [*pool._free, *pool._cached]
+    cached = [block for blocks in pool._cached for block in blocks]
+    idle = [*pool._free, *cached]
+    assert all(pool._needed[block] == needed for needed in (False, True) for block in pool._cached[needed])
     assert len(idle) == len(set(idle)), "a block is free twice"
     assert set(idle) | set(held) == set(range(pool.num_blocks)), "a block is lost"
     assert not set(idle) & set(held), "a block is free and held"
     assert {d for d in pool._digest if d is not None} == set(pool._by_digest)
-    assert all(pool._digest[block] is not None for block in pool._cached)
+    assert all(pool._digest[block] is not None for block in cached)
     assert all(pool._digest[block] is None for block in pool._free)
     slots = [sequence.slot for sequence in residency.running]
     assert sorted(slots + residency.slots) == list(range(scheduler.limits.max_num_seqs))
@@ -313,6 +315,7 @@ def _request(choices: Choices, number: int, limits: SchedulerLimits, now: float)
         priority=INTERACTIVE if choices.below(3) == 0 else BATCH,
         queue=f"q{choices.below(3)}",
         salt=f"s{choices.below(8) == 7}",
+        shared=choices.below(len(prompt)) if flags & 32 else None,
         order=choices.below(3) - 1,
         deadline=now + choices.below(30) * 0.3 if choices.below(8) == 7 else None,
     )

@@ -57,6 +57,39 @@ def test_cached_blocks_outlive_their_holder_until_they_are_needed() -> None:
     assert pool.match([b"b\0"]) == []
 
 
+def test_needed_blocks_are_evicted_last_but_not_kept_for_ever() -> None:
+    """Sequences of four blocks in a pool of eight: the first one's two needed blocks outlive the others', until the
+    pool has been allocated eight times more. A later user that no longer needs them ends that."""
+    pool = BlockPool(8)
+    digests = [bytes([number]) for number in range(200)]
+
+    def cache(first: int, needed: int) -> None:
+        blocks = pool.take(4)
+        pool.mark(blocks, needed)
+        for block, digest in zip(blocks, digests[first:], strict=False):
+            pool.register(block, digest)
+        pool.give_back(blocks)
+
+    cache(0, needed=2)
+    cached = []
+    for turn in range(1, 40):
+        cache(4 * turn, needed=0)
+        cached.append(len(pool.match(digests[:4])))
+    assert cached[0] == 4
+    assert 2 * 8 - 1 <= cached.count(2) <= 2 * 8 + 4
+    assert cached[-1] == 0
+
+    pool = BlockPool(8)
+    cache(0, needed=4)
+    blocks = pool.match(digests[:4])
+    pool.share(blocks)
+    pool.mark(blocks, 0)
+    pool.give_back(blocks)
+    cache(4, needed=0)
+    cache(8, needed=0)
+    assert pool.match(digests[:4]) == []
+
+
 def test_one_block_for_one_content() -> None:
     """Two blocks with the same content: the first stays the known one; forgotten, neither is found."""
     pool = BlockPool(3)

@@ -506,6 +506,24 @@ def test_nobody_waits_for_a_prefix_of_a_worse_rank() -> None:
     game.drain()
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_prefix_that_lines_to_come_need_outlives_other_requests(told: bool) -> None:
+    """Lines of one prefix, between them interactive requests that fill the cache: if each line says how many of its
+    tokens the next ones begin with, these are computed once. The last line says that they are not needed."""
+    game = Play(limits(enable_prefix_caching=True, num_blocks=16, max_num_seqs=1))
+    prefix = tuple(range(32))
+    for number in range(6):
+        game.add(ask(f"line{number}", (*prefix, number), 2, shared=32 * (number < 5) if told else None))
+        game.drain()
+        for chat in ("a", "b"):
+            game.add(ask(f"{chat}{number}", 30, 2, priority=INTERACTIVE))
+            game.drain()
+    assert times_computed(game)[prefix] == (1 if told else 6)
+    game.add(ask("again", (*prefix, 7), 2))
+    game.drain()
+    assert times_computed(game)[prefix] == (2 if told else 7)
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_prefix_is_computed_once_also_while_it_is_in_flight(run_seed: int, microbatches: int, drafts: bool) -> None:
