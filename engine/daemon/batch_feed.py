@@ -98,10 +98,11 @@ class BatchFeed(LineFlights):
                 unfinished = (line for line in unfinished if line.number in only)
             lines = off_loop(unfinished, self._in_turn)
             served = self._core.served_model_name
-            async with contextlib.aclosing(prepared(lines, self._encoder, served, self._large)) as ready:
-                async for line, prompts in ready:
+            hungry = self._dispatcher.hungry
+            async with contextlib.aclosing(prepared(lines, self._encoder, served, self._large, hungry)) as ready:
+                async for prepared_line in ready:
                     await self._pace()
-                    self.take(line, prompts, self._deaths.get(line.number, 0))
+                    self.take(prepared_line, self._deaths.get(prepared_line.line.number, 0))
         while self._flights:
             await self._sink.moved()
         await self._sink.settled()

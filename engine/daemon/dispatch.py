@@ -250,6 +250,11 @@ class Dispatcher:
         """Number of choices in the engines."""
         return sum(replica.load for replica in self._replicas)
 
+    def hungry(self) -> bool:
+        """Whether a replica has too few choices to fill its steps."""
+        ready = [replica.load for replica in self._replicas if replica.job.state.phase == "ready"]
+        return self.limits is not None and bool(ready) and min(ready) < self.limits.max_num_seqs and not self._lines
+
     @property
     def waiting(self) -> int:
         return sum(map(len, self._waiting))

@@ -7,7 +7,8 @@ import time
 
 from ..openai.batch_input import BatchLine, error_line, large_answer_line, output_line
 from ..openai.errors import ApiError, unmade
-from ..openai.prefetch import Prompts, answer_id
+from ..openai.line_order import PreparedLine
+from ..openai.prefetch import answer_id
 from ..openai.responses import LARGE_VALUES, Answer
 from ..openai.to_engine import RequestOrigin, to_requests
 from ..text.tokenizer import TextModel
@@ -32,8 +33,9 @@ class LineFlights(FlightOwner):
     def name(self, line: BatchLine) -> str:
         return answer_id(self._run_id, line)
 
-    def take(self, line: BatchLine, prompts: Prompts | ApiError, deaths: int = 0) -> None:
+    def take(self, ready: PreparedLine, deaths: int = 0) -> None:
         """Submits a line with its prompts' ids, or answers it with the error that it has instead."""
+        line, prompts, shared = ready
         if isinstance(prompts, ApiError):
             self._refuse(line, prompts)
             return
@@ -43,7 +45,7 @@ class LineFlights(FlightOwner):
         assert body is not None
         assert custom_id is not None
         request_id = f"{self._run_id[-12:]}-{name}"
-        origin = RequestOrigin(request_id, self._run_id, custom_id, queue=self._run_id, salt=self._owner)
+        origin = RequestOrigin(request_id, self._run_id, custom_id, queue=self._run_id, salt=self._owner, shared=shared)
         try:
             requests = to_requests(body, prompts, limits, origin, self._text)
         except ApiError as error:

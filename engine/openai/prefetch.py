@@ -1,8 +1,10 @@
-"""Reads lines ahead, tokenizes several at once, yields them in order; for `laddertron run` and the daemon's batches."""
+"""Reads lines ahead, tokenizes several at once, yields them in an order that shares prefixes; for `laddertron run` and
+the daemon's batches."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
@@ -11,11 +13,13 @@ from typing import Any
 from ..text.pool import Encoder
 from .batch_input import BatchLine
 from .errors import ApiError
+from .line_order import LineOrder, PreparedLine, Prompts
 from .to_engine import check_model, encode_prompts, with_word_ids
 
-READ_AHEAD_LINES, READ_AHEAD_BYTES = 256, 16 << 20
+FIRST_LINES, READ_AHEAD_LINES, READ_AHEAD_BYTES = 256, 1024, 16 << 20
+"""At first FIRST_LINES are read ahead, so that the first answer does not wait for more; then more with each line."""
+_HUNGRY_SECONDS = 0.05
 
-Prompts = list[tuple[int, ...]]
 Ready = tuple[BatchLine, Prompts | ApiError]
 
 
@@ -37,25 +41,59 @@ async def prepared(
     encoder: Encoder,
     served: str,
     large: Callable[[BatchLine], Coroutine[Any, Any, Ready]] | None = None,
-) -> AsyncGenerator[Ready, None]:
-    """Yields each line with its prompts' ids, or with its error; a line of None is skipped. `large`: prepares lines
-    that are not parsed yet (`raw`). Close it (contextlib.aclosing) if left early."""
-    ahead: deque[tuple[int, asyncio.Task[Ready]]] = deque()
-    size = 0
+    hungry: Callable[[], bool] = lambda: False,
+) -> AsyncGenerator[PreparedLine, None]:
+    """Yields each line with its prompts' ids in LineOrder's order, or with its error; a line of None is skipped. The
+    first lines are compared with all that are read ahead, unless `hungry`: an engine has nothing else to do. `large`:
+    prepares lines that are not parsed yet (`raw`). Close it (contextlib.aclosing) if left early."""
+    order, ready = LineOrder(READ_AHEAD_LINES), deque[asyncio.Task[Ready]]()
+    tasks: set[asyncio.Task[Ready]] = set()
+    size = yielded = 0
+    compared = False
+    moved = asyncio.Event()
+
+    def done(task: asyncio.Task[Ready]) -> None:
+        tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved, also if this task's turn does not come
+            ready.append(task)
+        moved.set()
+
+    unread = aiter(lines if isinstance(lines, AsyncIterable) else _yielding(lines))
+    line: BatchLine | None = None
     try:
-        async for line in lines if isinstance(lines, AsyncIterable) else _yielding(lines):
-            work = large(line) if line.raw is not None and large is not None else encoded(line, served, encoder)
-            ahead.append((line.length, asyncio.create_task(work)))
-            size += line.length
-            while ahead and (len(ahead) >= READ_AHEAD_LINES or size >= READ_AHEAD_BYTES):
-                size -= ahead[0][0]
-                yield await ahead[0][1]
-                ahead.popleft()
-        while ahead:
-            yield await ahead[0][1]
-            ahead.popleft()
+        while True:
+            most = min(READ_AHEAD_LINES, FIRST_LINES + yielded)
+            while len(tasks) + len(ready) + len(order) < most and size < READ_AHEAD_BYTES:
+                if (line := await anext(unread, None)) is None:
+                    break
+                work = large(line) if line.raw is not None and large is not None else encoded(line, served, encoder)
+                task = asyncio.create_task(work)
+                tasks.add(task)
+                task.add_done_callback(done)
+                size += line.length
+            while ready:
+                prepared_line = PreparedLine(*ready.popleft().result())
+                if not isinstance(prepared_line.prompts, ApiError):
+                    order.add(prepared_line.line, prepared_line.prompts)
+                    continue
+                size -= prepared_line.line.length
+                yielded += 1
+                yield prepared_line
+            compared = compared or not tasks
+            if order and (compared or hungry()):
+                prepared_line = order.take()
+                size -= prepared_line.line.length
+                yielded += 1
+                yield prepared_line
+            elif tasks:
+                moved.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(moved.wait(), _HUNGRY_SECONDS)
+            elif line is None:
+                return
     finally:
-        for _, task in ahead:
+        for task in tasks:
             task.cancel()
 
 

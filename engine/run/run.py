@@ -17,6 +17,7 @@ from ..daemon.result_sink import ResultSink
 from ..job import EngineJob, JobState, RankHeartbeat
 from ..openai.batch_input import MAX_LINE_BYTES, BatchLine, LineRules, read_lines
 from ..openai.errors import ApiError
+from ..openai.line_order import PreparedLine
 from ..openai.prefetch import prepared
 from ..openai.to_engine import wrong_model
 from ..request import TokensEvent
@@ -129,7 +130,7 @@ class BatchRun(LineFlights):
             if wrong is None:
                 self._unread = itertools.chain([line], self._unread)
                 return True
-            self.take(line, wrong)
+            self.take(PreparedLine(line, wrong))
         self._fed = True
         return False
 
@@ -192,13 +193,13 @@ class BatchRun(LineFlights):
         )
 
     async def _answer_all(self) -> None:
-        await self.dispatcher.room()
-        ready = prepared(self._unread, self._encoder, self._options.served_model_name)
+        served, hungry = self._options.served_model_name, self.dispatcher.hungry
+        ready = prepared(self._unread, self._encoder, served, hungry=hungry)
         try:
             async with contextlib.aclosing(ready):
-                async for line, prompts in ready:
+                async for prepared_line in ready:
                     await self.dispatcher.room()
-                    self.take(line, prompts)
+                    self.take(prepared_line)
                     if self._began is None and self._flights:
                         self._began = time.monotonic()
         except TextUnavailable as error:  # for longer than the encoder waits: what is in flight is answered

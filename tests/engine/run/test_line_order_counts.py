@@ -1,0 +1,66 @@
+"""What a run computes, counted: the scheduler plans the steps of a whole job, and no model computes them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from laddertron.engine.run.files import open_run
+from laddertron.engine.run.run import BatchRun, RunOptions
+from laddertron.engine.schedule.scheduler import SchedulerLimits
+from laddertron.engine.text.tokenizer import TextModel
+from planned_job import PlannedJob, distinct_tokens
+from test_batchrun import Direct, completion
+from tiny_text import write_folder
+
+Ids = tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return TextModel.from_folder(write_folder(tmp_path_factory.mktemp("tiny")))
+
+
+def ids(draw: random.Random, count: int) -> Ids:
+    return tuple(draw.randrange(50_000) for _ in range(count))
+
+
+def run(
+    folder: Path, text: TextModel, prompts: list[Ids], kv_tokens: int, jobs: int = 1, **body: Any
+) -> list[PlannedJob]:
+    """Runs a job of one line a prompt with eight sequences in each engine; every line is answered."""
+    lines = [
+        completion(f"l{i}", list(p), **{"max_tokens": 16, "temperature": 0, **body}) for i, p in enumerate(prompts)
+    ]
+    (folder / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    limits = SchedulerLimits(8, 1024, 8192, 16, kv_tokens // 16)
+
+    async def go() -> list[PlannedJob]:
+        made = [PlannedJob(limits, load_turns=200) for _ in range(jobs)]
+        files = open_run(folder / "in", folder / "out", folder / "errors")
+        summary = await BatchRun(made, text, Direct(text), files, RunOptions("tiny")).run()
+        assert (summary.ok, summary.reason) == (len(prompts), None)
+        return made
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize("kv_tokens", [3200, 22_000])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_a_job_computes_its_distinct_tokens(
+    kv_tokens: int, shuffled: bool, text: TextModel, tmp_path: Path, run_seed: int
+) -> None:
+    """Half the job of docs/performance.md: 120 lines, twelve prefixes of 512 tokens, of which the small cache holds
+    six: each is computed once, in any order of the file, and the steps are those of full batches."""
+    draw = random.Random(run_seed)
+    prefixes = [ids(draw, 512) for _ in range(12)]
+    prompts = [(*prefix, *ids(draw, draw.randrange(16, 65))) for prefix in prefixes for _ in range(10)]
+    if shuffled:
+        draw.shuffle(prompts)
+    (job,) = run(tmp_path, text, prompts, kv_tokens)
+    assert job.prompt_tokens <= 1.03 * distinct_tokens(prompts)
+    assert job.steps <= 1.05 * 120 * 16 / 8
