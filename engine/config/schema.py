@@ -124,6 +124,10 @@ HostSlots = Annotated[
 ]
 EnvName = Annotated[str, Word(r"[A-Za-z_][A-Za-z0-9_]{0,127}", "a variable's name: letters, digits, _")]
 Device = Annotated[str, Word(r"[A-Za-z0-9][A-Za-z0-9_.@:-]{0,63}", "a device's name")]
+ToolFormat = Literal[
+    "auto", "none", "hermes", "longcat", "qwen3_coder", "glm", "deepseek_v32", "deepseek_v31", "deepseek_v3", "kimi",
+    "mistral", "llama",
+]  # fmt: skip
 Port = Annotated[int, Range(0, 65535)]
 PortRange = Annotated[str, Word(r"[1-9][0-9]{3,4}-[1-9][0-9]{3,4}", "a range of ports, such as 40000-40100")]
 Count = Annotated[int, Range(1, 2**31 - 1)]
@@ -146,6 +150,8 @@ class ModelSection:
     allow_untrained_ladder: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
     allow_dummy: bool = False
+    tool_format: ToolFormat = "auto"
+    reasoning_format: Literal["auto", "none", "think", "kimi", "mistral", "longcat", "seed"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from functools import partial
 
 from ..config.schema import LimitsConfig
 from ..metrics.observer import AnswerTimes
+from ..openai.answers import LARGE_VALUES
 from ..openai.batch_input import BatchLine, LineRules, digests_of, error_line, off_loop, read_lines, same_lines
 from ..openai.body_worker import prepare_line
 from ..openai.errors import ApiError
 from ..openai.prefetch import Ready, answer_id, prepared
-from ..openai.responses import LARGE_VALUES
 from ..openai.schema import CHAT
 from .core import Core
 from .flight import Flight
@@ -228,10 +228,8 @@ class BatchFeed(LineFlights):
         answer, now = flight.answer, time.time()
         began, used = now - (time.monotonic() - flight.submitted), (answer.prompt_tokens, answer.completion_tokens)
         finish, chat = answer.finish or "stop", answer.body.endpoint == CHAT
-        ignored = answer.body.ignored_fields
-        times = AnswerTimes(
-            began, began, None, now, *used, finish, interactive=False, chat=chat, ignored_fields=ignored
-        )
+        counts = (answer.body.ignored_fields, answer.unparsed_calls)
+        times = AnswerTimes(began, began, None, now, *used, finish, False, None, chat, *counts)
         self._core.observer.request(times)
 
     def _charge(self, flight: Flight) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..job import JobState, RankHeartbeat
+from ..openai.answers import Answer
 from ..openai.choice import Delta
-from ..openai.responses import Answer
 from ..request import BATCH, Request, TokensEvent
 
 SUSPECT_TOKENS = 8

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 
+from ..openai.answers import LARGE_VALUES, Answer
 from ..openai.batch_input import BatchLine, error_line, large_answer_line, output_line
 from ..openai.errors import ApiError, unmade
 from ..openai.line_order import PreparedLine
 from ..openai.prefetch import answer_id
-from ..openai.responses import LARGE_VALUES, Answer
 from ..openai.to_engine import RequestOrigin, to_requests
 from ..text.tokenizer import TextModel
 from .dispatch import Dispatcher

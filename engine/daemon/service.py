@@ -86,7 +86,8 @@ class Daemon:
             limits = PoolLimits(max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids)
             pool = TextPool(self._parts.text_folder, limits, body_worker.MODULE, self._parts.text.files)
             await stack.enter_async_context(pool)
-            self._parts.text.chat = pool.chat
+            model = self._deployment.model
+            self._parts.text.chat = pool.chat.with_formats(model.tool_format, model.reasoning_format)
             keys = self._parts.keys
             usage = Usage(store, self._parts.observer, self._limits_of)
             await usage.load()

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from ..metrics.observer import Observer
+from ..openai.answers import Answer
 from ..openai.errors import ApiError
-from ..openai.responses import Answer
 from .key_limits import KeyLimits
 from .store import records
 from .store.rows import Tokens

@@ -50,6 +50,7 @@ class AnswerTimes:
     """The client's W3C header, unchanged."""
     chat: bool = False
     ignored_fields: int = 0
+    unparsed_calls: int = 0
 
 
 def overdue_s(windows: Sequence[tuple[int, float]], rate: float, now: float) -> float | None:
@@ -163,6 +164,7 @@ class Observer:
         self.series.observe("request_prompt_tokens", times.prompt_tokens)
         self.series.observe("request_generation_tokens", times.completion_tokens)
         self.series.add("ignored_fields_total", times.ignored_fields)
+        self.series.add("unparsed_tool_calls_total", times.unparsed_calls)
         self._on_request(times)
 
     def used(self, owner: str, requests: int, prompt: int, completion: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..request import SamplingParams, params_to_json
 from ..text import worker
+from ..text.chat_parts import parameter_types
 from ..text.pool import LARGE_BYTES, Blob, Encoder, PromptError
 from ..text.tokenizer import TextModel
 from .batch_input import BatchLine, LineRules, check_line
@@ -187,7 +188,10 @@ def _packed(body: Body) -> dict[str, Any]:
         texts = body.truncate_prompt_tokens is None and isinstance(body.prompts[0], str)
         rest["prompts"] = body.prompts if texts else [()] * len(body.prompts)
     if body.tools:
-        rest["tools"] = [{"function": {"name": tool["function"]["name"]}} for tool in body.tools]
+        rest["tools"] = [
+            {"function": {"name": name, "parameters": {"properties": {key: {"type": t} for key, t in types.items()}}}}
+            for name, types in parameter_types(body.tools).items()
+        ]
     return rest
 
 

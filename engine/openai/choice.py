@@ -7,10 +7,10 @@ from hashlib import sha256
 from typing import Any
 
 from ..request import FinishReason, TokenLogprob, TokensEvent
+from ..text.chat_parts import OutputParts, Part
 from ..text.detokenizer import OutputText
 from ..text.tokenizer import TextModel
 from .body import Body
-from .chat_parts import ChatParts
 from .errors import ApiError
 from .logprobs import Offsets
 from .schema import CHAT
@@ -36,6 +36,8 @@ class Delta:
     tokens: tuple[int, ...] = ()
     stop_after: int | None = None
     """If a stop string matched and the engine still generates: the number of tokens for `EngineJob.stop_choice`."""
+    chat_parts: tuple[Part, ...] = ()
+    """Of a divided chat, whose `text` is empty."""
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Choice:
     finish: str | None = None
     stop_reason: int | str | None = None
     begun: bool = False  # streaming: the first chunk was sent
-    chat: ChatParts | None = None  # streaming: splits its text
+    chat_parts: list[Part] = field(default_factory=list)  # of a divided chat
 
     def take(self, event: TokensEvent, index: int) -> ApiError | Delta:
         """Applies one event to this open choice, the answer's `index`-th; returns what it adds, or the error that ends
@@ -65,7 +67,9 @@ class Choice:
             return ApiError(message, "engine_error", status=500)
         new, logprobs = event.tokens, event.logprobs or ()
         self.seen += len(new)
-        text = self.out.push(new)
+        divided = self.out if isinstance(self.out, OutputParts) else None
+        chat_parts = divided.push_parts(new) if divided else []
+        text = "" if divided else self.out.push(new)
         taken = self.out.n_tokens - self.tokens
         self.tokens = self.out.n_tokens
         stop_after = None
@@ -74,11 +78,15 @@ class Choice:
                 code, message, status = _FAILURES[event.finish]
                 return ApiError(event.message or message, code, status=status)
             text += self._end(event.finish, event.stop_token)
+            if divided:
+                chat_parts += divided.finish_parts()
+                chat_parts, text = [*chat_parts, *([{"content": text}] if text else [])], ""
         if self.out.matched is not None:
             self.finish, self.stop_reason = "stop", self.out.matched
             if event.finish is None:
                 stop_after = self.tokens
         self.parts.append(text)
+        self.chat_parts += chat_parts
         ids = new[:taken]
         if self.finish == "stop" and self.out.matched is None and event.stop_token is not None:
             ids = (*ids, event.stop_token)
@@ -88,11 +96,11 @@ class Choice:
         scored = logprobs[:taken] if self.body.params.logprobs is not None else ()
         self.logprobs += scored
         self.ids += ids
-        return Delta(index, text, scored, self.finish, self.stop_reason, ids, stop_after)
+        return Delta(index, text, scored, self.finish, self.stop_reason, ids, stop_after, tuple(chat_parts))
 
     def _end(self, finish: FinishReason, stop_token: int | None) -> str:
         """Ends the choice with the engine's finish reason; returns the text that was still held back."""
-        text = self.out.finish()
+        text = "" if isinstance(self.out, OutputParts) else self.out.finish()
         self.finish = finish
         if stop_token is not None:
             self.tokens += 1
@@ -101,6 +109,18 @@ class Choice:
                 if self.body.include_stop_str_in_output:
                     text += self.text.decode([stop_token], skip_special=False)
         return text
+
+    @property
+    def calls(self) -> int:
+        return self.out.parser.calls if isinstance(self.out, OutputParts) else 0
+
+    @property
+    def unparsed_calls(self) -> int:
+        return self.out.parser.unparsed if isinstance(self.out, OutputParts) else 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self.out.reasoning_tokens if isinstance(self.out, OutputParts) else 0
 
     def digest(self) -> dict[str, Any]:
         """The digest of the logits of its ids and its stop token as 32 hexadecimal digits; {} if not requested."""

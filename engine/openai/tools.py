@@ -1,5 +1,5 @@
 """Tools of a chat body, and the grammar of an answer that must call one, as in vLLM: with `tool_choice: required` an
-array of {"name", "parameters"}, with a named tool only its arguments. chat_parts.py finds calls in the text.
+array of {"name", "parameters"}, with a named tool only its arguments. text/chat_parts.py finds calls in the text.
 """
 
 from __future__ import annotations

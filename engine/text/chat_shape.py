@@ -8,20 +8,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 Messages = list[dict[str, Any]]
-Render = Callable[[Messages, "list[dict[str, Any]] | None"], str | None]
-"""Renders messages and tools, with the opening of an answer; None if the template refuses them."""
 Kind = Literal[
     "user text", "system messages", "assistant text", "tool calls", "tool calls after a system message",
     "text beside tool calls", "several tool calls in one turn",
 ]  # fmt: skip
 Content = Literal["text", "parts", "either"]
 Ids = Literal["given", "nine", "function"]
+
+
+class Render(Protocol):
+    def __call__(self, messages: Messages, tools: list[dict[str, Any]] | None, **variables: Any) -> str | None:
+        """Renders messages and tools, with the opening of an answer; None if the template refuses them."""
+
+
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 

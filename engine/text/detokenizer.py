@@ -68,9 +68,14 @@ class Pieces:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def stream(self, skip_special: bool = True, continues: bool = False) -> Detokeniser:
-        """A fresh detokeniser. `continues`: the ids follow a prompt, so a leading space is text (SentencePiece)."""
+    def stream(
+        self, skip_special: bool = True, continues: bool = False, marks: frozenset[str] = frozenset()
+    ) -> Detokeniser:
+        """A fresh detokeniser. `continues`: the ids follow a prompt, so a leading space is text (SentencePiece);
+        `marks`: special tokens that are not skipped."""
         skip = self.special if skip_special else frozenset[int]()
+        if marks:
+            skip -= {token for mark in marks if (token := self.tokenizer.token_to_id(mark)) is not None}
         if self.kind == "bytes":
             return _Bytes(self, skip)
         if self.kind in _BYTES_AS_TOKENS:

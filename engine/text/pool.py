@@ -370,7 +370,8 @@ class TextPool:
 
     def _report(self) -> None:
         if self.chat.shape:
-            log.info("chat template: %s", self.chat.shape, extra={"event": "chat_template"})
+            formats = f"tools {self.chat.tool_format or 'none'}, reasoning {self.chat.reasoning or 'none'}"
+            log.info("chat template: %s; formats: %s", self.chat.shape, formats, extra={"event": "chat_template"})
         if kinds := [*self.chat.lost, *self.chat.refused]:
             log.warning(
                 "chat template: cannot render %s: such chats are refused",

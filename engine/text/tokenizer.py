@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from tokenizers import Tokenizer
 
+from .chat_probes import find_reasoning, find_tool_format
 from .chat_shape import ChatShape, Messages, Render, choose_shape, tools_are_rendered
 from .chat_template import DEFAULTS, ChatTemplate, TemplateError, template_sources
 from .chat_template import ChatOptions as ChatOptions
@@ -24,8 +25,6 @@ MAX_TOKENIZER_BYTES = 1 << 28
 MAX_CONFIG_BYTES = 1 << 24
 MAX_ID = 1 << 24
 """The library iterates over all ids up to the largest: an id of two billion takes it 12 s."""
-ToolFormat = Literal["hermes", "llama", "array"]
-"""The format of tool calls in a text; see engine/openai/chat_parts.py."""
 _LLAMA_CLASSES = {"LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "CodeLlamaTokenizerFast"}
 
 
@@ -39,11 +38,20 @@ class ChatSupport:
     ChatShape."""
 
     takes_tools: bool = False
-    tool_format: ToolFormat | None = None
-    reasons: bool = False
+    tool_format: str | None = None
+    reasoning: str | None = None
     shape: str = ""
     lost: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+
+    def with_formats(self, tool_format: str, reasoning: str) -> ChatSupport:
+        """As the deployment says (model.tool_format, model.reasoning_format); auto: as found by probes."""
+        support = self
+        if tool_format != "auto":
+            support = replace(support, tool_format=None if tool_format == "none" else tool_format)
+        if reasoning != "auto":
+            support = replace(support, reasoning=None if reasoning == "none" else reasoning)
+        return support
 
 
 class TextModel:
@@ -137,14 +145,12 @@ class TextModel:
         name = "tool_use" if "tool_use" in self._sources else "default"
         if not self._sources:
             return ChatSupport()
-        source, (template, shape) = self._sources[name], self._template(name)
-        takes_tools = tools_are_rendered(_renderer(template))
-        form: ToolFormat | None = None
-        if takes_tools and "<tool_call>" in source:
-            form = "hermes"
-        elif takes_tools and '"parameters"' in source and "[TOOL_CALLS]" not in source:
-            form = "llama"
-        return ChatSupport(takes_tools, form, "</think>" in source, str(shape), shape.lost, shape.refused)
+        template, shape = self._template(name)
+        render = _renderer(template)
+        takes_tools = tools_are_rendered(render)
+        tool_format = find_tool_format(render, shape) if takes_tools else None
+        reasoning = find_reasoning(render, shape)
+        return ChatSupport(takes_tools, tool_format, reasoning, str(shape), shape.lost, shape.refused)
 
     def _template(self, name: str) -> tuple[ChatTemplate, ChatShape]:
         if name not in self._templates:
@@ -172,9 +178,9 @@ class TextModel:
 
 
 def _renderer(template: ChatTemplate) -> Render:
-    def render(messages: Messages, tools: list[dict[str, Any]] | None) -> str | None:
+    def render(messages: Messages, tools: list[dict[str, Any]] | None, **variables: Any) -> str | None:
         try:
-            return template.render(messages, ChatOptions(variables={"tools": tools} if tools else None))
+            return template.render(messages, ChatOptions(variables={**variables, "tools": tools}))
         except TemplateError:
             return None
 

@@ -86,6 +86,9 @@ def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
             yield path, "it belongs to the daemon's process: restart `laddertron serve`"
     if old.parallel.replicas != new.parallel.replicas:
         yield "parallel.replicas", "the daemon has as many queues to them: restart `laddertron serve`"
+    for name in ("tool_format", "reasoning_format"):
+        if getattr(old.model, name) != getattr(new.model, name):
+            yield f"model.{name}", f"it is {getattr(old.model, name)}: restart `laddertron serve`"
     if old.served_model_name != new.served_model_name:
         text = f"clients ask for {old.served_model_name!r}: set it to that, or restart `laddertron serve`"
         yield "model.served_model_name", text

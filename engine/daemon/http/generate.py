@@ -15,11 +15,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import request as engine
 from ...metrics.observer import AnswerTimes
+from ...openai.answers import DONE, LARGE_VALUES, Answer, EventWriter, event
 from ...openai.body import Body
 from ...openai.body_worker import Prepared, prepare
 from ...openai.choice import Delta
 from ...openai.errors import ApiError
-from ...openai.responses import DONE, LARGE_VALUES, Answer, EventWriter, event
 from ...openai.schema import CHAT, COMPLETIONS, Endpoint, json_schema
 from ...openai.to_engine import RequestOrigin, to_requests
 from ...openai.validators import takes
@@ -82,8 +82,8 @@ class _Reply(FlightOwner):
         tokens = (answer.prompt_tokens, answer.completion_tokens)
         finish = "error" if answer.error is not None else answer.finish or "stop"
         chat = self.body.endpoint == CHAT
-        ignored = self.body.ignored_fields
-        self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent, chat, ignored))
+        counts = (self.body.ignored_fields, answer.unparsed_calls)
+        self._services.observer.request(AnswerTimes(*times, *tokens, finish, True, self._traceparent, chat, *counts))
 
     def watch(self, receive: Receive, deadline: float) -> None:
         """Makes `begun` also return when the client disconnects, or at `deadline` (of the loop's clock)."""

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config.schema import LimitsConfig
 from ...metrics.observer import Observer
+from ...openai.answers import DONE, event
 from ...openai.body import TOKENIZE
 from ...openai.errors import ApiError
-from ...openai.responses import DONE, event
 from ...openai.schema import CHAT, COMPLETIONS
 from ..usage import Usage
 from .authority import check_local

@@ -182,7 +182,8 @@ async def drive(
     try:
         with RunView(console) as view:
             async with TextPool(prepared.text_folder, limits, files=prepared.text.files) as pool:
-                prepared.text.chat = pool.chat
+                model = prepared.deployment.model
+                prepared.text.chat = pool.chat.with_formats(model.tool_format, model.reasoning_format)
                 encoder = pool.of("", patience_s=_TEXT_PATIENCE_S)
                 run = BatchRun(jobs, prepared.text, encoder, prepared.files, prepared.options, view.update)
                 summary = await run.run(stopping)

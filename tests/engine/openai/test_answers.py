@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from door import LIMITS, ORIGIN, chat, completion
+from laddertron.engine.openai.answers import Answer, EventWriter
 from laddertron.engine.openai.batch_input import error_line, output_line
 from laddertron.engine.openai.body import Body
 from laddertron.engine.openai.errors import ApiError
-from laddertron.engine.openai.responses import Answer, EventWriter
 from laddertron.engine.openai.schema import CHAT
 from laddertron.engine.openai.to_engine import to_requests
 from laddertron.engine.request import Request, TokenLogprob, TokensEvent

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 from daemon_tools import LIMITS, NAME, Served, deployment, served
 from door import chat
 from fake_job import FakeJob
-from laddertron.engine.openai.chat_parts import ChatParts, Part, message_of
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.schema import CHAT
 from laddertron.engine.sampling import grammar
@@ -25,8 +22,8 @@ from tiny_text import byte_level, write_folder
 TEMPLATE = (
     "{% for t in tools or [] %}<tool>{{ t.function.name }}</tool>{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}:{{ c.function.arguments|tojson }}{% endfor %}"
-    "{% endfor %}<|assistant|>{# </think> #}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function|tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}<|assistant|>{% if enable_thinking %}<think>{% endif %}"
 )
 WEATHER = {
     "type": "object",
@@ -55,70 +52,6 @@ def llama(name: str, arguments: str) -> str:
 
 
 BOTH = [call("weather", ROME), call("weather", json.dumps(json.loads(OSLO), ensure_ascii=False), 1)]
-
-
-@pytest.mark.parametrize(
-    ("options", "text", "message"),
-    [
-        ({"form": "hermes"}, "Hi <b>", {"content": "Hi <b>"}),
-        ({"form": "hermes"}, hermes("weather", ROME), {"content": None, "tool_calls": BOTH[:1]}),
-        ({"form": "hermes"}, f"So:{hermes('weather', ROME)}\n{hermes('weather', OSLO)}\n",
-         {"content": "So:", "tool_calls": BOTH}),
-        ({"form": "hermes", "parallel": False}, f"{hermes('weather', ROME)}{hermes('weather', OSLO)}",
-         {"content": None, "tool_calls": BOTH[:1]}),
-        ({"form": "hermes"}, "<tool_call>{bad}</tool_call> x", {"content": "<tool_call>{bad}</tool_call> x"}),
-        ({"form": "hermes"}, hermes("other", ROME), {"content": hermes("other", ROME)}),
-        ({"form": "hermes"}, '<tool_call>{"name": "wea', {"content": '<tool_call>{"name": "wea'}),
-        ({"form": "hermes", "thinking": False}, f"<think>\nso</think>\n\n{hermes('weather', ROME)}",
-         {"content": None, "reasoning_content": "\nso", "tool_calls": BOTH[:1]}),
-        ({"thinking": False}, " <think>a</think>\n\nb", {"content": "b", "reasoning_content": "a"}),
-        ({"thinking": False}, "<thin", {"content": "<thin"}),
-        ({"thinking": False}, "a </think> b", {"content": "a </think> b"}),
-        ({"thinking": True}, "a</think>b", {"content": "b", "reasoning_content": "a"}),
-        ({"thinking": True}, "a</thi", {"content": "", "reasoning_content": "a</thi"}),
-        ({"form": "llama"}, llama("weather", ROME), {"content": None, "tool_calls": BOTH[:1]}),
-        ({"form": "llama"}, f"<|python_tag|>{llama('weather', ROME)}; {llama('weather', OSLO)}",
-         {"content": None, "tool_calls": BOTH}),
-        ({"form": "llama"}, '{"a": {"b": "}"}} and', {"content": '{"a": {"b": "}"}} and'}),
-        ({"form": "llama"}, f"I say {llama('weather', ROME)}", {"content": f"I say {llama('weather', ROME)}"}),
-        ({"form": "llama"}, '{"name": "weather", "par', {"content": '{"name": "weather", "par'}),
-        ({"form": "array"}, f"[{llama('weather', ROME)}, {llama('weather', OSLO)}]",
-         {"content": None, "tool_calls": BOTH}),
-        ({"form": "array"}, f"\r\n[\r{llama('weather', ROME)}\t,\r\n {llama('weather', OSLO)}\r\n ]",
-         {"content": None, "tool_calls": BOTH}),
-        ({"form": "llama"}, f"\r\n{llama('weather', ROME)};\r\n{llama('weather', OSLO)}\r",
-         {"content": None, "tool_calls": BOTH}),
-        ({"form": "hermes"}, hermes("now", '{"a": 1e999}'), {"content": hermes("now", '{"a": 1e999}')}),
-        ({"form": "hermes"}, hermes("now", '{"a": NaN}'), {"content": hermes("now", '{"a": NaN}')}),
-        ({"form": "hermes", "tools": frozenset({"weather"})}, '<tool_call>{"name": []}</tool_call>',
-         {"content": '<tool_call>{"name": []}</tool_call>'}),
-        ({"form": "hermes"}, hermes("weather", '{"city": "\\ud800"}'),
-         {"content": hermes("weather", '{"city": "\\ud800"}')}),
-        ({"form": "hermes", "forced": "weather"}, ROME, {"content": None, "tool_calls": BOTH[:1]}),
-    ],
-)  # fmt: skip
-def test_a_text_is_taken_apart_alike_in_whatever_pieces(
-    options: dict[str, Any], text: str, message: Part, run_seed: int
-) -> None:
-    """Whole, character by character, and cut at random."""
-    rng = random.Random(run_seed)
-    cuts = [[0, len(text)], list(range(len(text) + 1))]
-    cuts += [sorted({0, len(text), *rng.choices(range(len(text)), k=5)}) for _ in range(50)]
-    for places in cuts:
-        parts = ChatParts(lambda n: f"c{n}", **{"tools": ["weather", "now"], **options})
-        found: list[Part] = []
-        for start, end in itertools.pairwise(places):
-            found += parts.push(text[start:end], end == len(text))
-        assert message_of(found) == message, places
-        assert parts.calls == len(message.get("tool_calls", ()))
-
-
-def test_a_long_call_costs_what_its_length_does() -> None:
-    """Nothing is read again at each token: the scan stands where it stopped."""
-    parts = ChatParts(str, "llama", ["now"])
-    text = llama("now", json.dumps({"a": "}{" * 100_000}))
-    found = [part for at in range(0, len(text), 4) for part in parts.push(text[at : at + 4])]
-    assert message_of(found)["tool_calls"][0]["function"]["name"] == "now"
 
 
 @pytest.fixture
@@ -283,9 +216,9 @@ def test_results_of_calls_go_back_into_the_prompt(text: TextModel) -> None:
     ]
     body = chat(messages=said, tools=TOOLS)
     prompt = text.render(list(body.messages), ChatOptions(variables=body.template_variables))
-    rome = '{"city": "Rome"}'
+    rome = '{"name": "weather", "arguments": {"city": "Rome"}}'
     assert prompt == (
-        f"<tool>weather</tool><tool>now</tool><|user|>sky?<|assistant|><tool_call>weather:{rome}<|tool|>rain<|assistant|>"
+        f"<tool>weather</tool><tool>now</tool><|user|>sky?<|assistant|><tool_call>{rome}</tool_call><|tool|>rain<|assistant|>"
     )
     assert "tools" not in (chat(tools=TOOLS, tool_choice="none").template_variables or {})
-    assert (text.chat.tool_format, text.chat.reasons, body.endpoint) == ("hermes", True, CHAT)
+    assert (text.chat.tool_format, text.chat.reasoning, body.endpoint) == ("hermes", "think", CHAT)

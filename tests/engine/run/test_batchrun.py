@@ -25,7 +25,7 @@ from folders import FOLDERS
 from laddertron.engine.config.load import Deployment
 from laddertron.engine.config.schema import EngineConfig, ModelSection, ParallelConfig
 from laddertron.engine.job import JobListener, JobState
-from laddertron.engine.openai.responses import Answer
+from laddertron.engine.openai.answers import Answer
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.engine.run.files import LineFile, RunFiles, open_run
 from laddertron.engine.run.past import RunFileError, model_digest

@@ -396,7 +396,7 @@ def children() -> list[int]:
 
 def test_nothing_at_the_door_loads_torch() -> None:
     """Door, text and run command come up without torch, transformers or MPI."""
-    modules = "engine.run.run engine.text.worker engine.openai.responses launchers.cli.commands.run"
+    modules = "engine.run.run engine.text.worker engine.openai.answers launchers.cli.commands.run"
     program = (
         "import importlib, sys\n"
         f"for name in {modules.split()!r}: importlib.import_module('laddertron.' + name)\n"

@@ -47,6 +47,7 @@ DEMO = str(ROOT / "configs" / "demo.yaml")
         ("metrics.vllm_names=true", "metrics.vllm_names", "restart `laddertron serve`"),
         ("parallel.replicas=2", "parallel.replicas", "as many queues"),
         ("model.served_model_name=other", "model.served_model_name", "clients ask for 'demo'"),
+        ("model.tool_format=glm", "model.tool_format", "restart"),
         ("engine.max_num_seqs=3", None, ""),
         ("parallel.tensor_parallel_size=1", None, ""),
         ("launch.env={A: b}", None, ""),

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from json.encoder import encode_basestring as quoted
 from typing import Any
 
 from ..request import Request, TokenLogprob, TokensEvent
+from ..text.chat_formats import REASONING_FORMATS, marks_of
+from ..text.chat_parts import ChatParts, OutputParts, Part, message_of, parameter_types
 from ..text.detokenizer import OutputText
 from ..text.tokenizer import TextModel
 from .body import Body
 from .chat_messages import text_of
-from .chat_parts import ChatParts, Part, message_of
 from .choice import Choice, Delta
 from .errors import ApiError
 from .logprobs import Names, Offsets, TokenIds, chat_logprobs, completion_logprobs, prompt_logprobs
@@ -42,9 +42,9 @@ class Answer:
         self._text = text
         self._names: Names = TokenIds(text.pieces) if body.return_tokens_as_token_ids else text.pieces
         last = body.messages[-1] if body.messages else {"role": "", "content": ""}
-        self.divided = body.endpoint == CHAT and (
-            bool(body.tools) or (text.chat.reasons and body.params.grammar is None)
-        )
+        # NOTE: a grammar leaves no room for reasoning
+        self._reasoning = text.chat.reasoning if body.params.grammar is None else None
+        self.divided = body.endpoint == CHAT and (bool(body.tools) or self._reasoning is not None)
         """Whether a chat's text is split into reasoning, content and calls."""
         self._role = "assistant" if body.add_generation_prompt else last["role"]
         self._continued = text_of(last["content"]) if body.echo and last["role"] == self._role else ""
@@ -54,7 +54,8 @@ class Answer:
         self._cached = [0] * len(self.requests)
         self._echoes: dict[int, str] = {}
         self._prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]] = {}
-        self._choices = [self._new_choice(request) for request in self.requests for _ in range(self.body.params.n)]
+        requests = [request for request in self.requests for _ in range(self.body.params.n)]
+        self._choices = [self._new_choice(index, request) for index, request in enumerate(requests)]
         self._open = len(self._choices)
 
     def restarted(self) -> Answer:
@@ -63,10 +64,16 @@ class Answer:
         fresh._begin()
         return fresh
 
-    def _new_choice(self, request: Request) -> Choice:
-        body = self.body
-        stream = self._text.pieces.stream(body.skip_special_tokens, continues=True)
-        out = OutputText(stream, body.stop, body.include_stop_str_in_output, request.params.min_tokens)
+    def _new_choice(self, index: int, request: Request) -> Choice:
+        body, tool_format = self.body, None
+        if self.body.tools:
+            tool_format = "array" if body.tool_choice == "required" else self._text.chat.tool_format
+        marks = marks_of(tool_format, self._reasoning) if self.divided else frozenset[str]()
+        stream = self._text.pieces.stream(body.skip_special_tokens, continues=True, marks=marks)
+        stops = (body.stop, body.include_stop_str_in_output, request.params.min_tokens)
+        out = OutputText(stream, *stops)
+        if self.divided:
+            out = OutputParts(stream, self._parser(index, request, tool_format), *stops)
         return Choice(body, self._text, out, self._offsets())
 
     def _offsets(self) -> Offsets:
@@ -131,7 +138,18 @@ class Answer:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            **self._reasoning_usage(),
         }
+
+    def _reasoning_usage(self) -> dict[str, Any]:
+        if self._reasoning is None or not self.divided:
+            return {}
+        return {"completion_tokens_details": {"reasoning_tokens": sum(c.reasoning_tokens for c in self._choices)}}
+
+    @property
+    def unparsed_calls(self) -> int:
+        """Texts that look like a tool call and were returned as content."""
+        return sum(choice.unparsed_calls for choice in self._choices)
 
     @property
     def values(self) -> int:
@@ -186,12 +204,8 @@ class Answer:
                 out.append(self._chunk(delta.choice, part, scored))
         finish = delta.finish
         if self.divided:
-            parts = choice.chat = choice.chat or self._new_parts(delta.choice)
-            messages = parts.push(delta.text, finish is not None)
-            for part in self._shown(messages):
-                out.append(self._chunk(delta.choice, {"delta": part}, None))
-            finish = self._finish(parts, finish)
-            delta = replace(delta, text="")
+            out += [self._chunk(delta.choice, {"delta": part}, None) for part in self._shown(delta.chat_parts)]
+            finish = self._finish(choice, finish)
         if delta.text or delta.logprobs or delta.finish is not None or (delta.tokens and self.body.return_token_ids):
             logprobs = None
             if self.body.params.logprobs is not None and delta.logprobs:
@@ -206,18 +220,17 @@ class Answer:
             out.append(self._chunk(delta.choice, shown, logprobs, finish, delta.stop_reason))
         return out
 
-    def _new_parts(self, index: int) -> ChatParts:
-        body = self.body
-        thinking = None
-        if self._text.chat.reasons and body.params.grammar is None:
-            prompt = self._text.decode(self.requests[0].prompt[-_OPENING:], skip_special=False)
-            thinking = prompt.rstrip().endswith("<think>")
-        form = "array" if body.tool_choice == "required" else self._text.chat.tool_format if body.tools else None
+    def _parser(self, index: int, request: Request, tool_format: str | None) -> ChatParts:
+        body, thinking = self.body, False
+        if self._reasoning is not None:
+            prompt = self._text.decode(request.prompt[-_OPENING:], skip_special=False)
+            thinking = prompt.rstrip().endswith(REASONING_FORMATS[self._reasoning][0])
         return ChatParts(
             lambda number: f"call_{self.answer_id.partition('-')[2]}_{index}_{number}",
-            form,
-            [tool["function"]["name"] for tool in body.tools],
+            tool_format,
+            parameter_types(body.tools),
             body.tool_name,
+            self._reasoning,
             thinking,
             body.parallel_tool_calls,
         )
@@ -225,9 +238,9 @@ class Answer:
     def _shown(self, parts: Sequence[Part]) -> list[Part]:
         return [part for part in parts if self.body.include_reasoning or "reasoning_content" not in part]
 
-    def _finish(self, parts: ChatParts, finish: str | None) -> str | None:
+    def _finish(self, choice: Choice, finish: str | None) -> str | None:
         """Replaces "stop" by "tool_calls" after calls; as in OpenAI's API, not if `tool_choice` named the tool."""
-        return "tool_calls" if finish == "stop" and parts.calls and not self.body.tool_name else finish
+        return "tool_calls" if finish == "stop" and choice.calls and not self.body.tool_name else finish
 
     def _prompt_ids(self, prompt: int) -> dict[str, Any]:
         return {"prompt_token_ids": self.requests[prompt].prompt} if self.body.return_token_ids else {}
@@ -265,9 +278,8 @@ class Answer:
                 logprobs = self._logprobs(choice, choice.logprobs)
             message: Part = {"content": text}
             if self.divided:
-                parts = self._new_parts(index)
-                message = message_of(self._shown(parts.push(text, True)))
-                finish = self._finish(parts, finish)
+                message = message_of(self._shown(choice.chat_parts))
+                finish = self._finish(choice, finish)
             if self._continued:
                 message["content"] = self._continued + (message["content"] or "")
             out["message"] = {"role": self._role, **message, "refusal": None}

@@ -1,0 +1,447 @@
+"""Splits a chat's answer incrementally into reasoning, content and tool calls; the result does not depend on how the
+text is divided. Arguments are emitted as they come. What does not parse as a call of an existing tool is content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from .chat_formats import REASONING_FORMATS, TOOL_FORMATS
+from .detokenizer import Detokeniser, OutputText, held_back
+
+Part = dict[str, Any]
+ParameterTypes = Mapping[str, Sequence[str]]
+"""A tool's parameters with the types that their schema allows; () if it does not say."""
+_BLANK = " \n\t\r"  # JSON's white space
+_SURPLUS = re.compile(r"[\s}\],;]*")
+_MORE = re.compile(r'\s*,\s*"')
+_MORE_MEMBERS = re.compile(r'(?:\s*,\s*"\w+"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.+-]+))+\s*(?=\})')
+_LITERAL = re.compile(r"[^\s,}\]<]+(?=[\s,}\]<])")
+_NEAR = 64  # white space and marks that may follow a pair
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+class _Value:
+    """Finds the end of a JSON object, array or string at the beginning of a growing text, and escapes the control
+    characters in its strings."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._string = self._escaped = False
+        self.ended = False
+
+    def feed(self, text: str) -> tuple[str, int]:
+        """Returns what the text adds to the value, and the index after that."""
+        out = []
+        for at, char in enumerate(text):
+            if self._string:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._string = False
+            elif char == '"':
+                self._string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+            out.append(json.dumps(char)[1:-1] if char < " " and (self._string or self._escaped) else char)
+            if self._depth <= 0 and not self._string and char in '"}]':
+                self.ended = True
+                return "".join(out), at + 1
+        return "".join(out), len(text)
+
+
+class ChatParts:
+    """The parts of one choice. `tool_format`, `reasoning`: names in chat_formats.py, None without; `thinking`: whether
+    the prompt ends with the opening mark of reasoning. `tools`: those that may be called, with the types of their
+    parameters; `forced`: the named tool, whose arguments are all of the text; `call_id`: makes the id of the n-th call;
+    `parallel=False`: calls after the first are left out."""
+
+    def __init__(
+        self,
+        call_id: Callable[[int], str],
+        tool_format: str | None = None,
+        tools: Mapping[str, ParameterTypes] | None = None,
+        forced: str = "",
+        reasoning: str | None = None,
+        thinking: bool = False,
+        parallel: bool = True,
+    ) -> None:
+        self._call_id, self._tools, self._forced, self._parallel = call_id, tools or {}, forced, parallel
+        self._syntax = None if tool_format is None else TOOL_FORMATS[tool_format]
+        self._open, self._close = ("", "") if reasoning is None else REASONING_FORMATS[reasoning]
+        self.calls = 0
+        self.unparsed = 0
+        """Texts that look like a call and are none."""
+        self._held = ""
+        self._strip = False  # remove line breaks after reasoning
+        self._scan, self._scanned = _Value(), 0
+        self._value_text = ""  # of arguments that are no object, or an object read to its end
+        self._silent = False  # the call is left out
+        self._pairs = 0
+        self._types: ParameterTypes = {}
+        self._state = self._content if reasoning is None else self._reasoning if thinking else self._begin
+
+    @property
+    def reasoning(self) -> bool:
+        """Whether the next token belongs to the reasoning."""
+        return self._state == self._reasoning
+
+    def push(self, text: str, last: bool = False) -> list[Part]:
+        """Adds text; returns a message's deltas: `content`, `reasoning_content` or `tool_calls`."""
+        self._held += text
+        parts = []
+        while (part := self._state(last)) is not None:
+            if part:
+                parts.append(part)
+        return parts
+
+    # states: each returns the next part, {} if the state changed without one, None if more text is needed
+
+    def _begin(self, last: bool) -> Part | None:
+        text = self._held.lstrip()
+        if text.startswith(self._open):
+            self._held, self._state = text[len(self._open) :], self._reasoning
+        elif last or not self._open.startswith(text):
+            self._state = self._content
+        else:
+            return None
+        return {}
+
+    def _reasoning(self, last: bool) -> Part | None:
+        """Calls that no closing mark precedes end the reasoning at the answer's end: they may be quoted until then."""
+        at = self._held.find(self._close)
+        opens = self._syntax.opens if self._syntax else ()
+        call = min((i for i in map(self._held.find, opens) if i >= 0), default=-1) if at < 0 else -1
+        if at >= 0 or (call >= 0 and last):
+            text, self._held = self._held[: max(at, call)], self._held[call if at < 0 else at + len(self._close) :]
+            self._strip, self._state = True, self._content
+            return {"reasoning_content": text} if text else {}
+        cut = call if call >= 0 else len(self._held) - (0 if last else held_back(self._held, (self._close, *opens)))
+        text, self._held = self._held[:cut], self._held[cut:]
+        return {"reasoning_content": text} if text else None
+
+    def _content(self, last: bool) -> Part | None:
+        if self._strip:
+            self._held = self._held.lstrip("\n")
+            self._strip = not self._held
+        if not self._held:
+            return None
+        if self._forced:
+            return self._forced_arguments()
+        if self._syntax is None:
+            return self._plain(last)
+        if not self._syntax.opens:
+            return self._beginning(last)
+        starts = [i for i in map(self._held.find, self._syntax.opens) if i >= 0]
+        cut = min(starts) if starts else len(self._held) - (0 if last else held_back(self._held, self._syntax.opens))
+        text, self._held = self._held[:cut], self._held[cut:]
+        if starts:
+            self._start_call()
+        return {"content": text} if text else {} if starts else None
+
+    def _plain(self, last: bool) -> Part | None:
+        text, self._held, self._state = self._held, "", self._plain
+        return {"content": text} if text else None
+
+    def _beginning(self, last: bool) -> Part | None:
+        """Waits for the beginning of a call at that of the answer."""
+        assert self._syntax is not None
+        text = self._held.lstrip(_BLANK)
+        for mark in self._syntax.marks:
+            text = text.removeprefix(mark).lstrip(_BLANK)
+            if mark.startswith(text) and not last:
+                return None
+        if text[:1] not in ("{", "["):
+            return self._plain(last) if text or last else None
+        self._start_call()
+        return {}
+
+    def _start_call(self) -> None:
+        self._state, self._scan, self._scanned = self._call, _Value(), 0
+
+    def _call(self, last: bool) -> Part | None:
+        syntax = self._syntax
+        assert syntax is not None
+        for header in syntax.headers:
+            if (match := header.match(self._held)) is not None:
+                name = _unquoted(match["name"])
+                if name not in self._tools:
+                    return self._fail(last)
+                self._held = self._held[match.end() :]
+                self._scan, self._scanned, self._value_text, self._pairs = _Value(), 0, "", 0
+                self._state = self._arguments if syntax.pair is None else self._next_pair
+                return self._made(name, "")
+        start = self._lead()
+        if syntax.objects and self._held.startswith("{", start):
+            return self._object(start, last)
+        blank = len(self._held) == start
+        if last or any(mark in self._held for mark in syntax.closes):
+            return self._fail(last)
+        return self._fail(last) if syntax.objects and not blank and len(syntax.headers) == 1 else None
+
+    def _lead(self) -> int:
+        """The number of characters before a call's object."""
+        assert self._syntax is not None
+        marks = (*self._syntax.opens, *(self._syntax.marks if not self._syntax.opens else ()))
+        text = self._held.lstrip(_BLANK) if not self._syntax.opens else self._held
+        at = len(self._held) - len(text) + next((len(mark) for mark in marks if text.startswith(mark)), 0)
+        while at < len(self._held) and self._held[at] in _BLANK + "[,;":
+            at += 1
+        return at
+
+    def _object(self, start: int, last: bool) -> Part | None:
+        """A call whose name does not come first: it is emitted when its object is complete."""
+        _, length = self._scan.feed(self._held[max(start, self._scanned) :])
+        self._scanned = max(start, self._scanned) + length
+        if not self._scan.ended:
+            return self._fail(last) if last else None
+        try:
+            value = json.loads(self._held[start : self._scanned], strict=False)
+            # raises for values that JSON text cannot have: a lone surrogate, NaN or an infinity (1e999)
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError):
+            return self._fail(last)
+        name = value.get("name")
+        if not isinstance(name, str) or name not in self._tools:
+            return self._fail(last)
+        arguments = value.get("arguments", value.get("parameters"))
+        if not isinstance(arguments, str):
+            arguments = "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
+        self._held, self._state = self._held[self._scanned :], self._after
+        return self._made(name, arguments)
+
+    def _fail(self, last: bool) -> Part:
+        """Returns the mark, or the first character, as content; goes on with the rest."""
+        assert self._syntax is not None
+        self.unparsed += 1
+        if not self._syntax.opens:
+            return self._plain(last) or {}
+        cut = next((len(mark) for mark in self._syntax.opens if self._held.startswith(mark)), 1)
+        text, self._held, self._state = self._held[:cut], self._held[cut:], self._content
+        return {"content": text} if text else {}
+
+    def _arguments(self, last: bool) -> Part | None:
+        """JSON arguments, to their own end."""
+        self._held = self._held.lstrip(_BLANK)
+        if not self._held and not last:
+            return None
+        self._state = self._object_value if self._held.startswith("{") else self._other_value
+        return {}
+
+    def _object_value(self, last: bool) -> Part | None:
+        if not self._held:
+            return None
+        text, length = self._scan.feed(self._held)
+        self._held = self._held[length:]
+        if self._scan.ended:
+            self._state = self._after
+        return self._more(text)
+
+    def _other_value(self, last: bool) -> Part | None:
+        """An array, an object in a string, or null: emitted when it is complete."""
+        if self._value_text or self._held[:1] in ("[", '"'):
+            text, length = self._scan.feed(self._held)
+            self._value_text, self._held = self._value_text + text, self._held[length:]
+            if not (self._scan.ended or last):
+                return None
+        elif match := _LITERAL.match(self._held + "," * last):
+            self._value_text, self._held = match[0], self._held[match.end() :]
+        elif not last:
+            return None
+        value, self._state = self._value_text, self._after
+        if value.startswith('"') and self._scan.ended:
+            value = json.loads(value)
+        return self._more("{}" if value in ("null", "") else value)
+
+    def _next_pair(self, last: bool) -> Part | None:
+        """The next pair of arguments, or their end."""
+        syntax = self._syntax
+        assert syntax is not None
+        assert syntax.pair is not None
+        if last and not any(mark in self._held for mark in (syntax.end, *syntax.closes)):
+            self._held += syntax.end  # left out by the model
+        if self._held.lstrip().startswith((syntax.end, *syntax.closes)):
+            self._held = self._held.lstrip().removeprefix(syntax.end)
+            self._state, self._scanned = self._after, 0
+            return self._more("}" if self._pairs else "{}")
+        near, self._scanned = max(0, self._scanned - _NEAR), len(self._held)
+        if not last and syntax.pair_close not in self._held[near:]:
+            return None
+        if (match := syntax.pair.match(self._held)) is None:
+            if last:
+                self._held, self._state = "", self._content  # cut off within a pair
+            return {} if last else None
+        self._held, self._scanned = self._held[match.end() :], 0
+        self._pairs += 1
+        string = match.groupdict().get("string")
+        types = self._types.get(match["key"], ()) if string is None else ("string",) if string == "true" else ("any",)
+        before = "{" if self._pairs == 1 else ", "
+        return self._more(f"{before}{json.dumps(match['key'], ensure_ascii=False)}: {_typed(match['value'], types)}")
+
+    def _after(self, last: bool) -> Part | None:
+        """Skips what may follow a call: further members and surplus braces, white space, closing marks."""
+        syntax = self._syntax
+        if syntax is None:
+            return self._plain(last)
+        if syntax.objects and _MORE.match(self._held):
+            if (match := _MORE_MEMBERS.match(self._held)) is not None:
+                self._held = self._held[match.end() :]
+            elif not last:
+                return None
+        rest = _SURPLUS.sub("", self._held, count=1) if syntax.objects else self._held.lstrip(_BLANK + "`")
+        if not rest and not last:
+            return None
+        marks = (*syntax.closes, *syntax.opens)
+        if any(mark.startswith(rest) and mark != rest for mark in marks) and rest and not last:
+            return None
+        self._held = rest
+        if close := next((mark for mark in syntax.closes if rest.startswith(mark)), ""):
+            self._held = rest[len(close) :]
+        elif rest.startswith(syntax.opens or "{") or (syntax.objects and rest.startswith("{")):
+            self._start_call()
+        else:
+            self._state = self._content if syntax.opens else self._plain
+        return {}
+
+    def _forced_arguments(self) -> Part:
+        text, self._held = self._held, ""
+        return self._more(text) if self.calls else self._made(self._forced, text)
+
+    def _made(self, name: str, arguments: str) -> Part:
+        self._types, self._silent = self._tools.get(name, {}), bool(self.calls and not self._parallel)
+        if self._silent:
+            return {}
+        index = self.calls
+        self.calls += 1
+        function = {"name": name, "arguments": arguments}
+        return {"tool_calls": [{"index": index, "id": self._call_id(index), "type": "function", "function": function}]}
+
+    def _more(self, arguments: str) -> Part:
+        if self._silent or not arguments:
+            return {}
+        return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": arguments}}]}
+
+
+def _unquoted(name: str) -> str:
+    try:
+        return str(json.loads(f'"{name}"'))
+    except ValueError:
+        return name
+
+
+_JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+def _typed(text: str, types: Sequence[str]) -> str:
+    """The JSON of a value that a model wrote without quotes, by the types that its parameter allows."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    if tuple(types) == ("string",):
+        return json.dumps(text, ensure_ascii=False)
+    written = _PYTHON_WORDS.get(text.strip(), text)
+    try:
+        value = json.loads(written, strict=False)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = "null" if value is None else _JSON_TYPES[type(value)]
+    fits = kind in types or (kind == "integer" and "number" in types) or "string" not in types
+    return json.dumps(value if fits else text, ensure_ascii=False)
+
+
+def types_of(schema: Any) -> list[str]:
+    """The types that a parameter's schema allows; [] if it does not say."""
+    if not isinstance(schema, dict):
+        return []
+    types = schema.get("type")
+    if isinstance(types, str):
+        return [types]
+    if isinstance(types, list):
+        return [name for name in types if isinstance(name, str)]
+    options: list[Any] = next((schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)), [])
+    if options:
+        return sorted({name for option in options for name in types_of(option)})
+    values = schema.get("enum") if isinstance(schema.get("enum"), list) else []
+    return sorted({"null" if value is None else _JSON_TYPES.get(type(value), "") for value in values or ()})
+
+
+def parameter_types(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[str]]]:
+    """The types of each tool's parameters."""
+    found = {}
+    for tool in tools:
+        properties = (tool["function"].get("parameters") or {}).get("properties")
+        named = properties if isinstance(properties, dict) else {}
+        found[tool["function"]["name"]] = {key: types_of(schema) for key, schema in named.items()}
+    return found
+
+
+def message_of(parts: Iterable[Part]) -> Part:
+    """Joins parts into a message: `content` (None if there are only calls), `reasoning_content` and `tool_calls`."""
+    content = reasoning = ""
+    calls: list[Part] = []
+    for part in parts:
+        content += part.get("content", "")
+        reasoning += part.get("reasoning_content", "")
+        for call in part.get("tool_calls", ()):
+            if call["index"] == len(calls):
+                calls.append({"id": call["id"], "type": "function", "function": {**call["function"]}})
+            else:
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    made: Part = {"content": content or (None if calls else "")}
+    if reasoning:
+        made["reasoning_content"] = reasoning
+    return {**made, "tool_calls": calls} if calls else made
+
+
+class OutputParts(OutputText):
+    """One choice's text as parts: stop strings are matched in the content only."""
+
+    def __init__(
+        self,
+        detokeniser: Detokeniser,
+        parser: ChatParts,
+        stops: tuple[str, ...] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        super().__init__(detokeniser, stops, include_stop, min_tokens)
+        self.parser = parser
+        self.reasoning_tokens = 0
+
+    def push_parts(self, ids: Sequence[int]) -> list[Part]:
+        """Returns the parts that these ids complete. Ignores ids after a match."""
+        out: list[Part] = []
+        for token in ids:
+            if self.ended:
+                break
+            self.n_tokens += 1
+            self.reasoning_tokens += self.parser.reasoning
+            out += self._until_stop(self.parser.push(self._detokeniser.push((token,))))
+        return out
+
+    def finish_parts(self) -> list[Part]:
+        if self.ended:
+            return []
+        out = self._until_stop(self.parser.push(self._detokeniser.finish(), last=True))
+        return out if self.ended else [*out, *self._flush()]
+
+    def _until_stop(self, parts: list[Part]) -> list[Part]:
+        out: list[Part] = []
+        for part in parts:
+            if "content" not in part:
+                out += [*self._flush(), part]
+            elif text := self._settle(part["content"]):
+                out.append({"content": text})
+            if self.ended:
+                break
+        return out
+
+    def _flush(self) -> list[Part]:
+        tail, self._tail = self._tail, ""
+        return [{"content": tail}] if tail else []

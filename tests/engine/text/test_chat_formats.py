@@ -1,0 +1,334 @@
+"""Tool calls and reasoning in each format: split alike in any pieces, and never lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from door import LIMITS, ORIGIN, chat
+from laddertron.engine.config.schema import ToolFormat
+from laddertron.engine.openai.answers import Answer
+from laddertron.engine.openai.to_engine import to_requests
+from laddertron.engine.request import TokensEvent
+from laddertron.engine.text.chat_formats import REASONING_FORMATS, TOOL_FORMATS
+from laddertron.engine.text.chat_parts import ChatParts, Part, message_of, parameter_types
+from laddertron.engine.text.chat_shape import probe_chat
+from laddertron.engine.text.tokenizer import ChatOptions, TextModel
+from tiny_text import byte_level, write_folder
+from tokenizers import AddedToken
+
+ROME: dict[str, Any] = {"city": "Rome"}
+OSLO: dict[str, Any] = {
+    "city": 'Oslo é"}</tool_call></parameter></arg_value>\n{x',
+    "days": 3,
+    "wet": None,
+    "by": [1, {"a": "]"}],
+}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "wet": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                    "by": {"type": "array"},
+                },
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def raw(value: Any) -> str:
+    return value if isinstance(value, str) else dumped(value)
+
+
+def objects(calls: list[tuple[str, Any]], key: str = "arguments") -> list[str]:
+    return [f'{{"name": "{name}", "{key}": {dumped(given)}}}' for name, given in calls]
+
+
+def coder(name: str, given: dict[str, Any]) -> str:
+    pairs = "".join(f"<parameter={key}>\n{raw(value)}\n</parameter>\n" for key, value in given.items())
+    return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
+
+
+def glm(name: str, given: dict[str, Any]) -> str:
+    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{raw(v)}</arg_value>\n" for k, v in given.items())
+    return f"\n<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def dsml(name: str, given: dict[str, Any]) -> str:
+    mark = "｜DSML｜"
+    pairs = "".join(
+        f'<{mark}parameter name="{k}" string="{str(isinstance(v, str)).lower()}">{raw(v)}</{mark}parameter>\n'
+        for k, v in given.items()
+    )
+    return f'<{mark}invoke name="{name}">\n{pairs}</{mark}invoke>\n'
+
+
+def write(tool_format: str, calls: list[tuple[str, Any]]) -> str:
+    """Calls as a model of this format writes them."""
+    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    one, sep, done = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    if tool_format in ("hermes", "longcat"):
+        tag = "tool_call" if tool_format == "hermes" else "longcat_tool_call"
+        return "\n".join(f"<{tag}>\n{call}\n</{tag}>" for call in objects(calls))
+    if tool_format in ("llama", "array"):
+        listed = objects(calls, "parameters")
+        return "; ".join(listed) if tool_format == "llama" else f"[{', '.join(listed)}]"
+    if tool_format == "mistral":
+        return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumped(given)}" for name, given in calls)
+    if tool_format == "deepseek_v3":
+        fenced = [f"{one}function{sep}{name}\n```json\n{dumped(given)}\n```{done}" for name, given in calls]
+        return f"{begin}{chr(10).join(fenced)}{end}"
+    if tool_format == "deepseek_v31":
+        return begin + "".join(f"{one}{name}{sep}{dumped(given)}{done}" for name, given in calls) + end
+    if tool_format == "kimi":
+        said = [
+            f"<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>{dumped(given)}<|tool_call_end|>"
+            for n, (name, given) in enumerate(calls)
+        ]
+        return f"<|tool_calls_section_begin|>{''.join(said)}<|tool_calls_section_end|>"
+    if tool_format == "deepseek_v32":
+        body = "".join(dsml(name, given) for name, given in calls)
+        return f"<｜DSML｜function_calls>\n{body}</｜DSML｜function_calls>"
+    return "\n".join((coder if tool_format == "qwen3_coder" else glm)(name, given) for name, given in calls)
+
+
+def parsed(text: str, places: list[int], **options: Any) -> tuple[Part, ChatParts, list[Part]]:
+    parser = ChatParts(lambda n: f"c{n}", **{"tools": parameter_types(TOOLS), **options})
+    parts: list[Part] = []
+    for start, end in itertools.pairwise(places):
+        parts += parser.push(text[start:end], end == len(text))
+    return message_of(parts), parser, parts
+
+
+def read_alike(text: str, seed: int, **options: Any) -> Part:
+    """The message of the text, which is the same whole, character by character and cut at random."""
+    whole = parsed(text, [0, len(text)], **options)[0]
+    rng = random.Random(seed)
+    cuts = [list(range(len(text) + 1))]
+    cuts += [sorted({0, len(text), *rng.choices(range(len(text)), k=5)}) for _ in range(20)]
+    for places in cuts:
+        assert parsed(text, places, **options)[0] == whole, places
+    return whole
+
+
+def calls_of(message: Part) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]
+
+
+def test_every_format_has_a_name_in_the_deployment() -> None:
+    assert set(get_args(ToolFormat)) - {"auto", "none"} == set(TOOL_FORMATS) - {"array"}
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+def test_calls_of_each_format_are_read(tool_format: str, run_seed: int) -> None:
+    """One and several, with text before them and reasoning, awkward values, and nothing left over."""
+    for calls in ([("weather", ROME)], [("weather", OSLO), ("now", {}), ("weather", ROME)]):
+        text = write(tool_format, calls)
+        message = read_alike(text, run_seed, tool_format=tool_format)
+        assert calls_of(message) == calls, message
+        assert (message["content"] or "").strip() == ""
+        first = read_alike(text, run_seed, tool_format=tool_format, parallel=False)
+        assert calls_of(first) == calls[:1]
+    if TOOL_FORMATS[tool_format].opens:
+        message = read_alike(f"So{text}", run_seed, tool_format=tool_format)
+        assert (message["content"].strip(), calls_of(message)) == ("So", calls)
+    message = read_alike(f"<think>hm</think>\n\n{text}", run_seed, tool_format=tool_format, reasoning="think")
+    assert (message["reasoning_content"], calls_of(message)) == ("hm", calls)
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+def test_arguments_are_streamed(tool_format: str) -> None:
+    text = write(tool_format, [("weather", OSLO)])
+    *_, parts = parsed(text, list(range(len(text) + 1)), tool_format=tool_format)
+    deltas = [part["tool_calls"][0] for part in parts if "tool_calls" in part]
+    assert len(deltas) > 3
+    assert all(delta["index"] == 0 for delta in deltas)
+    assert [delta.get("id") for delta in deltas] == ["c0"] + [None] * (len(deltas) - 1)
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+def test_what_is_no_call_is_content_and_counted(tool_format: str, run_seed: int) -> None:
+    text = write(tool_format, [("other", ROME)])
+    message = read_alike(text, run_seed, tool_format=tool_format)
+    assert "tool_calls" not in message
+    assert message["content"] == text
+    assert parsed(text, [0, len(text)], tool_format=tool_format)[1].unparsed > 0
+    for length in range(len(text)):  # cut off anywhere: nothing raises, and no other tool is called
+        begun = write(tool_format, [("weather", ROME)])[:length]
+        message = parsed(begun, [0, length], tool_format=tool_format)[0]
+        assert [call["function"]["name"] for call in message.get("tool_calls", ())] in ([], ["weather"])
+        assert "tool_calls" in message or message["content"] == begun
+    assert read_alike("Hi <b>, {1} [2]", run_seed, tool_format=tool_format) == {"content": "Hi <b>, {1} [2]"}
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "calls", "content"),
+    [
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "x\ny"}}}}</tool_call>', [{"a": "x\ny"}], ""),
+        ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>ok', [{}], "ok"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": [1, "]"]}</tool_call>', [[1, "]"]], ""),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', [{"a": 1}], ""),
+        ("hermes", '<tool_call>{"name": "now"}</tool_call>', [{}], ""),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call>', [{"a": 1}], ""),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "x", "n": 1}</tool_call>ok', [{}], "ok"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {}}</tool_call>',
+         [{}, {}], ""),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1}</tool_call>ok', [{"a": 1}], "ok"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}}', [{}], ""),
+        ("hermes", "<tool_call>{bad}</tool_call> x", [], "<tool_call>{bad}</tool_call> x"),
+        ("hermes", '<tool_call>x</tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>', [{}],
+         "<tool_call>x</tool_call>"),
+        ("llama", '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}', [{}, {}], ""),
+        ("llama", '{"a": {"b": "}"}} and', [], '{"a": {"b": "}"}} and'),
+        ("llama", 'I say {"name": "now", "parameters": {}}', [], 'I say {"name": "now", "parameters": {}}'),
+        ("array", '\r\n[\r{"name": "now", "parameters": {}}\t,\r\n {"name": "now", "parameters": {}}\r\n ]',
+         [{}, {}], ""),
+        ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "123456789"}]', [{}], ""),
+        ("mistral", '[TOOL_CALLS]now[CALL_ID]abc[ARGS]{"a": 1}', [{"a": 1}], ""),
+        ("qwen3_coder", "<function=now>\n<parameter=a>\n1\n</parameter>\n</function>", [{"a": 1}], ""),
+        ("qwen3_coder", "<tool_call><function=now></function></tool_call>", [{}], ""),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=days>\nTrue\n</parameter></tool_call>",
+         [{"days": True}], ""),
+        ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>7</arg_value></tool_call>", [{"city": "7"}], ""),
+        ("kimi", "<|tool_call_begin|>now:0<|tool_call_argument_begin|>{}<|tool_call_end|>", [{}], ""),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>null<｜tool▁call▁end｜>", [{}], ""),
+    ],
+)  # fmt: skip
+def test_a_call_that_is_written_oddly_is_not_lost(
+    tool_format: str, text: str, calls: list[Any], content: str, run_seed: int
+) -> None:
+    message = read_alike(text, run_seed, tool_format=tool_format)
+    assert [given for _, given in calls_of(message)] == calls
+    assert (message["content"] or "") == content
+
+
+@pytest.mark.parametrize("reasoning", REASONING_FORMATS)
+def test_reasoning_of_each_format(reasoning: str, run_seed: int) -> None:
+    opens, closes = REASONING_FORMATS[reasoning]
+    for thinking, text, message in (
+        (False, f" {opens}a{closes}\n\nb", {"content": "b", "reasoning_content": "a"}),
+        (False, opens[:4], {"content": opens[:4]}),
+        (False, f"a {closes} b", {"content": f"a {closes} b"}),
+        (True, f"a{closes}b", {"content": "b", "reasoning_content": "a"}),
+        (True, f"a{closes[:-1]}", {"content": "", "reasoning_content": f"a{closes[:-1]}"}),
+    ):
+        assert read_alike(text, run_seed, reasoning=reasoning, thinking=thinking) == message
+
+
+def test_a_call_ends_reasoning_that_has_no_closing_mark(run_seed: int) -> None:
+    """But not one that is quoted before the mark."""
+    call = write("hermes", [("weather", ROME)])
+    options: dict[str, Any] = {"tool_format": "hermes", "reasoning": "think", "thinking": True}
+    message = read_alike(f"hm {call}", run_seed, **options)
+    assert (message["reasoning_content"], calls_of(message)) == ("hm ", [("weather", ROME)])
+    message = read_alike(f"hm {call} or</think>no", run_seed, **options)
+    assert message == {"content": "no", "reasoning_content": f"hm {call} or"}
+
+
+def test_a_long_call_costs_what_its_length_does() -> None:
+    """Nothing is read again at each token: the scan continues where it stopped."""
+    for tool_format in ("llama", "qwen3_coder", "glm"):
+        text = write(tool_format, [("weather", {"city": "}{" * 20_000})])
+        parser = ChatParts(str, tool_format, parameter_types(TOOLS))
+        parts = [part for at in range(0, len(text), 4) for part in parser.push(text[at : at + 4], at + 4 >= len(text))]
+        assert calls_of(message_of(parts)) == [("weather", {"city": "}{" * 20_000})]
+
+
+# whole answers
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+    "{{ c.function.arguments|tojson }}{% endfor %}{% endfor %}<assistant>{% if thinking %}[THINK]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    tokenizer = byte_level()
+    marks = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    return TextModel.from_folder(write_folder(tmp_path_factory.mktemp("marks"), tokenizer, TEMPLATE))
+
+
+def answered(text: TextModel, said: str, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The whole response and the streamed chunks of an answer that arrives token by token."""
+    body = chat(tools=TOOLS, max_tokens=40, **fields)
+    prompt = tuple(text.encode_chat(list(body.messages), ChatOptions(variables=body.template_variables)))
+    answer = Answer(body, to_requests(body, [prompt[-8:]], LIMITS, ORIGIN, text), text, "1", 1)
+    ids, chunks = text.encode(said, add_special_tokens=False), []
+    for at, token in enumerate(ids):
+        delta = answer.take(TokensEvent("r0", 0, at, (token,), "stop" if at + 1 == len(ids) else None, None))
+        assert delta is None or answer.error is None
+        chunks += answer.chunks(delta) if delta is not None else []
+    return answer.response(), chunks
+
+
+def test_special_tokens_are_marks_and_stop_strings_apply_to_content(text: TextModel) -> None:
+    assert (text.chat.tool_format, text.chat.reasoning) == ("mistral", "mistral")
+    said = '[THINK]no STOP[/THINK]So[TOOL_CALLS]weather[ARGS]{"city": "STOP"}'
+    whole, chunks = answered(text, said, stop="STOP")
+    message = whole["choices"][0]["message"]
+    assert message["reasoning_content"] == "no STOP"
+    assert (message["content"], calls_of(message)) == ("So", [("weather", {"city": "STOP"})])
+    assert whole["choices"][0]["finish_reason"] == "tool_calls"
+    streamed = message_of(chunk["choices"][0]["delta"] for chunk in chunks)
+    assert streamed == {name: message[name] for name in streamed}
+    details = whole["usage"]["completion_tokens_details"]
+    assert 0 < details["reasoning_tokens"] < whole["usage"]["completion_tokens"]
+    stopped, _ = answered(text, "[THINK]a[/THINK]So STOP[TOOL_CALLS]", stop="STOP")
+    assert stopped["choices"][0]["message"]["content"] == "So "
+    silent, _ = answered(text, said, include_reasoning=False)
+    assert "reasoning_content" not in silent["choices"][0]["message"]
+    assert silent["choices"][0]["message"]["content"] == "So"
+
+
+def test_answers_can_be_sent_back(text: TextModel, run_seed: int) -> None:
+    """Whole and streamed messages of generated answers, cut off anywhere, render with all of their calls."""
+    rng = random.Random(run_seed)
+    for _ in range(20):
+        calls = [("weather", {"city": f"q{rng.randrange(10**6)}"}) for _ in range(rng.randrange(1, 3))]
+        said = rng.choice(["", "Look"]) + write("mistral", calls)
+        said = said[: rng.randrange(len(said) - 4, len(said) + 1)]
+        whole, chunks = answered(text, said)
+        streamed = message_of(chunk["choices"][0]["delta"] for chunk in chunks)
+        for message in (whole["choices"][0]["message"], {"role": "assistant", **streamed}):
+            answers = [
+                {"role": "tool", "tool_call_id": call["id"], "content": "sun"} for call in message.get("tool_calls", ())
+            ]
+            body = chat(messages=[{"role": "user", "content": "x"}, message, *answers], tools=TOOLS)
+            prompt = text.render(list(body.messages), ChatOptions(variables=body.template_variables))
+            for _, given in calls[: len(message.get("tool_calls", ())) - 1]:
+                assert given["city"] in prompt
+            assert message.get("content") is None or message["content"] in prompt
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "qwen3_coder", "deepseek_v31", "longcat"])
+def test_the_format_is_found_by_the_template_s_own_calls(tool_format: str, tmp_path: Path) -> None:
+    call = write(tool_format, [("zqlookup", {"zqkey": "zqvalue0"})]).replace("zqvalue0", "{{ v }}")
+    loop = "{% for c in m.tool_calls or [] %}{% set v = c.function.arguments.zqkey %}" + call + "{% endfor %}"
+    loop = loop.replace("zqlookup", "{{ c.function.name }}")
+    head = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>"
+    template = head + "{{ m.content or '' }}" + loop + "{% endfor %}<assistant>"
+    found = TextModel.from_folder(write_folder(tmp_path, byte_level(), template)).chat
+    assert found.tool_format == tool_format
+    assert found.with_formats("glm", "none") != found
+    assert len(probe_chat()) == 3
