@@ -282,7 +282,7 @@ PARSERS = {
     "tuning": Parser(of_file("tuning.json", tuning.load), (tuned(),), (ValueError,)),
     "deployment": Parser(
         of_file("deploy.yaml", load_deployment),
-        tuple((ROOT / "configs" / name).read_bytes() for name in ("demo.yaml", "llama-3.1-405b-tp16.yaml")),
+        tuple((ROOT / "configs" / name).read_bytes() for name in ("demo.yaml", "405b/stock.yaml")),
         (ConfigError,),
     ),
 }

@@ -247,7 +247,7 @@ def _openmpi(
         parts.append(
             Part(
                 ("--mca", "pml", "ob1"),
-                "no RDMA port is known: TCP between nodes, since UCX could choose another transport",
+                "MPI starts ranks and exchanges addresses, for which TCP suffices; the collectives do not use it",
             )
         )
         parts.append(

@@ -58,7 +58,7 @@ def variables(deployment: Deployment, network: NetworkChoice, share: JobHosts) -
         by_name["UCX_NET_DEVICES"] = Variable(ports, network.hcas_reason)
     if "UCX_NET_DEVICES" not in by_name and network.interfaces:
         by_name["UCX_NET_DEVICES"] = Variable(
-            ",".join(network.interfaces), "no RDMA port is known: restricts UCX to this interface"
+            ",".join(network.interfaces), "restricts UCX, if MPI uses it at the start, to this interface"
         )
     if deployment.engine.threads is not None:
         by_name["OMP_NUM_THREADS"] = Variable(str(deployment.engine.threads), "engine.threads")

@@ -22,8 +22,8 @@ from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "plans"
-CONFIGS = [path for kind in ("llama-*", "demo*") for path in sorted((ROOT / "configs").glob(f"{kind}.yaml"))]
-SAMPLES = ("llama-3.1-405b-tp16", "llama-3.1-405b-tp8-pp2")
+CONFIGS = [path for kind in ("405b/*", "llama-*", "demo*") for path in sorted((ROOT / "configs").glob(f"{kind}.yaml"))]
+SAMPLES = ("405b/ladder", "405b/stock")
 """Plans that are written in full."""
 
 LINKS: Mapping[str, tuple[LinkClass, float]] = {
@@ -44,12 +44,20 @@ CONTEXTS, BATCHES = tuple(1024 << i for i in range(8)), Work().batches
 
 def written() -> dict[str, str]:
     """Every file's text by its name. In the pages that have prose, the part between the two comments is replaced."""
-    plans = {c.stem: make_plan(from_deployment(read(c), Asked(None, Work()))) for c in CONFIGS}
-    texts = {f"{name}.md": f"# {name}\n\n{markdown(plans[name])}" for name in SAMPLES}
+    plans = {_name(c): make_plan(from_deployment(read(c), Asked(None, Work()))) for c in CONFIGS}
+    texts = {_page(name): f"# {name}\n\n{markdown(plans[name])}" for name in SAMPLES}
     validation = simulate_published.report(simulate_published.fit())
     for name, lines in (("README.md", _index(plans)), ("validation.md", validation)):
         texts[name] = renewed((FOLDER / name).read_text(encoding="utf-8"), lines)
     return texts
+
+
+def _name(config: Path) -> str:
+    return config.relative_to(ROOT / "configs").with_suffix("").as_posix()
+
+
+def _page(name: str) -> str:
+    return f"{name.replace('/', '-')}.md"
 
 
 def _index(plans: Mapping[str, CapacityEstimate]) -> list[str]:
@@ -59,13 +67,13 @@ def _index(plans: Mapping[str, CapacityEstimate]) -> list[str]:
         alone = next(x.time.total_s for x in plan.predictions if x.batch == 1 and x.wiring == own)
         stages, copies = f" x pp {world.stages}" * (world.stages > 1), f" x {world.replicas}" * (world.replicas > 1)
         fits = f"{plan.memory.kv_tokens:,} KV positions" if plan.memory.fits else "no"
-        shown = f"[{name}]({name}.md)" if name in SAMPLES else name
+        shown = f"[{name}]({_page(name)})" if name in SAMPLES else name
         ranks = f"tp {world.tp}{stages}{copies}"
         rows.append((shown, ranks, fits, f"{alone * 1e3:.1f}", plan.recommendation[0]))
     console = Console(width=80, color_system=None, highlight=False)
     with console.capture() as captured:
-        console.print(plan_view(plans[SAMPLES[0]], all_tables=False))
-    view = ["", f"`laddertron plan configs/{SAMPLES[0]}.yaml` in a terminal of 80 columns:", "", "```"]
+        console.print(plan_view(plans[SAMPLES[1]], all_tables=False))
+    view = ["", f"`laddertron plan configs/{SAMPLES[1]}.yaml` in a terminal of 80 columns:", "", "```"]
     view += map(str.rstrip, captured.get().splitlines())
     return [*table("plan | ranks | fits | ms per token, batch 1 | advice", rows), *view, "```"]
 

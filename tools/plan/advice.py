@@ -50,8 +50,8 @@ def recommend(plan: CapacityEstimate) -> tuple[str, ...]:
         quick = min(there, key=lambda x: x.fastest.step_s if x.fastest else 0.0)
         if quick.fastest:
             sentences.append(
-                f"Fastest for one sequence: {describe(quick)}, {quick.fastest.step_s * 1e3:.1f} ms per token "
-                f"({quick.fastest.tokens_per_s:.0f} tokens/s){_needs(quick)}."
+                f"Fastest for one sequence: {describe(quick)}, {quick.fastest.step_s * 1e3:.1f} ms per "
+                f"token{_needs(quick)}."
             )
     elif plan.layouts:
         sentences.append("No layout on these devices has room for this model: add nodes, or use its fp8 weights.")
@@ -157,7 +157,7 @@ def _wiring_words(plan: CapacityEstimate) -> list[str]:
     times = {batch: by_key["standard", batch].time for batch in (low, high)}
     ratios = {batch: time.exposed_s / time.compute_s for batch, time in times.items()}
     sentences = [f"{text}."]
-    if plan.question.shape.nodes > 1:
+    if plan.question.shape.nodes > 1 and not plan.question.keys.gpu:  # measured on CPUs: no advice for GPUs
         best = (
             f"{fastest(ratio, batch)} at batch {batch}, where all-reduces add {ratio:.0%} to the computation"
             for batch, ratio in ratios.items()

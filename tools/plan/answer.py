@@ -90,11 +90,9 @@ def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
     wirings = tuple(dict.fromkeys(w for w in ("standard", q.config.wiring.name, "ladder") if w in plan.wirings))
     fitting = sorted({p.batch for p in plan.predictions if p.fits})
     speeds = {(p.wiring, p.batch): p for p in plan.predictions}
-    own = q.config.wiring.name if q.config.wiring.name in wirings else "standard"
     decoding = []
     for batch in dict.fromkeys((*fitting[:1], *fitting[len(fitting) // 2 :][:1], *fitting[-1:])):
-        rates = (f"{speeds[name, batch].tokens_per_s:,.0f}" for name in wirings)
-        decoding.append((f"{batch:,}", ms(speeds[own, batch].time.total_s), *rates))
+        decoding.append((f"{batch:,}", *(ms(speeds[name, batch].time.total_s) for name in wirings)))
     layouts = []
     for x in by_cost(plan.layouts)[:_CHEAPEST]:
         if (best := x.cheapest) is not None and (quick := x.fastest) is not None:
@@ -103,11 +101,12 @@ def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
             layouts.append((name, ms(quick.step_s), f"{best.batch:,}", rate, f"{best.dollars:.2f}"))
     columns = ("layout", "ms at batch 1", "batch", "tokens/s", "$ per million")
     note = (
-        f"With prompts of {q.work.prompt}, at ${q.work.gpu_hour:g} per GPU hour. Ladder needs weights trained for it."
+        f"Tokens/s include the prompts, of {q.work.prompt} each; ${q.work.gpu_hour:g} per GPU hour. Ladder needs "
+        "weights trained for it."
     )
     return (
         Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(memory)),
-        Sheet("Decoding: tokens/s", ("batch", "step ms", *wirings), tuple(decoding), 0),
+        Sheet("Decoding: ms per token", ("batch", *wirings), tuple(decoding), 0),
         Sheet("Cheapest layouts of these GPUs", columns, tuple(layouts), 1, note),
         *mixture_sheets(plan),
         *verdicts(plan, priced=False)[:2],

@@ -44,15 +44,15 @@ def _memory(plan: CapacityEstimate) -> Sheet:
 def _depths(plan: CapacityEstimate) -> Sheet:
     rows = []
     for d in plan.depths:
-        then = (f"{d.tokens_per_s:,.0f}", ms(d.step_s)) if d.sequences else ("-", "-")
-        rows.append((f"{d.context:,}", f"{d.sequences}{'+' if d.sequences == MOST_SEQUENCES else ''}", *then))
+        then = ms(d.step_s) if d.sequences else "-"
+        rows.append((f"{d.context:,}", f"{d.sequences}{'+' if d.sequences == MOST_SEQUENCES else ''}", then))
     limit = plan.question.keys
     note = (
         f"The longest single sequence: {plan.memory.largest_context:,} positions by memory, "
         f"{plan.question.config.max_position_embeddings:,} by the model; configured: max_model_len "
         f"{limit.max_model_len:,}, max_num_seqs {limit.max_num_seqs}."
     )
-    columns = ("context", "sequences that fit", "tokens/s then", "step ms")
+    columns = ("context", "sequences that fit", "step ms")
     return Sheet("Context and batch", columns, tuple(rows), 1, note)
 
 
@@ -63,16 +63,16 @@ def _speeds(plan: CapacityEstimate) -> Sheet:
     rows = []
     for batch in batches:
         fits = by_key[names[0], batch].fits
-        cells = [f"{batch}{'' if fits else ' *'}", ms(by_key["standard", batch].time.total_s)]
+        cells = [f"{batch}{'' if fits else ' *'}"]
         for name in names:
             p = by_key[name, batch]
-            cells.append(f"{p.tokens_per_s:,.0f}" + (f" ({p.speedup:.2f}x)" if name != "standard" else ""))
+            cells.append(ms(p.time.total_s) + (f" ({p.speedup:.2f}x)" if name != "standard" else ""))
         rows.append(tuple(cells))
-    note = "Tokens/s of one replica, decoding alone, and how much faster than standard."
+    note = "Milliseconds in which each running sequence gets a token, and how much faster than standard."
     if any(not p.fits for p in plan.predictions):
         note += " *: these sequences do not fit."
-    columns = ("batch", "standard step ms", *names)
-    return Sheet("Decoding, by wiring", columns, tuple(rows), 1, note)
+    columns = ("batch", *names)
+    return Sheet("Decoding, by wiring: ms per token", columns, tuple(rows), 1, note)
 
 
 def _exposure(plan: CapacityEstimate) -> Sheet:
@@ -174,13 +174,11 @@ def _contexts(plan: CapacityEstimate) -> Sheet:
     contexts = sorted({d.context for x in shown for d in x.depths})
     rows = []
     for x in shown:
-        cells = {
-            d.context: f"{d.sequences} at {d.tokens_per_s:,.0f} (${d.dollars:.2f})" for d in x.depths if d.sequences
-        }
+        cells = {d.context: f"{d.sequences} at {ms(d.step_s)} ms (${d.dollars:.2f})" for d in x.depths if d.sequences}
         rows.append((describe(x), *(cells.get(c, "-") for c in contexts)))
     note = (
-        f"Sequences that fit (at most {MOST_SEQUENCES} per replica and stage), tokens/s while decoding, and dollars "
-        "per million tokens."
+        f"Sequences that fit (at most {MOST_SEQUENCES} per replica and stage), milliseconds per token, and dollars per "
+        "million tokens of decoding alone."
     )
     return Sheet("Layouts by context", ("layout", *(f"{c:,}" for c in contexts)), tuple(rows), 1, note)
 

@@ -383,7 +383,7 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
 
     \b
       laddertron check deploy.yaml
-      laddertron check configs/llama-3.1-405b-tp16.yaml --no-model
+      laddertron check configs/405b/stock.yaml --no-model
       laddertron check deploy.yaml --set parallel.tensor_parallel_size=4
     """
     drafted = draft(config, overrides)

@@ -18,9 +18,9 @@ def command(name: str, as_list: bool) -> None:
     \b
       laddertron config > deploy.yaml
       laddertron config --list
-      laddertron config llama-3.1-405b-tp16 > deploy.yaml
+      laddertron config 405b/stock > deploy.yaml
     """
-    names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    names = sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
     if as_list:
         click.echo("\n".join(names))
         return

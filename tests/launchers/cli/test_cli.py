@@ -248,7 +248,7 @@ def test_check_asks_the_draft_model(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_check_tells_everything_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     """405B over 12 ranks of nodes of 8: what the nodes say and the shape's arithmetic with the nearest sizes, although
     the weights are not here."""
-    config = str(CONFIGS / "llama-3.1-405b-tp16.yaml")
+    config = str(CONFIGS.parent / "tests/fixtures/deployments/llama-3.1-405b-tp16.yaml")
     for flags in ([], ["--no-model"]):
         assert cli.main(["check", config, "--set", "parallel.tensor_parallel_size=12", *flags]) == 2
         said = capsys.readouterr().err
@@ -262,10 +262,14 @@ def test_check_tells_everything_at_once(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_check_splits_no_wiring_that_overlaps_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     always = ["--no-model", "--set", "parallel.split_steps=always"]
-    assert cli.main(["check", str(CONFIGS / "llama-3.1-405b-tp16.yaml"), *always]) == 0
+    assert (
+        cli.main(["check", str(CONFIGS / "405b/stock.yaml"), *always, "--set", "parallel.pipeline_parallel_size=1"])
+        == 0
+    )
     for wiring in ("ladder", "hybrid"):
         capsys.readouterr()
-        assert cli.main(["check", str(CONFIGS / f"llama-3.1-405b-tp16-{wiring}.yaml"), *always]) == 2
+        folder = ["--set", f"model.path=/models/Llama-3.1-405B-{wiring}"]
+        assert cli.main(["check", str(CONFIGS / "405b/ladder.yaml"), *always, *folder]) == 2
         assert f"parallel.split_steps: split_steps=always: wiring {wiring}" in capsys.readouterr().err
 
 
@@ -458,7 +462,7 @@ def test_the_shipped_files_come_with_the_command(tmp_path: Path) -> None:
     """The reference and every other deployment file by name; rules and dashboards as they stand, and all of it in the
     wheel."""
     names = invoke("config", "--list").output.split()
-    assert {"reference", "demo", "llama-3.1-405b-tp16"} <= set(names)
+    assert {"reference", "demo", "405b/stock"} <= set(names)
     assert invoke("config").output == (CONFIGS / "reference.yaml").read_text()
     assert invoke("config", "demo").output == (CONFIGS / "demo.yaml").read_text()
     assert re.search(r"choose one of .*\bdemo, ", invoke("config", "nothing").output)

@@ -27,6 +27,7 @@ from laddertron.topology.hardware.presets import preset
 from laddertron.topology.placement.world import World
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+DEPLOYMENTS = Path(__file__).parents[2] / "fixtures/deployments"
 GOLDEN = Path(__file__).parents[2] / "golden"
 VERSIONS: dict[Kind, tuple[int, ...]] = {
     "openmpi": (5, 0, 11),
@@ -56,7 +57,8 @@ def hosts(*names: str, slots: int = 8) -> JobHosts:
 
 
 def deployment(name: str = "llama-3.1-405b-tp16.yaml", *overrides: str) -> Deployment:
-    return load(CONFIGS / name, overrides)
+    file = DEPLOYMENTS / name
+    return load(file if file.exists() else CONFIGS / name, overrides)
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich", "slurm"])

@@ -24,6 +24,7 @@ from laddertron.launchers.compose.slurm import node_shape, sbatch
 from laddertron.topology.hardware.presets import preset
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+DEPLOYMENTS = Path(__file__).parents[2] / "fixtures/deployments"
 GOLDEN = Path(__file__).parents[2] / "golden"
 
 
@@ -36,7 +37,8 @@ def golden(name: str, text: str) -> None:
 
 
 def deployment(name: str, *overrides: str) -> Deployment:
-    return load(CONFIGS / name, overrides)
+    file = DEPLOYMENTS / name
+    return load(file if file.exists() else CONFIGS / name, overrides)
 
 
 # Slurm

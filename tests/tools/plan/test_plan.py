@@ -23,7 +23,7 @@ from laddertron.models.stages import RankShard
 from laddertron.models.weights.slices import expected_shapes
 from laddertron.tools.plan import advice
 from laddertron.tools.plan.advice import deployment_text, describe
-from laddertron.tools.plan.answer import basis, headline
+from laddertron.tools.plan.answer import basis, brief, headline
 from laddertron.tools.plan.estimate import CapacityEstimate, Question, group_in, make_plan, memory_in
 from laddertron.tools.plan.layouts import Work
 from laddertron.tools.plan.memory import StoredTypes, memory
@@ -38,7 +38,10 @@ sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
 
 from plan_docs import ACROSS, LINKS, NONE, STAGES, draw, regions, written  # noqa: E402
 
-CONFIGS = [f for kind in ("llama-", "demo", "qwen", "glm") for f in sorted((ROOT / "configs").glob(f"{kind}*.yaml"))]
+CONFIGS = [
+    f for kind in ("405b/", "llama-", "demo", "qwen", "glm") for f in sorted((ROOT / "configs").glob(f"{kind}*.yaml"))
+]
+FIXTURES = ROOT / "tests/fixtures/deployments"
 GPU = MemoryKeys(max_model_len=4096)
 H100 = 81559 << 20
 
@@ -179,7 +182,7 @@ def test_fp8_frees_half() -> None:
 def test_the_published_fp8_checkpoint_is_planned_as_it_is_stored() -> None:
     """Attention and the MLPs of the first and the last layer stay in bfloat16: 56.7 GiB of weights and 14.4 GiB of KV
     on eight GPUs of 80 GB; steps read those bytes, and each stage of a pipeline its own."""
-    question = deployed(ROOT / "configs" / "llama-3.1-405b-fp8-tp8.yaml")
+    question = deployed(FIXTURES / "llama-3.1-405b-fp8-tp8.yaml")
     room, group = memory_in(question), group_in(question)
     assert (round(room.weight_bytes / 2**30, 1), round(room.kv_bytes / 2**30, 1)) == (56.7, 14.4)
     assert room.kv_tokens == 238_912
@@ -316,12 +319,34 @@ def test_the_advised_layout_is_the_fastest_measured() -> None:
     assert {p["batch"] for p in MEASURED} == {1, 8, 32}
 
 
-def test_the_plan_says_where_ladder_and_where_a_pipeline_is_fastest() -> None:
-    across, inside = (
-        planned(*asked).recommendation[-1] for asked in (("llama-3.1-405b", "2x8xH100"), ("llama-3.1-8b", "1x8xH100"))
-    )
-    assert re.search(r"ladder at batch 1, where all-reduces add \d\d% .* pipeline at batch \d+, where .* \d\d%", across)
-    assert "two emulated nodes" not in inside
+def test_measurements_on_cpu_nodes_advise_cpu_nodes_alone() -> None:
+    cpus, gpus = (" ".join(planned("llama-3.1-8b", nodes).recommendation) for nodes in ("2x16xcpu", "2x8xH100"))
+    assert re.search(r"emulated nodes .* ladder at batch 1, where all-reduces add \d+% ", cpus)
+    assert "emulated" not in gpus
+
+
+def test_the_cheapest_layouts_of_405b_have_files() -> None:
+    """Of stock weights in fp8 and in bf16: what the advice names is what configs/405b/ ships."""
+    said = " ".join(planned("llama-3.1-405b", "2x8xH100").recommendation)
+    for kind, name in (("Cheapest: ", "fp8"), ("Cheapest with these weights: ", "stock")):
+        layout = re.search(rf"{kind}tp (\d+) x pp (\d+), (fp8|bf16), standard", said)
+        assert layout is not None
+        question = deployed(ROOT / f"configs/405b/{name}.yaml")
+        world, weights = question.placement.world, {"fp8": "fp8", "bf16": "bfloat16"}[layout[3]]
+        assert (world.tp, world.stages, question.stored.weights) == (int(layout[1]), int(layout[2]), weights)
+
+
+def test_a_layout_has_one_throughput() -> None:
+    """The only tokens/s are those of output with the prompts computed in between, and the same for one layout and batch
+    wherever they are shown."""
+    plan = planned("llama-3.1-405b", "2x8xH100")
+    own = next(x for x in plan.layouts if x.key == plan.question.key)
+    price = re.search(r"This layout: .*?\(([\d,]+) tokens/s at batch (\d+)\)", " ".join(plan.recommendation))
+    assert price is not None
+    assert price[1] == f"{next(s for s in own.speeds if s.batch == int(price[2])).output_per_s:,.0f}"
+    decoding = {f"{p.tokens_per_s:,.0f}" for p in plan.predictions if p.batch == int(price[2])}
+    every = [*brief(plan), *sheets(plan)]
+    assert not decoding & {cell for sheet in every for row in sheet.rows for cell in row if len(cell) > 3}
 
 
 def test_the_plan_says_what_lanes_hide() -> None:
@@ -337,7 +362,8 @@ def test_one_rank_has_nothing_to_hide() -> None:
 
 
 def deployed_plan(name: str) -> CapacityEstimate:
-    return make_plan(deployed(ROOT / "configs" / f"{name}.yaml"))
+    file = FIXTURES / f"{name}.yaml"
+    return make_plan(deployed(file if file.exists() else ROOT / "configs" / f"{name}.yaml"))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
@@ -410,7 +436,7 @@ def test_regions_are_drawn_with_a_panel_for_each_link_and_kind_of_weights(tmp_pa
 
 def test_a_folder_that_is_not_here_is_known_by_its_name() -> None:
     """fp8, ladder and hybrid are read off it; what is assumed is said."""
-    question = deployed(ROOT / "configs" / "llama-3.1-405b-fp8-tp8.yaml")
+    question = deployed(FIXTURES / "llama-3.1-405b-fp8-tp8.yaml")
     assert question.stored.weights == "fp8"
     assert any("taken for llama-3.1-405b" in note for note in question.notes)
     guess = by_folder("Meta-Llama-3.1-405B-Instruct-hybrid-ladder")
@@ -466,7 +492,7 @@ def test_usage_errors_say_what_to_do(args: list[str], said: str) -> None:
         ("--model", "llama-3.1-405b", "--nodes", "2x8xH100"),
         ("--model", "llama-3.1-8b"),
         (str(ROOT / "configs" / "demo.yaml"),),
-        (str(ROOT / "configs" / "llama-3.1-405b-tp8-pp2-ladder.yaml"),),
+        (str(ROOT / "configs/405b/ladder.yaml"),),
         ("--model", "llama-3.1-405b"),
     ],
 )
@@ -517,7 +543,7 @@ def test_markdown_and_headline() -> None:
 def test_a_saved_fabric_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     """`--fabric FILE`: ranks stand on its hosts, each with its HCA."""
     fabric = str(ROOT / "configs" / "fabrics" / "2x8xH100.json")
-    config = str(ROOT / "configs" / "llama-3.1-405b-tp16.yaml")
+    config = str(FIXTURES / "llama-3.1-405b-tp16.yaml")
     assert main(["plan", config, "--fabric", fabric, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert {row["hca"] for row in data["ranks"]} == {f"mlx5_{i}" for i in range(8)}
@@ -538,7 +564,7 @@ def test_emulated_links_are_planned_as_such() -> None:
 
 def test_without_overlap_a_ladder_is_as_slow_as_standard(capsys: pytest.CaptureFixture[str]) -> None:
     """`parallel.overlap: false` shows in the plan's own numbers, and is said."""
-    config = str(ROOT / "configs" / "llama-3.1-405b-tp16-ladder.yaml")
+    config = str(ROOT / "configs/405b/ladder.yaml")
     assert main(["plan", config, "--set", "parallel.overlap=false", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert {round(row["speedup"], 6) for row in data["decoding"] if row["wiring"] in ("standard", "ladder")} == {1.0}
@@ -547,7 +573,7 @@ def test_without_overlap_a_ladder_is_as_slow_as_standard(capsys: pytest.CaptureF
 
 def test_wiring_may_be_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
     """`--set model.wiring=ladder` plans a retraining that nobody has done yet."""
-    config = str(ROOT / "configs" / "llama-3.1-405b-tp16.yaml")
+    config = str(FIXTURES / "llama-3.1-405b-tp16.yaml")
     assert main(["plan", config, "--set", "model.wiring=ladder", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["wiring"] == "ladder"
 
