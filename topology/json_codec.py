@@ -116,7 +116,7 @@ def parse(data: bytes, max_containers: int = MAX_CONTAINERS, max_items: int = MA
         value = _decoder.decode(text)
     except json.JSONDecodeError as error:
         where = f"character {error.pos + 1}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
-        raise ReadError(f"not JSON: {error.msg} at {where}") from None
+        raise ReadError(f"not JSON: {error.msg.removesuffix(' at')} at {where}") from None
     except ReadError:
         raise
     except ValueError:  # an integer of thousands of digits
@@ -124,6 +124,14 @@ def parse(data: bytes, max_containers: int = MAX_CONTAINERS, max_items: int = MA
     if _SURROGATE.search(text):
         _check_surrogates(value)
     return value
+
+
+_BREAKS = re.compile("[\u0085\u2028\u2029]")
+
+
+def one_line(text: str) -> str:
+    """JSON text whose strings contain no characters that some readers take for line breaks."""
+    return text if text.isascii() else _BREAKS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _check_nesting(text: str, max_containers: int) -> None:

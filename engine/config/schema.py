@@ -294,6 +294,8 @@ class DaemonConfig:
     max_restarts: Annotated[int, Range(0, 1000)] = 3
     standby: Annotated[int, Range(0, 1)] = 0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    keep_alive: Annotated[float, Unit("seconds"), Range(1, 3600)] = 75.0
+    cors_origins: tuple[Annotated[str, Word(r"\*|https?://[^/\s]+", "an origin such as https://app.example")], ...] = ()
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
 

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from starlette.middleware.cors import CORSMiddleware
+
 from ..config.rules import is_loopback
 from ..config.schema import Deployment
 from ..job import EngineJob
@@ -109,6 +111,7 @@ class Daemon:
                 connections_within(daemon.limits.max_connections),
                 daemon.limits.max_connections_per_address,
                 daemon.limits.header_timeout,
+                daemon.keep_alive,
                 daemon.tls_cert,
                 daemon.tls_key,
                 keyed=keys is not None,
@@ -116,7 +119,9 @@ class Daemon:
             )
             version = self._parts.version
             app = make_app(self.services, version, keys, metrics_listener is None, self._local_names(listener))
-            server = make_server(app, options)
+            origins = list(daemon.cors_origins)
+            served = CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"]) if origins else app
+            server = make_server(served, options)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             if metrics_listener is not None:
                 probes = make_probe_app(self.services, version, keys, self._local_names(metrics_listener))

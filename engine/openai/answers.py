@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from json.encoder import encode_basestring as quoted
 from typing import Any
 
+from ...topology.json_codec import one_line
 from ..request import Request, TokenLogprob, TokensEvent
 from ..text.chat_formats import REASONING_FORMATS, marks_of
 from ..text.chat_parts import ChatParts, OutputParts, Part, message_of, parameter_types
@@ -171,9 +172,9 @@ class Answer:
         for index, choice in enumerate(self._choices):
             yield b"," if index else b""
             if self.values > len(self._choices) * LARGE_VALUES:
-                yield from (part.encode() for part in _JSON.iterencode(self._whole(index, choice)))
+                yield from (one_line(part).encode() for part in _JSON.iterencode(self._whole(index, choice)))
             else:
-                yield _JSON.encode(self._whole(index, choice)).encode()
+                yield one_line(_JSON.encode(self._whole(index, choice))).encode()
         yield b"]," + _JSON.encode(self._rest()).encode()[1:]
 
     def _rest(self) -> dict[str, Any]:
@@ -336,7 +337,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: dict[str, Any]) -> bytes:
-    return b"data: " + _render(value).encode() + b"\n\n"
+    return b"data: " + one_line(_render(value)).encode() + b"\n\n"
 
 
 class EventWriter:
@@ -354,7 +355,7 @@ class EventWriter:
         if not delta.text:
             return b""
         before, after = self._frames.get(delta.choice) or self._cut(answer, delta.choice)
-        return before + quoted(delta.text).encode() + after
+        return before + one_line(quoted(delta.text)).encode() + after
 
     def _cut(self, answer: Answer, choice: int) -> tuple[bytes, bytes]:
         (chunk,) = answer.chunks(Delta(choice, _MARK))

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Container, Itera
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
-from ...topology.json_codec import ReadError, parse
+from ...topology.json_codec import ReadError, one_line, parse
 from ..text.pool import LARGE_BYTES
 from .body import Body, check_body
 from .errors import ApiError
@@ -237,7 +237,7 @@ async def check_file(
         line = line_read if line_read.raw is None else once(await large(line_read), seen)
         check.lines += 1
         error, errors = line.error, check.errors
-        if line.body is not None and (wrong := wrong_model(line.body, served)) is not None:
+        if line.body is not None and (wrong := wrong_model(line.body.model, served)) is not None:
             check.unserved += 1
             error, errors = wrong.within(f"line {line.number}: "), check.unserved_errors
         if error is not None and len(errors) < MAX_ERRORS:
@@ -265,4 +265,5 @@ def output_line(custom_id: str | None, answer_id: str, status: int | None, body:
     response = {"status_code": status, "request_id": f"req_{answer_id}", "body": body}
     ends = {"response": None, "error": body} if status is None else {"response": response, "error": None}
     line = {"id": f"batch_req_{answer_id}", "custom_id": custom_id, **ends}
-    return json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    text = json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return one_line(text).encode() + b"\n"

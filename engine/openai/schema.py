@@ -54,10 +54,16 @@ def _kept(tokens: int) -> int:
 Kept = Annotated[int, Field(ge=-1, le=MAX_TOKENS), AfterValidator(_kept)]
 
 
+_MOST_LIKELY = 1e-7
+"""The top_p that is sent as 0: less than the most likely token's probability in any vocabulary that is read."""
+
+
 def _field_of(name: str, param: Param) -> Any:
     """The (type, default) of a body's field for a sampling parameter."""
     low, above = (None, param.low) if param.above_low else (param.low, None)
     number: Any = float if param.kind in {"number", "biases"} else int
+    if name == "top_p":
+        low, above = 0, None
     kind: Any = Annotated[number, Field(ge=low, gt=above, le=param.high)]
     if param.kind == "ids":
         kind = Annotated[Ids, array(param.most, param.least)]
@@ -67,6 +73,8 @@ def _field_of(name: str, param: Param) -> Any:
         kind = bool
     elif name == "seed":
         kind = Annotated[kind, AfterValidator(lambda seed: seed % 2**64)]
+    elif name == "top_p":
+        kind = Annotated[kind, AfterValidator(lambda top_p: top_p or _MOST_LIKELY)]
     elif name == "top_k":
         kind = Annotated[kind, AfterValidator(lambda top_k: max(0, top_k))]
     return (kind | None, Field(None, description=param.doc or None))

@@ -25,17 +25,17 @@ def default_seed(run_id: str, custom_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{run_id}\0{custom_id}".encode()).digest()[:8], "little")
 
 
-def wrong_model(body: Body, served: str) -> ApiError | None:
-    """The error (404) of a body that requests another model; else None."""
-    if body.model == served:
+def wrong_model(model: str, served: str) -> ApiError | None:
+    """The error (404) of a request for another model; else None."""
+    if model == served:
         return None
-    message = f"the model {show(body.model)} is not served: use {served!r}"
+    message = f"the model {show(model)} is not served: use {served!r}"
     return ApiError(message, "model_not_found", "model", status=404)
 
 
 def check_model(body: Body, served: str) -> None:
     """Raises ApiError (404) if the body requests another model."""
-    if (error := wrong_model(body, served)) is not None:
+    if (error := wrong_model(body.model, served)) is not None:
         raise error
 
 

@@ -160,7 +160,7 @@ def _bad_request(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
         return ApiError(f"{name}={show(value)}: supported: {listed}", param=name, code="unsupported_value")
     if rule := error.get("ctx", {}).get("rule"):
         return ApiError(f"{name}{rule}", param=name, code=kind)
-    part = _schema_of(model)["properties"].get(loc[0], {})
+    part = _schema_at(_schema_of(model), loc) or _schema_of(model)["properties"].get(loc[0], {})
     if kind.startswith("string_too_"):
         bounds = _bounds(part, "minLength", "maxLength")
         return ApiError(f"{name} has {len(value)} characters: {bounds} are allowed", param=name)
@@ -171,6 +171,17 @@ def _bad_request(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
         bounds = _bounds(part, "minimum", "exclusiveMinimum", "maximum", between="from {0} to {1}")
         return ApiError(f"{name}={show(value)}: must be {bounds}", param=name)
     return ApiError(f"{name}: {error['msg'][:200]}", param=name)
+
+
+def _schema_at(node: dict[str, Any], loc: tuple[int | str, ...]) -> dict[str, Any]:
+    """The schema of the value at `loc`; {} if there is none."""
+    if not loc:
+        return node
+    for option in (node, *node.get("anyOf", ())):
+        inner = option.get("items") if isinstance(loc[0], int) else option.get("properties", {}).get(loc[0])
+        if isinstance(inner, dict) and (schema := _schema_at(inner, loc[1:])):
+            return schema
+    return {}
 
 
 def _bounds(node: Any, *keywords: str, between: str = "{0} to {1}") -> str:

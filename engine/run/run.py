@@ -126,7 +126,7 @@ class BatchRun(LineFlights):
             if line is None:
                 continue
             served = self._options.served_model_name
-            wrong = line.error if line.body is None else wrong_model(line.body, served)
+            wrong = line.error if line.body is None else wrong_model(line.body.model, served)
             if wrong is None:
                 self._unread = itertools.chain([line], self._unread)
                 return True

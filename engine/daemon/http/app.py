@@ -13,8 +13,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from ...openai.errors import ApiError
+from ...openai.to_engine import wrong_model
 from .batches import batches_router
-from .errors import failed, not_found, response_of
+from .errors import failed, response_of
 from .files import files_router
 from .generate import Direct, Generator, generate_router
 from .guard import OPEN, Guard
@@ -48,8 +49,8 @@ def models_router(services: Services) -> APIRouter:
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """One model."""
-        if model != services.served_model_name:
-            raise not_found("model", model)
+        if (error := wrong_model(model, services.served_model_name)) is not None:
+            raise error
         return _model(services)
 
     return router

@@ -38,6 +38,7 @@ class ServerOptions:
     max_connections: int = 1024
     max_per_address: int = 512
     header_timeout: float = 10.0
+    keep_alive: float = 75.0
     tls_cert: str | None = None
     tls_key: str | None = None
     write_timeout: float = 60.0

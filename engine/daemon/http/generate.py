@@ -31,6 +31,7 @@ from .state import Services, owner_of
 
 _VALUE_BYTES = 100  # of a large answer: tokens and numbers as Python keeps them
 _PIECE_SECONDS = 0.05
+ALIVE_SECONDS = 15.0
 _SLACK_SECONDS = 5.0  # the engine ends a request whose time is over; this is for an engine that is away
 _STREAMED = {"text/event-stream": {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "object"}}}
 
@@ -50,6 +51,7 @@ class _Reply(FlightOwner):
         self._pieces: Iterator[bytes] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._alive: asyncio.TimerHandle | None = None
         self._watch: asyncio.Task[None] | None = None
 
     def now(self) -> float:
@@ -89,6 +91,8 @@ class _Reply(FlightOwner):
         """Makes `begun` also return when the client disconnects, or at `deadline` (of the loop's clock)."""
         loop = asyncio.get_running_loop()
         self._timer = loop.call_at(deadline, self._end_late)
+        if self.body.stream:
+            self._alive = loop.call_later(ALIVE_SECONDS, self._keep_alive)
         self._watch = loop.create_task(_disconnected(receive))
         self._watch.add_done_callback(self._left)
 
@@ -96,6 +100,17 @@ class _Reply(FlightOwner):
         if self._timer is not None and self._watch is not None:
             self._timer.cancel()
             self._watch.cancel()
+        if self._alive is not None:
+            self._alive.cancel()
+
+    def _keep_alive(self) -> None:
+        """Sends a comment if nothing else waits to be sent: proxies close streams that are silent for a minute."""
+        if not (self.over or self.gone or self.late):
+            if not self._events:
+                self._events.append(b": keep-alive\n\n")
+                self.sent = True
+                self._wake()
+            self._alive = asyncio.get_running_loop().call_later(ALIVE_SECONDS, self._keep_alive)
 
     async def begun(self) -> None:
         """Waits until there is something to send, or there will be nothing: `over`, `gone` or `late`."""
@@ -250,7 +265,10 @@ class _Pieces(Response):
     called at the end, even if nothing was sent."""
 
     def __init__(self, reply: _Reply, kind: str, left: Callable[[], None]) -> None:
-        super().__init__(None, media_type=kind, headers={"cache-control": "no-store"})
+        headers = {"cache-control": "no-store"}
+        if kind == "text/event-stream":
+            headers["x-accel-buffering"] = "no"  # nginx sends each event at once
+        super().__init__(None, media_type=kind, headers=headers)
         self._reply, self._ended = reply, left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -310,7 +328,12 @@ class Direct:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if route is None:
-            await self._app(scope, receive, send)
+            inner = scope
+            if scope["type"] == "http" and scope["method"] == "HEAD":
+                inner = {**scope, "method": "GET"}  # the server leaves the body out
+            await self._app(inner, receive, send)
+            if "route" in inner:
+                scope["route"] = inner["route"]
             return
         endpoint, scope["route"] = route
         response = await self._generator.answer(Request(scope, receive), endpoint)

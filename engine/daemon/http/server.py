@@ -322,7 +322,7 @@ def make_server(app: Any, options: ServerOptions) -> HttpServer:
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_keep_alive=15,
+        timeout_keep_alive=round(options.keep_alive),
         timeout_graceful_shutdown=_GRACEFUL_SECONDS,
         ssl_certfile=options.tls_cert,
         ssl_keyfile=options.tls_key,

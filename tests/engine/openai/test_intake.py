@@ -19,6 +19,7 @@ import pytest
 from door import LIMITS, ORIGIN, USER, chat, completion
 from fake_job import FakeJob
 from laddertron.engine.job import EngineJob
+from laddertron.engine.openai.answers import event
 from laddertron.engine.openai.batch_input import (
     BatchLine,
     FileCheck,
@@ -26,6 +27,7 @@ from laddertron.engine.openai.batch_input import (
     check_file,
     check_line,
     error_line,
+    output_line,
     read_lines,
 )
 from laddertron.engine.openai.body import Body, parse_body
@@ -200,7 +202,7 @@ def test_null_counts_as_absent() -> None:
         ({"temperature": "1"}, "temperature", "invalid_type", "is a string"),
         ({"temperature": True}, "temperature", "invalid_type", "is a boolean"),
         ({"temperature": float("nan")}, "temperature", "invalid_value", "from 0 to 2"),
-        ({"top_p": 0}, "top_p", "invalid_value", "more than 0"),
+        ({"top_p": 2}, "top_p", "invalid_value", "from 0 to 1"),
         ({"top_k": -2}, "top_k", "invalid_value", "from -1"),
         ({"n": 10**9}, "n", "invalid_value", "n=1000000000: must be from 1 to 1024"),
         ({"n": 10**4000}, "n", "invalid_value", "a very large integer"),
@@ -576,3 +578,23 @@ def test_the_fake_job_keeps_the_protocol() -> None:
     """What other tests build on is an EngineJob for the type checker too."""
     job: EngineJob = FakeJob(LIMITS)
     assert job.state.phase == "starting"
+
+
+def test_top_p_of_zero_is_the_most_likely_token() -> None:
+    assert 0 < chat(top_p=0).params.top_p < 1e-6
+    assert chat(top_p=0.5).params.top_p == 0.5
+
+
+def test_bounds_are_those_of_the_field_itself() -> None:
+    """A content of too many parts names the limit of parts, not that of messages."""
+    parts = [{"type": "text", "text": "a"}] * 5000
+    with pytest.raises(ApiError, match="1 to 4096 are allowed"):
+        chat(messages=[{"role": "user", "content": parts}])
+
+
+def test_characters_that_some_take_for_line_breaks_are_escaped() -> None:
+    text = "a\u2028b\u2029c\x85d"
+    line = output_line("c", "1", 200, {"text": text})
+    for encoded in (line.decode(), event({"text": text}).decode().removeprefix("data: ")):
+        assert encoded.splitlines() == [encoded.rstrip("\n"), *([""] if encoded.endswith("\n\n") else [])]
+        assert text in json.dumps(json.loads(encoded), ensure_ascii=False)
