@@ -43,6 +43,8 @@ class _Replica:
         self.flights: dict[Flight, list[str]] = {}
         """With the names of their submissions."""
         self.load = 0
+        self.groups: Counter[tuple[str, int]] = Counter()
+        """The groups of its batch lines."""
         self.alone: Flight | None = None
         self._submissions: dict[str, _Submission] = {}  # by name
         self._entries = 0
@@ -125,6 +127,7 @@ class _Replica:
             flight.restart()
         flight.replica, flight.model = self.index, model
         self.load += flight.choices
+        self.groups[flight.group_key] += 1
         names = self.flights[flight] = []
         for prompt, request in enumerate(flight.requests):
             if request.open_choices:
@@ -140,6 +143,9 @@ class _Replica:
             return
         flight.replica = None
         self.load -= flight.choices
+        self.groups[flight.group_key] -= 1
+        if self.groups[flight.group_key] <= 0:
+            del self.groups[flight.group_key]
         for name in self.flights.pop(flight):
             if (submission := self._submissions.get(name)) is not None:
                 submission.flight = None
@@ -178,15 +184,16 @@ class _LineQueue:
     def appendleft(self, flight: Flight) -> None:
         self._of.setdefault(flight.owned_by, deque()).appendleft(flight)
 
-    def first(self) -> Flight:
-        return next(iter(self._of.values()))[0]
+    def first(self) -> deque[Flight]:
+        """The lines of the owner whose turn it is."""
+        return next(iter(self._of.values()))
 
-    def popleft(self) -> Flight:
+    def take(self, flight: Flight) -> None:
+        """Removes a line of the owner whose turn it is, and gives the next one its turn."""
         owner, flights = self._of.popitem(last=False)
-        flight = flights.popleft()
+        flights.remove(flight)
         if flights:
             self._of[owner] = flights
-        return flight
 
     def remove(self, flight: Flight) -> None:
         flights = self._of[flight.owned_by]
@@ -336,14 +343,32 @@ class Dispatcher:
         free = self._board_isolated()
         while free and self._interactive:
             min(free, key=lambda replica: replica.load).board(self._interactive.popleft())
-        while free and self._lines:
-            replica = min(free, key=lambda replica: replica.load)
-            window = _WINDOW * self.limits.max_num_seqs
-            if replica.load and replica.load + self._lines.first().choices > window:
-                break
-            replica.board(self._lines.popleft())
+        while self._lines and self._board_line(sorted(free, key=lambda replica: replica.load)):
+            pass
         for owner in list(self._rooms):
             self._give_rooms(owner)
+
+    def _board_line(self, free: list[_Replica]) -> bool:
+        """Submits the next line to the least loaded replica, but before it one of a group that is in this replica, or
+        else in no other, so that a prefix is computed in one. A line of another replica's group waits for that one
+        unless this one runs out of lines. False if no line can be submitted."""
+        assert self.limits is not None
+        flights, seqs = self._lines.first(), self.limits.max_num_seqs
+        for replica in free:
+            others = [other.groups for other in free if other is not replica]
+            line = flights[0]
+            if others:
+                own = (line for line in flights if line.group_key in replica.groups)
+                new = (line for line in flights if not any(line.group_key in groups for groups in others))
+                fitting = next(own, None) or next(new, None)
+                if fitting is None and replica.load >= 2 * seqs:
+                    continue
+                line = fitting or line
+            if not replica.load or replica.load + line.choices <= _WINDOW * seqs:
+                self._lines.take(line)
+                replica.board(line)
+                return True
+        return False
 
     def _board_isolated(self) -> list[_Replica]:
         """Submits isolated requests, each to an empty replica; returns the replicas for other requests. One replica is

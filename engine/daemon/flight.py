@@ -84,6 +84,12 @@ class Flight:
     """The digest of the model that computed the answer's tokens."""
     submitted: float = field(default_factory=time.monotonic)
     attempt: int = 0
+    group: int = 0
+    """The same number for lines of one queue that share most of their prompts; 0: none."""
+
+    @property
+    def group_key(self) -> tuple[str, int]:
+        return self.requests[0].queue, self.group
 
     @property
     def choices(self) -> int:

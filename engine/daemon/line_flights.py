@@ -35,7 +35,7 @@ class LineFlights(FlightOwner):
 
     def take(self, ready: PreparedLine, deaths: int = 0) -> None:
         """Submits a line with its prompts' ids, or answers it with the error that it has instead."""
-        line, prompts, shared = ready
+        line, prompts, shared, group = ready
         if isinstance(prompts, ApiError):
             self._refuse(line, prompts)
             return
@@ -52,7 +52,7 @@ class LineFlights(FlightOwner):
             self._refuse(line, error)
             return
         answer = Answer(body, requests, self._text, name, int(time.time()))
-        flight = Flight(tuple(requests), answer, self, Suspicion(deaths))
+        flight = Flight(tuple(requests), answer, self, Suspicion(deaths), group=group)
         self._flights[flight] = line._replace(body=None)  # only the envelope is needed from here on
         self._dispatcher.submit(flight)
 

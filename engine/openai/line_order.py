@@ -23,11 +23,13 @@ _RECENT = 256
 
 
 class PreparedLine(NamedTuple):
-    """A line with its prompts' ids or its error. `shared`: tokens of its first prompt that lines to come begin with."""
+    """A line with its prompts' ids or its error. `shared`: tokens of its first prompt that lines to come begin with;
+    `group`: the same number for lines that share most of their prompts."""
 
     line: BatchLine
     prompts: Prompts | ApiError
     shared: int = 0
+    group: int = 0
 
 
 class LineOrder:
@@ -43,8 +45,9 @@ class LineOrder:
         self._late: deque[int] = deque(maxlen=most)
         self._recent: deque[Key] = deque()  # the last ones taken, and the same sorted
         self._recent_sorted: list[Key] = []
+        self._groups: dict[int, int] = {}  # theirs, by number of the line
         self._last: Key | None = None
-        self._taken = self._jumps = 0
+        self._taken = self._jumps = self._last_group = 0
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -66,11 +69,18 @@ class LineOrder:
         del self._sorted[bisect_left(self._sorted, key)]
         _, ready, _ = self._lines.pop(key[2])
         self._taken += 1
+        before, shared = _nearest(self._recent_sorted, key)
+        if before is not None and 2 * shared >= len(key[1]):
+            group = self._groups[before[2]]
+        else:
+            group = self._last_group = self._last_group + 1
         self._recent.append(key)
         insort(self._recent_sorted, key)
+        self._groups[key[2]] = group
         if len(self._recent) > _RECENT:
-            del self._recent_sorted[bisect_left(self._recent_sorted, self._recent.popleft())]
-        return ready._replace(shared=_nearest(self._sorted, key)[1])
+            oldest = self._recent.popleft()
+            del self._recent_sorted[bisect_left(self._recent_sorted, oldest)], self._groups[oldest[2]]
+        return ready._replace(shared=_nearest(self._sorted, key)[1], group=group)
 
     def _next(self) -> Key:
         oldest, _, taken_before = next(iter(self._lines.values()))

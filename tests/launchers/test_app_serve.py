@@ -25,7 +25,7 @@ from daemon_tools import deployment, line, served
 from laddertron.engine.sampling import grammar
 from laddertron.launchers.cli import __main__ as cli
 from laddertron.launchers.cli.batch_client import ApiError, BatchClient
-from laddertron.launchers.cli.commands.batch import BatchPace
+from laddertron.launchers.cli.commands.batch import BatchPace, seconds_left
 from laddertron.models.cpu.kernels import Kernels
 from openai import OpenAI
 from pydantic import BaseModel
@@ -360,6 +360,24 @@ def test_the_pace_of_a_watched_batch() -> None:
     assert said(10.0, "in_progress", 10, 0, 1000) == ""
     assert said(20.0, "in_progress", 28, 2, 3000) == "2 failed, 200 tokens/s, 0:35 left"
     assert said(30.0, "completed", 98, 2, 9000) == "2 failed"
+
+
+@pytest.mark.parametrize(
+    ("status", "began", "completed", "failed", "left"),
+    [
+        ("in_progress", 1000, 30, 10, 150),
+        ("in_progress", 1000, 0, 0, None),
+        ("in_progress", None, 5, 0, None),
+        ("in_progress", 2000, 5, 5, 0),
+        ("finalizing", 1000, 90, 10, None),
+    ],
+)
+def test_the_seconds_left_of_a_batch(
+    status: str, began: int | None, completed: int, failed: int, left: int | None
+) -> None:
+    """100 seconds after it began, or while the clocks disagree."""
+    counts = {"total": 100, "completed": completed, "failed": failed}
+    assert seconds_left({"status": status, "in_progress_at": began, "request_counts": counts}, 1100.0) == left
 
 
 def test_the_keys_command(tmp_path: Path) -> None:

@@ -124,8 +124,11 @@ def submit(
 @click.pass_obj
 @API_FAILS
 def status(client: BatchClient, batch_id: str) -> None:
-    """Print the batch as JSON."""
-    click.echo(json.dumps(client.batch(batch_id), indent=1))
+    """Print the batch as JSON, with the seconds left at its pace so far."""
+    batch = client.batch(batch_id)
+    if (left := seconds_left(batch, time.time())) is not None:
+        batch["seconds_left"] = left
+    click.echo(json.dumps(batch, indent=1))
 
 
 @command.command()
@@ -282,6 +285,15 @@ def _watched(client: BatchClient, batch_id: str, output: Path | None, console: C
         again = _command_line("wait", batch_id, *(() if output is None else ("-o", str(output))))
         say(console, f"the batch continues; to watch it again, run\n  {again}")
         raise
+
+
+def seconds_left(batch: dict[str, Any], now: float) -> int | None:
+    """The seconds left at the batch's mean pace, if it is in progress and has results; `now` in unix seconds."""
+    counts, began = batch.get("request_counts") or {}, batch.get("in_progress_at")
+    done = counts.get("completed", 0) + counts.get("failed", 0)
+    if batch["status"] != "in_progress" or not began or not done:
+        return None
+    return round((counts["total"] - done) * max(0.0, now - began) / done)
 
 
 class BatchPace:

@@ -100,3 +100,24 @@ def test_a_line_waits_a_bounded_time_for_those_that_share_prefixes(run_seed: int
         taken.append(order.take().line.number)
         add(order, number, (*prefix, *ids(draw, 9)))
     assert taken.index(0) == PATIENCE * most
+
+
+def test_lines_that_share_most_of_their_prompts_have_one_group(run_seed: int) -> None:
+    """Also a conversation's growing prompts, and a line that comes after the others of its group were taken."""
+    draw = random.Random(run_seed)
+    system, order = ids(draw, 100), LineOrder(100)
+    documents = [(*system, *ids(draw, 600)) for _ in range(4)]
+    prompts = [(*document, *ids(draw, 20)) for document in documents for _ in range(5)]
+    talk = ids(draw, 300)
+    prompts += [talk[:length] for length in (120, 180, 240, 300)]
+    late = prompts.pop(0)
+    draw.shuffle(prompts)
+    for number, prompt in enumerate(prompts):
+        add(order, number, prompt)
+    taken = [order.take() for _ in prompts]
+    add(order, 100, late)
+    taken.append(order.take())
+    groups = [{ready.group for ready in taken if prompt_of(ready)[:700] == document} for document in documents]
+    groups.append({ready.group for ready in taken if prompt_of(ready)[:120] == talk[:120]})
+    assert [len(group) for group in groups] == [1] * 5
+    assert len(set[int]().union(*groups)) == 5
