@@ -292,11 +292,20 @@ class RankBoard:
         if late is None and all(beat.busy_s <= 0 for rank, beat in beats.items() if rank != slow):
             # the others have finished the step and wait for work: the rank hangs between two steps
             late, text = slow, f"{text}; the others wait for the next step"
+        elif late is not None and beats[late].waiting and (away := self._away(late)):
+            # it waits for what the others, whose collectives are later ones, have sent
+            text = f"nothing arrives at {self.name(late)} from {', '.join(away)}: {text}: {_LOST_PACKETS}"
+            late = None
         elif late is not None:
             text += f"; the others wait in {where}" if where else "; it is behind the others"
         else:
             text += f"; all ranks wait in {where}: suspect the link" if where else "; no rank is behind the others"
         return [self.sign(Evidence("stalled", late, text))]
+
+    def _away(self, rank: int) -> list[str]:
+        """The other nodes of the job."""
+        nodes = dict.fromkeys(name for other in self.ranks if (name := self.node(other)) is not None)
+        return [name for name in nodes if name != self.node(rank)]
 
     def judge(
         self,

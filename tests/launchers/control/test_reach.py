@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from laddertron.launchers.control.messages import Failure
+from laddertron.launchers.control.messages import Beat, Failure
 from laddertron.launchers.control.reach import LARGE, SMALL, Unreached, listening, peers_of, reach
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.rank_board import RankBoard
 from laddertron.topology.placement.world import World
-from test_detect import hello
+from test_detect import hello, ready_board
 
 SECRET = b"s" * 32
 
@@ -127,3 +127,15 @@ def test_the_way_is_named_where_data_of_a_healthy_rank_do_not_come() -> None:
     assert failure.reason.startswith("nothing arrives from rank 0 (node node-0, pid 100) at rank 1 (node node-1, pid")
     board.gone(0, "")
     assert board.judge(None, (), {}).culprit.rank == 0
+
+
+@pytest.mark.parametrize(("waiting", "blamed"), [("collective 6", None), ("", 1)])
+def test_a_rank_that_waits_for_what_was_sent_is_not_the_one_to_blame(waiting: str, blamed: int | None) -> None:
+    """The other one is further and waits as well: what it sent is lost. A rank that is late because it computes is the
+    cause."""
+    board = ready_board(2)
+    board.heard(0, Beat(step=3, collective=7, busy_s=400.0, waiting="collective 7", step_tokens=1), 11.0)
+    board.heard(1, Beat(step=3, collective=6, busy_s=400.0, waiting=waiting, step_tokens=1), 11.0)
+    (evidence,) = board.look(11.1)
+    assert (evidence.kind, evidence.rank) == ("stalled", blamed)
+    assert evidence.text.startswith("nothing arrives at rank 1 (node node-1, pid 101) from node-0") == bool(waiting)
