@@ -316,6 +316,7 @@ class AcceptanceConfig:
     """Thresholds of `laddertron acceptance`; shares are relative to the prediction of `plan`."""
 
     min_speed: Annotated[float, Unit("none"), Range(0, 1)] = 0.7
+    max_spread: Annotated[float, Unit("none"), Range(1, 1000)] | None = None
     recovery_margin: Duration = 10.0
     max_load: Annotated[float, Unit("none"), Range(0, 1)] = 0.1
 

@@ -211,7 +211,8 @@ class ControlServer:
             return
         if rank is None or self._ranks.get(rank) is not peer:
             self._refused += 1  # strangers must not fill the log either
-            level = logging.WARNING if self._refused <= LOGGED_REFUSALS else logging.DEBUG
+            # a caller that only looks whether the port is open, as hosts of missing ranks do, is no stranger
+            level = logging.WARNING if peer.spoke and self._refused <= LOGGED_REFUSALS else logging.DEBUG
             log.log(
                 level, "control channel: refused %s (number %d): %s", peer.where, self._refused, reason or "it left"
             )
@@ -231,7 +232,7 @@ class _Peer(asyncio.Protocol):
         self._rank: int | None = None
         self._greeted = self._pulse = False
         self._reason = ""
-        self._ended = self._sent_all = False
+        self._ended = self._sent_all = self.spoke = False
         self._heard_at = self.sent_at = time.monotonic()
         self.where = "?"
 
@@ -256,6 +257,7 @@ class _Peer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard()
+        self.spoke = True
         self._reader.feed(data)
         try:
             while not self._ended and (payload := self._reader.next()) is not None:

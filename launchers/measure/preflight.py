@@ -245,7 +245,8 @@ def _judge(
     group = slowest(sweeps)
     shape, points = shapes[group], sweeps[group]
     fitted = fit(points, backend) if points else None
-    findings = judge(reports, links, fitted, deployment.parallel.require_transport, shape.inter_bytes_per_s)
+    spread = deployment.acceptance.max_spread
+    findings = judge(reports, links, fitted, deployment.parallel.require_transport, shape.inter_bytes_per_s, spread)
     broken = any(f.severity == "error" for f in findings)
     tuning = None
     if fitted is not None and not broken:

@@ -171,14 +171,16 @@ def judge(
     fitted: Fit | None = None,
     require_transport: str = "any",
     port_bytes_per_s: float | None = None,
+    max_spread: float | None = None,
 ) -> tuple[Finding, ...]:
-    """All findings, errors first. `port_bytes_per_s`: the nominal rate of a port (None: unknown)."""
+    """All findings, errors first. `port_bytes_per_s`: the nominal rate of a port (None: unknown). max_spread: in place
+    of SLOW_RANK, SLOW_OF_FEW and SLOW_LINK."""
     findings = [
         *_transports(reports, require_transport),
         *_clocks(reports),
         *_shared_memory(reports),
-        *_slow_ranks(reports),
-        *_slow_links(reports, links),
+        *_slow_ranks(reports, max_spread or SLOW_RANK, max_spread or SLOW_OF_FEW),
+        *_slow_links(reports, links, max_spread or SLOW_LINK),
         *_poor_links(reports, links, port_bytes_per_s),
         *_unexplained(fitted),
     ]
@@ -266,24 +268,24 @@ def _shared_memory(reports: Sequence[RankReport]) -> list[Finding]:
     return [Finding("error", _who(small), text)]
 
 
-def _slow_ranks(reports: Sequence[RankReport]) -> list[Finding]:
+def _slow_ranks(reports: Sequence[RankReport], slow: float, slow_of_few: float) -> list[Finding]:
     times = sorted(r.matmul_s for r in reports)
     few = len(times) < FEW_RANKS
     usual = 0.0 if not times else times[0] if few else times[(len(times) - 1) // 2]
     beside = f"the quickest's of {len(times)}" if few else "the median"
     return [
         Finding(
-            "error" if not few or r.matmul_s > SLOW_OF_FEW * usual else "warning",
+            "error" if not few or r.matmul_s > slow_of_few * usual else "warning",
             _who([r]),
             f"a matmul takes {r.matmul_s * 1e3:.2f} ms, {r.matmul_s / usual:.2f} times {beside}: every step waits "
             "for it: look at its clocks, power limit, temperature and neighbours",
         )
         for r in reports
-        if usual > 0 and r.matmul_s > SLOW_RANK * usual
+        if usual > 0 and r.matmul_s > slow * usual
     ]
 
 
-def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> list[Finding]:
+def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime], slow: float) -> list[Finding]:
     """Findings for links that are slower than others of the same path inside nodes, or between nodes."""
     findings = []
     for path in sorted({k.pair.path for k in links}):
@@ -294,9 +296,9 @@ def _slow_links(reports: Sequence[RankReport], links: Sequence[LinkTime]) -> lis
         rate = sorted(k.bytes_per_s for k in alike)[len(alike) // 2]
         for k in alike:
             what = []
-            if k.latency_s > SLOW_LINK * latency:
+            if k.latency_s > slow * latency:
                 what.append(f"latency {k.latency_s * 1e6:.1f} us, others {latency * 1e6:.1f} us")
-            if k.bytes_per_s * SLOW_LINK < rate:
+            if k.bytes_per_s * slow < rate:
                 what.append(f"{k.bytes_per_s / 1e9:.1f} GB/s, others {rate / 1e9:.1f} GB/s")
             if what:
                 text = f"{'; '.join(what)}: look at cable, port errors and PCIe width"

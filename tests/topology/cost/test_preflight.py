@@ -178,6 +178,7 @@ def test_clocks_and_slow_gpus_are_named() -> None:
         "error", "rank 12 on node1", "warning", "rank 3 on node0",
     )  # fmt: skip
     assert "13.10 ms, 1.30 times the median" in slow.message
+    assert judge(ranks, max_spread=1.4) == (skew,)
     assert "+2.0 s off" in skew.message
 
 
@@ -211,6 +212,7 @@ def test_slow_links_are_named() -> None:
     links[2] = replace(links[2], bytes_per_s=22e9)
     links[5] = replace(links[5], latency_s=50e-6)
     rate, latency = judge(HEALTHY, links)
+    assert judge(HEALTHY, links, max_spread=100.0) == ()
     assert rate.culprit == "link node0 rank 2 to node1 rank 10 on rail 2"
     assert "22.0 GB/s, others 45.0 GB/s" in rate.message
     assert latency.culprit == "link node0 rank 5 to node1 rank 13 on rail 5"
