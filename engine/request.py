@@ -16,7 +16,8 @@ INTERACTIVE, BATCH = 0, 1
 """Priorities: a smaller number runs first; ageing moves a waiting batch line forward."""
 MAX_ORDER = 2**31 - 1
 
-MAX_CHOICES = 1024
+MAX_CHOICES = 128
+"""The largest `n`, as of the OpenAI API."""
 MAX_LOGPROBS = 20
 MAX_CANDIDATES = 1024
 """The most candidates a rank contributes for one sequence before the sampler widens (engine/sampling/sampler.py)."""

@@ -26,6 +26,7 @@ from itertools import count, product
 from math import sqrt
 from typing import Generic, Literal, Protocol, Self, TypeVar
 
+from ..topology.comm.collectives import CollectiveOf, PendingOf
 from .config.lanes import Lanes
 from .config.model_config import Wiring
 
@@ -77,7 +78,6 @@ class Summand(Protocol):
 
 
 R = TypeVar("R", bound=Summand)
-R_co = TypeVar("R_co", covariant=True)
 End = TypeVar("End")
 
 
@@ -102,23 +102,12 @@ class SubBlocks(Protocol[R]):
         """For each of this rank's lanes, the sum over all lanes without its own output."""
 
 
-class Arriving(Protocol[R_co]):
-    def wait(self) -> R_co: ...
-
-
-class AllReduce(Protocol[R]):
-    """The part of topology's Collective that is used here. `account`: wiring and sub-block, as in "ladder
-    attention"."""
-
-    def start(self, x: R, account: str = "", at_once: bool = False, /) -> Arriving[R]: ...
-
-
 class _Others(Generic[R]):
     """A sum in flight, without the outputs that this rank's lanes have already added."""
 
     __slots__ = ("_blocks", "_own", "_total")
 
-    def __init__(self, blocks: SubBlocks[R], total: Arriving[R], own: R) -> None:
+    def __init__(self, blocks: SubBlocks[R], total: PendingOf[R], own: R) -> None:
         self._blocks, self._total, self._own = blocks, total, own
 
     def wait(self) -> R:
@@ -133,16 +122,16 @@ def flow(
     residual: R,
     plan: Plan,
     blocks: SubBlocks[R],
-    collectives: Mapping[Scope, AllReduce[R]],
+    collectives: Mapping[Scope, CollectiveOf[R]],
     size: int = 1,
-    pending: Iterable[Arriving[R]] = (),
+    pending: Iterable[PendingOf[R]] = (),
     alone: bool = False,
-) -> Generator[None, None, tuple[R, tuple[Arriving[R], ...]]]:
+) -> Generator[None, None, tuple[R, tuple[PendingOf[R], ...]]]:
     """Runs all sub-blocks of `plan` on a group of `size` ranks. pending: the outputs that the previous stage left in
     flight. Returns the residual and the outputs left to the next stage (none at the end of the model). Yields after
     starting each sub-block's all-reduce: see `interleave`. alone: no other flow computes, so a sum that the next
     sub-block reads may stay on the compute stream."""
-    due: dict[int, list[Arriving[R]]] = {}
+    due: dict[int, list[PendingOf[R]]] = {}
     for index, output in zip(plan.pending, pending, strict=True):
         due.setdefault(index, []).append(output)
     drifted = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..request import MAX_CHOICES, PARAMS, SamplingParams
+from ..request import PARAMS, SamplingParams
 from .chat_messages import Message, as_template_takes_it, unknown_fields
 from .errors import ApiError
 from .schema import CHAT, COMPLETIONS, MODELS, Endpoint, Prompt
@@ -15,6 +15,7 @@ from .validators import checked, parsed
 
 TOKENIZE = "/tokenize"
 
+MAX_ANSWERS = 1024  # of one body: n times its prompts
 COMPLETIONS_MAX_TOKENS = 16  # the default of OpenAI's and vLLM's /v1/completions
 
 
@@ -160,5 +161,5 @@ def _completions_only(fields: dict[str, Any]) -> None:
     if fields.get("max_tokens") == 0 and not fields.get("echo") and "prompt_logprobs" not in fields:
         raise ApiError("max_tokens=0 needs echo or prompt_logprobs: the answer would be empty", param="max_tokens")
     choices = fields.get("n", 1) * len(fields["prompts"])
-    if choices > MAX_CHOICES:
-        raise ApiError(f"{choices} choices (n x prompts): at most {MAX_CHOICES} a request", param="n")
+    if choices > MAX_ANSWERS:
+        raise ApiError(f"{choices} choices (n x prompts): at most {MAX_ANSWERS} a request", param="n")

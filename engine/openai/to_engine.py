@@ -80,10 +80,6 @@ async def with_word_ids(body: Body, text: Encoder) -> Body:
     return body._replace(params=replace(body.params, bad_word_ids=ids))
 
 
-MAX_CHOICES = 128
-"""The largest `n`, as of the OpenAI API."""
-
-
 @dataclass(frozen=True, slots=True)
 class RequestOrigin:
     """The origin of a body's requests: what the scheduler needs in addition to prompts and parameters. `key` and
@@ -109,14 +105,14 @@ def to_requests(
 ) -> list[Request]:
     """Makes one engine request for each prompt; after the first, `request_id` has the suffix `.1`, `.2` … `text`: its
     end tokens are added to the model's. Raises ApiError for parameters that this model does not support."""
-    most = min(limits.max_num_seqs, MAX_CHOICES)
     given = body.params
     support = text.chat if text is not None and body.tools else None
     if support and not (support.tool_format if body.tool_choice == "auto" else support.takes_tools):
         message = "the model's chat template does not support tools, or its format of calls is unknown"
         raise ApiError(message, param="tools", code="unsupported_parameter")
-    if given.n > most:
-        raise ApiError(f"n={given.n}: at most {most} choices per prompt (engine.max_num_seqs)", param="n")
+    if given.n > limits.max_num_seqs:
+        message = f"n={given.n}: at most {limits.max_num_seqs} choices per prompt (engine.max_num_seqs)"
+        raise ApiError(message, param="n")
     chat = body.endpoint == CHAT
     for name, ids in given.token_ids():
         if ids and max(ids) >= limits.vocab_size:

@@ -31,13 +31,6 @@ class SchedulerLimits:
     speculation: SpeculationRule | None = None
     """How decodes get drafts; None: they get none."""
 
-    def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
-                "every running sequence needs one token a step, raise the one or lower the other"
-            )
-
 
 class RequestTooLarge(ValueError):
     """The request could never run, however empty the engine."""

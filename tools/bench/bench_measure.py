@@ -51,7 +51,8 @@ def roomy(deployment: Deployment, cases: Sequence[Case], drafts: bool = False) -
     cache of prefixes: what is timed is computed. Unless `drafts`, one token a step: random prompts repeat nothing."""
     engine = deployment.engine
     seats = max([engine.max_num_seqs, *(case.batch for case in cases)])
-    engine = replace(engine, max_num_seqs=seats, enable_prefix_caching=False)
+    tokens = max(seats, engine.max_num_batched_tokens)
+    engine = replace(engine, max_num_seqs=seats, max_num_batched_tokens=tokens, enable_prefix_caching=False)
     if not drafts:
         engine = replace(engine, speculation=False, draft_model=None)
     return replace(deployment, engine=engine)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ...models.residual import AllReduce
+from ...topology.comm.collectives import CollectiveOf
 from ...topology.comm.ledger import Record
 
 Category = Literal["step", "compute", "wait", "all_reduce"]
@@ -75,7 +75,7 @@ def in_flight(flights: Sequence[Span], records: Iterable[Record]) -> list[Span]:
 class _Watched:
     """The collective, with every start and wait noted."""
 
-    def __init__(self, inner: AllReduce[Any], recorder: SpanRecorder) -> None:
+    def __init__(self, inner: CollectiveOf[Any], recorder: SpanRecorder) -> None:
         self.inner, self.recorder = inner, recorder
 
     def start(self, x: Any, layer: str = "", at_once: bool = False, /) -> Any:

@@ -9,7 +9,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from ...models.config.parts import Wiring, make_wiring
-from ...models.residual import AllReduce, Scope, flow, interleave, plan_sub_blocks
+from ...models.residual import Scope, flow, interleave, plan_sub_blocks
+from ...topology.comm.collectives import CollectiveOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,7 @@ def simulate_step(
         if embedding is not None:
             embedding.wait()
         blocks = _Timed(clock, part, overlap)
-        sums: dict[Scope, AllReduce[_Residual]] = {"group": blocks}
+        sums: dict[Scope, CollectiveOf[_Residual]] = {"group": blocks}
         if part.node is not None:
             sums["node"] = _NodeSums(blocks, part.node)
         dense: Scope = "group" if part.node is None else "node"

@@ -4,7 +4,7 @@ whose `wait` is called after the next sub-block has computed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,25 +15,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Pending(Protocol):
-    """An all-reduce in flight."""
+class PendingOf(Protocol[T_co]):
+    """An all-reduce in flight, of tensors or of what stands for them in models/residual.py."""
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T_co:
         """Waits for the sum over the group and returns it: x itself, overwritten. On a GPU the current stream waits,
         never the host. Later calls return the same tensor. Raises CollectiveTimeout or PeerLost, which name the peer
         and the collective."""
 
 
-class Collective(Protocol):
+class CollectiveOf(Protocol[T]):
     """All-reduces over one group. One thread starts and awaits them, in the same order on every rank."""
 
-    def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
+    def start(self, x: T, layer: str = "", at_once: bool = False, /) -> PendingOf[T]:
         """Starts the sum of x (contiguous, not empty; float32, bfloat16 or float16) over the group. x must not be used
         until `wait` returns it with the sum. At most eight are in flight: a ninth `start` first waits for the oldest.
         layer: the account in the ledger. at_once: `wait` follows before any other computation, so on a GPU the sum may
         run on the compute stream."""
+
+
+Pending: TypeAlias = "PendingOf[Tensor]"
+Collective: TypeAlias = "CollectiveOf[Tensor]"
 
 
 class Later(Generic[T]):

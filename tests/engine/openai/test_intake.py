@@ -204,7 +204,7 @@ def test_null_counts_as_absent() -> None:
         ({"temperature": float("nan")}, "temperature", "invalid_value", "from 0 to 2"),
         ({"top_p": 2}, "top_p", "invalid_value", "from 0 to 1"),
         ({"top_k": -2}, "top_k", "invalid_value", "from -1"),
-        ({"n": 10**9}, "n", "invalid_value", "n=1000000000: must be from 1 to 1024"),
+        ({"n": 10**9}, "n", "invalid_value", "n=1000000000: must be from 1 to 128"),
         ({"n": 10**4000}, "n", "invalid_value", "a very large integer"),
         ({"n": 1.0}, "n", "invalid_type", "an integer is expected"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value", "from 1"),
