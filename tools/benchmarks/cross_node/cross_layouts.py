@@ -29,7 +29,6 @@ from common import renewed, table, to_and_fro  # noqa: E402
 from cross_picture import layouts_picture  # noqa: E402
 from laddertron.engine.config.schema import Deployment  # noqa: E402
 from laddertron.tools.plan.advice import STOCK  # noqa: E402
-from laddertron.tools.plan.step_simulator import law  # noqa: E402
 from two_nodes import LANES, SHAPE, Row, Site, insist, on_nodes, rate  # noqa: E402
 
 RESULTS = HERE.parent / "results" / "cross_layouts.jsonl"
@@ -89,15 +88,14 @@ def crossing(mine: Sequence[Row]) -> str:
 
 
 def report(medians: Sequence[Row]) -> list[str]:
-    """Markdown; of the law: the share of ladder's step that the law predicts."""
+    """Markdown."""
     cells = []
     for p in medians:
         rates, best = p["rates"], max(STOCK, key=p["rates"].__getitem__)
-        of_law = rates["ladder"] / (rates["standard"] * law(1.0, p["ratio"]))
         shown = (f"{rates[kind]:,.0f}" for kind in KINDS)
-        cells.append((f"{p['batch']}, {p['ratio']:.2f}", *shown, best, f"{of_law:.2f}"))
+        cells.append((f"{p['batch']}, {p['ratio']:.2f}", *shown, best))
     ups = ", ".join(f"{crossing([p for p in medians if p['batch'] == b])} (batch {b})" for b in BATCHES)
-    head = f"batch, L/c | {' | '.join(KINDS)} | best stock | ladder, of the law"
+    head = f"batch, L/c | {' | '.join(KINDS)} | best stock"
     return [
         "![tokens/s of layouts against L/c](pictures/layouts.svg)", "", *table(head, cells), "",
         f"Ladder decodes faster than the best stock layout up to an L/c of: {ups}.",
