@@ -47,22 +47,22 @@ class Batches:
 
     def __init__(self, core: Core, retention: float | None = None) -> None:
         self._core, self._store, self._clock = core, core.store, core.store.clock
-        self._cleaner = Cleaner(core.store, retention)
+        self.cleaner = Cleaner(core.store, retention)
         self._outputs = Outputs(core.store)
         self.gate = Gate()
         self.gate.set("")
         self._stops: dict[str, asyncio.Future[str]] = {}
         self._owners: dict[str, str] = {}
-        self._feeds: dict[str, BatchFeed] = {}
+        self.feeds: dict[str, BatchFeed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._checking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.checking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._feeding: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_AT_ONCE))
         self._over: str | None = None
 
     async def start(self) -> None:
         for batch in await self._store.read(records.open_batches):
             self._start_batch(batch)
-        self._spawn(self._cleaner.run())
+        self._spawn(self.cleaner.run())
 
     async def close(self) -> None:
         """Stores the computed results and stops, without changing the status of any batch."""
@@ -74,7 +74,7 @@ class Batches:
     def engine_over(self, reason: str) -> None:
         """Fails the batches whose lines were in flight when the engine died; the others wait for another daemon."""
         self._over = reason
-        for batch_id, feed in self._feeds.items():
+        for batch_id, feed in self.feeds.items():
             if feed.lost_some:
                 self._stop(batch_id, "failed")
 
@@ -316,7 +316,7 @@ class Batches:
     async def _check(self, batch: BatchRow) -> BatchRow:
         """Validates the input file. Each key has one file checked at a time; in_turn divides the time between keys."""
         feed, core = self._feed(batch), self._core
-        async with self._checking[batch.owner]:
+        async with self.checking[batch.owner]:
             with await feed.input() as file:
                 in_turn = partial(self._store.in_turn, batch.owner)
                 rules = rules_of(batch, core.limits)
@@ -369,11 +369,11 @@ class Batches:
 
     async def _run(self, batch_id: str, feed: BatchFeed) -> None:
         async with self._feeding[feed.batch.owner]:
-            self._feeds[batch_id] = feed
+            self.feeds[batch_id] = feed
             try:
                 await feed.run()
             finally:
-                self._feeds.pop(batch_id, None)
+                self.feeds.pop(batch_id, None)
 
     async def _wind_up(self, batch: BatchRow, feed: BatchFeed, outcome: str) -> BatchRow:
         """Writes error lines for lines without a result, and names the files."""

@@ -212,8 +212,8 @@ class Dispatcher:
         self._interactive: deque[Flight] = deque()
         self._lines = _LineQueue()
         self._isolated: deque[Flight] = deque()
-        self._rooms: dict[str, deque[asyncio.Future[None]]] = {}
-        self._given: Counter[str] = Counter()  # rooms whose waiters have not resumed yet
+        self.rooms: dict[str, deque[asyncio.Future[None]]] = {}
+        self.given: Counter[str] = Counter()  # rooms whose waiters have not resumed yet
         self.limits: ModelLimits | None = None
         self.draining = False
         self.over: str | None = None
@@ -303,30 +303,30 @@ class Dispatcher:
 
     async def room(self, owner: str = "") -> None:
         """Waits until the queue has room for another line of the owner; the owner's batches take turns."""
-        if owner not in self._rooms and self._has_room(owner):
+        if owner not in self.rooms and self._has_room(owner):
             return
         waiter = asyncio.get_running_loop().create_future()
-        self._rooms.setdefault(owner, deque()).append(waiter)
+        self.rooms.setdefault(owner, deque()).append(waiter)
         try:
             await waiter
         except BaseException:
-            if waiter in (left := self._rooms.get(owner, deque())):
+            if waiter in (left := self.rooms.get(owner, deque())):
                 left.remove(waiter)
             elif not waiter.cancelled():
-                self._given[owner] -= 1
+                self.given[owner] -= 1
             self.pump()  # gives its turn to the next
             raise
-        self._given[owner] -= 1
+        self.given[owner] -= 1
 
     def _give_rooms(self, owner: str) -> None:
-        waiters, seqs = self._rooms[owner], 0 if self.limits is None else self.limits.max_num_seqs
+        waiters, seqs = self.rooms[owner], 0 if self.limits is None else self.limits.max_num_seqs
         if self._has_room(owner):
-            for _ in range(min(len(waiters), seqs - self._lines.count(owner) - self._given[owner])):
+            for _ in range(min(len(waiters), seqs - self._lines.count(owner) - self.given[owner])):
                 if not (waiter := waiters.popleft()).done():
                     waiter.set_result(None)
-                    self._given[owner] += 1
+                    self.given[owner] += 1
         if not waiters:
-            del self._rooms[owner]
+            del self.rooms[owner]
 
     def drop(self, flight: Flight) -> None:
         """Discards a flight: its owner gets no more events."""
@@ -345,7 +345,7 @@ class Dispatcher:
             min(free, key=lambda replica: replica.load).board(self._interactive.popleft())
         while self._lines and self._board_line(sorted(free, key=lambda replica: replica.load)):
             pass
-        for owner in list(self._rooms):
+        for owner in list(self.rooms):
             self._give_rooms(owner)
 
     def _board_line(self, free: list[_Replica]) -> bool:
@@ -387,7 +387,7 @@ class Dispatcher:
         return (
             not self.ending
             and self.limits is not None
-            and self._lines.count(owner) + self._given[owner] < self.limits.max_num_seqs
+            and self._lines.count(owner) + self.given[owner] < self.limits.max_num_seqs
             and any(replica.job.state.phase == "ready" for replica in self._replicas)
         )
 

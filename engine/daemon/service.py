@@ -65,7 +65,7 @@ class Daemon:
     """Call `run` once; `stop` may be called at any time, also from a signal handler."""
 
     def __init__(self, deployment: Deployment, parts: Parts) -> None:
-        self._deployment, self._parts = deployment, parts
+        self._deployment, self.parts = deployment, parts
         self._stop = asyncio.Event()
         self._ended = ""
         self._store: Store | None = None
@@ -86,12 +86,12 @@ class Daemon:
             store = self._store = await self._open_store()
             stack.push_async_callback(store.close)
             limits = PoolLimits(max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids)
-            pool = TextPool(self._parts.text_folder, limits, body_worker.MODULE, self._parts.text.files)
+            pool = TextPool(self.parts.text_folder, limits, body_worker.MODULE, self.parts.text.files)
             await stack.enter_async_context(pool)
             model = self._deployment.model
-            self._parts.text.chat = pool.chat.with_formats(model.tool_format, model.reasoning_format)
-            keys = self._parts.keys
-            usage = Usage(store, self._parts.observer, self._limits_of)
+            self.parts.text.chat = pool.chat.with_formats(model.tool_format, model.reasoning_format)
+            keys = self.parts.keys
+            usage = Usage(store, self.parts.observer, self._limits_of)
             await usage.load()
             self.services = self._services(store, pool, usage)
             batches = self.services.batches
@@ -117,7 +117,7 @@ class Daemon:
                 keyed=keys is not None,
                 watch=store.watch,
             )
-            version = self._parts.version
+            version = self.parts.version
             app = make_app(self.services, version, keys, metrics_listener is None, self._local_names(listener))
             origins = list(daemon.cors_origins)
             served = CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"]) if origins else app
@@ -181,8 +181,8 @@ class Daemon:
                 await self._flush(self.services.usage)
                 with contextlib.suppress(StoreUnavailable, OSError):
                     counts = await store.read(records.count_batches)
-                    self._parts.observer.batches(await store.read(records.batch_view))
-                    self._parts.observer.queues(counts, self.dispatcher.waiting, self.dispatcher.in_flight)
+                    self.parts.observer.batches(await store.read(records.batch_view))
+                    self.parts.observer.queues(counts, self.dispatcher.waiting, self.dispatcher.in_flight)
                 await asyncio.sleep(_WATCH_SECONDS)
         finally:
             counting.cancel()
@@ -190,11 +190,11 @@ class Daemon:
     async def _count_unsummed(self, store: Store) -> None:
         """Counts once what has no checksum: it reads all rows."""
         with contextlib.suppress(StoreUnavailable, OSError):
-            self._parts.observer.unsummed(await store.read(records.count_unsummed, owner=""))
+            self.parts.observer.unsummed(await store.read(records.count_unsummed, owner=""))
 
     async def _check_disks(self, store: Store) -> None:
         """Looks at the data folder and at the key file each second; waits while a disk does not answer."""
-        keys = self._parts.keys
+        keys = self.parts.keys
 
         def check() -> None:
             store.look()
@@ -211,7 +211,7 @@ class Daemon:
             thread.shutdown(wait=False)
 
     async def _name_orphans(self, store: Store) -> None:
-        if (keys := self._parts.keys) is not None:
+        if (keys := self.parts.keys) is not None:
             valid = keys.valid_ids()
             ids = await store.read(lambda db: records.orphans(db, valid))
             if any(ids.values()):
@@ -225,7 +225,7 @@ class Daemon:
 
     async def _name_stalls(self) -> None:
         """Refuses writes while a disk does not answer; from before the store is opened until after it is closed."""
-        watch, before = self._parts.store.watch, None
+        watch, before = self.parts.store.watch, None
         while True:
             if (stall := watch.stalled()) != before:
                 (log.info if stall is None else log.error)(stall or "the disk answers again", extra={"event": "disk"})
@@ -245,12 +245,12 @@ class Daemon:
 
     def _look(self, store: Store, batches: Batches) -> None:
         store.clock.now()
-        self._parts.observer.clock(store.clock.jump)
-        self.services.samples.take(self._parts.observer.figures, time.monotonic())
+        self.parts.observer.clock(store.clock.jump)
+        self.services.samples.take(self.parts.observer.figures, time.monotonic())
         if store.fenced and not self._ended:
             self._ended = store.failure or "another daemon uses the store"
             self._stop.set()
-        self._parts.observer.store(store.refusal, store.room)
+        self.parts.observer.store(store.refusal, store.room)
         least = self._deployment.daemon.limits.min_free_disk
         why = store.refusal or self.services.encoder.failure
         match store.room:
@@ -266,21 +266,21 @@ class Daemon:
 
     def _limits_of(self, owner: str) -> KeyLimits:
         """A key's limits. A key without its own may have half of the connections, so that no key takes all."""
-        if (keys := self._parts.keys) is None or not owner:
+        if (keys := self.parts.keys) is None or not owner:
             return NO_LIMITS
         limits, most = keys.limits_of(owner), max(1, self._deployment.daemon.limits.max_connections // 2)
         return limits if limits.concurrent_requests is not None else replace(limits, concurrent_requests=most)
 
     def _local_names(self, listener: socket.socket) -> tuple[str, ...] | None:
         """The names of this daemon if it has no keys and `listener` is on loopback, else None: any name will do."""
-        if self._parts.keys is not None or not is_loopback(listener.getsockname()[0]):
+        if self.parts.keys is not None or not is_loopback(listener.getsockname()[0]):
             return None
         return tuple(name.lower() for name in (self._deployment.daemon.host, self._deployment.metrics.host))
 
     async def _open_store(self) -> Store:
-        daemon, given = self._deployment.daemon, self._parts.store
+        daemon, given = self._deployment.daemon, self.parts.store
         export = Path(daemon.export_dir) if daemon.export_dir is not None else None
-        observer = self._parts.observer
+        observer = self.parts.observer
         options = replace(
             given,
             export_dir=export,
@@ -297,7 +297,7 @@ class Daemon:
             await usage.flush()
 
     def _services(self, store: Store, pool: TextPool, usage: Usage) -> Services:
-        daemon, parts = self._deployment.daemon, self._parts
+        daemon, parts = self._deployment.daemon, self.parts
         limits, served = daemon.limits, self._deployment.served_model_name
         core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, served, parts.model_digest)
         batches = Batches(Core(*core), daemon.retention)

@@ -33,13 +33,13 @@ class Usage:
     """Call `enter` and `leave` around a request and `add` after it, on the daemon's event loop."""
 
     def __init__(self, store: Store, observer: Observer, limits_of: Callable[[str], KeyLimits]) -> None:
-        self._store, self._observer, self.limits_of, self._monotonic = store, observer, limits_of, time.monotonic
+        self._store, self._observer, self.limits_of, self.monotonic = store, observer, limits_of, time.monotonic
         self._budgets: dict[str, tuple[float, float]] = {}  # allowed requests, and at what time (token bucket)
-        self._open: Counter[str] = Counter()
+        self.in_progress: Counter[str] = Counter()
         self._day = 0
         self._today: Counter[str] = Counter()
         self._days: dict[int, Counter[str]] = {}
-        self._unwritten: dict[tuple[str, int], tuple[int, Tokens]] = {}
+        self.unwritten: dict[tuple[str, int], tuple[int, Tokens]] = {}
 
     async def load(self) -> None:
         day = self.today()
@@ -53,25 +53,25 @@ class Usage:
         """Counts one more open request of the owner; `computes`: it generates tokens. Raises ApiError, without counting
         it, if a limit is exceeded."""
         limits = self.limits_of(owner)
-        if (most := limits.concurrent_requests) is not None and self._open[owner] >= most:
+        if (most := limits.concurrent_requests) is not None and self.in_progress[owner] >= most:
             self._refuse(owner, "concurrent_requests", f"{most} requests of this key are in flight", 1)
         if computes and (late := self.exhausted(owner)):
             used = f"{self._today[owner]} of {limits.tokens_per_day}"
             self._refuse(owner, "tokens_per_day", f"this key has used {used} tokens today (UTC)", late)
         if (a_minute := limits.requests_per_minute) is not None:
-            now = self._monotonic()
+            now = self.monotonic()
             left, at = self._budgets.get(owner, (float(a_minute), now))
             left = min(float(a_minute), left + (now - at) * a_minute / 60)
             if left < 1:
                 wait = (1 - left) * 60 / a_minute
                 self._refuse(owner, "requests_per_minute", f"this key may send {a_minute} requests per minute", wait)
             self._budgets[owner] = left - 1, now
-        self._open[owner] += 1
+        self.in_progress[owner] += 1
 
     def leave(self, owner: str) -> None:
-        self._open[owner] -= 1
-        if not self._open[owner]:
-            del self._open[owner]
+        self.in_progress[owner] -= 1
+        if not self.in_progress[owner]:
+            del self.in_progress[owner]
 
     def exhausted(self, owner: str) -> float:
         """Seconds until the owner's daily tokens are reset; 0 if some are left."""
@@ -97,12 +97,12 @@ class Usage:
             self._owe(owner, day, requests, tokens)
 
     def _owe(self, owner: str, day: int, requests: int, tokens: Tokens) -> None:
-        had, before = self._unwritten.get((owner, day), (0, Tokens()))
-        self._unwritten[owner, day] = had + requests, before.plus(tokens)
+        had, before = self.unwritten.get((owner, day), (0, Tokens()))
+        self.unwritten[owner, day] = had + requests, before.plus(tokens)
 
     async def flush(self) -> None:
         """Writes usage to the store. Raises StoreUnavailable; then the next call writes it."""
-        usage, self._unwritten = self._unwritten, {}
+        usage, self.unwritten = self.unwritten, {}
         if not usage:
             return
 

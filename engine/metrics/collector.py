@@ -35,10 +35,10 @@ class Collector:
         clock: Callable[[], float] = time.time,
         vllm: tuple[str, int] | None = None,
     ) -> None:
-        self._registry, self._clock, self._vllm = registry, clock, vllm
+        self.registry, self._clock, self._vllm = registry, clock, vllm
         self._lock = threading.Lock()
         self._values: dict[str, dict[Labels, float]] = {name: {} for name in CATALOGUE}
-        self._histograms: dict[str, dict[Labels, Buckets]] = {name: {} for name in CATALOGUE}
+        self.histograms: dict[str, dict[Labels, Buckets]] = {name: {} for name in CATALOGUE}
         self._ranks = RankFigures()
         self._begin_at_zero()
         registry.register(self)
@@ -53,7 +53,7 @@ class Collector:
             self.set("request_success_total", 0.0, reason)
         for series in CATALOGUE.values():
             if series.kind == "histogram" and not series.labels:
-                self._histograms[series.name][()] = Buckets(series.bounds)
+                self.histograms[series.name][()] = Buckets(series.bounds)
 
     def add_heartbeat(self, replica: int, report: RankHeartbeat) -> None:
         with self._lock:
@@ -66,7 +66,7 @@ class Collector:
 
     def is_full(self, name: str, limit: int, *labels: str) -> bool:
         """Whether a histogram lacks these labels and has `limit` sets of labels already."""
-        return labels not in self._histograms[name] and len(self._histograms[name]) >= limit
+        return labels not in self.histograms[name] and len(self.histograms[name]) >= limit
 
     def set(self, name: str, value: float, *labels: str) -> None:
         with self._lock:
@@ -87,7 +87,7 @@ class Collector:
 
     def observe(self, name: str, value: float, *labels: str, times: int = 1) -> None:
         with self._lock:
-            key, histograms = _fitting(name, labels), self._histograms[name]
+            key, histograms = _fitting(name, labels), self.histograms[name]
             if key not in histograms:
                 histograms[key] = Buckets(CATALOGUE[name].bounds)
             histograms[key].observe(value, times)
@@ -96,14 +96,14 @@ class Collector:
         """Renders the body of a scrape and its content type, for the header `accept`."""
         # prometheus_client's OpenMetrics encoder writes a sample's `vllm:` as `vllm_`; its text encoder does not
         encoder, content_type = choose_encoder("" if self._vllm else accept)
-        return encoder(self._registry), content_type
+        return encoder(self.registry), content_type
 
     def figures(self) -> tuple[Values, Histograms]:
         with self._lock:
             values = {name: dict(series) for name, series in self._values.items()}
             histograms = {
                 name: {labels: (list(b.counts), b.total) for labels, b in series.items()}
-                for name, series in self._histograms.items()
+                for name, series in self.histograms.items()
             }
             self._ranks.fill(values, histograms, self._clock(), RANK_UP_S)
         return values, histograms

@@ -84,7 +84,7 @@ class Observer:
         self._exposed = registry is not None
         self.series = Collector(registry or CollectorRegistry(), clock, vllm)
         self._on_request, self._clock, self._monotonic = on_request, clock, monotonic
-        self._last: dict[tuple[str, int], float] = {}
+        self.last: dict[tuple[str, int], float] = {}
         self._answered: deque[tuple[float, int]] = deque()
         self._done = 0
         self._pids: dict[tuple[int, int], int] = {}
@@ -94,7 +94,7 @@ class Observer:
 
     def tokens(self, replica: int, events: list[TokensEvent], counted: int) -> None:
         """Counts a replica's events; `counted`: the number of their tokens in the answers' usage."""
-        now, last = self._monotonic(), self._last
+        now, last = self._monotonic(), self.last
         self.series.add("generation_tokens_total", counted, str(replica))
         for event in events:
             key = (event.request_id, event.choice)
@@ -139,7 +139,7 @@ class Observer:
         if state.phase in _DOWN:
             self.series.take_down(replica)
         if state.phase in ("restarting", "failed", "stopped"):
-            self._last.clear()  # whose choices are lost is not known here: the next gap of the others is not counted
+            self.last.clear()  # whose choices are lost is not known here: the next gap of the others is not counted
 
     def failure(self, replica: int, kind: str, reason: str, culprit: Culprit) -> None:
         """Counts a failed launch: its kind (a closed set), the reason, and the culprit."""

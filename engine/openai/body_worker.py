@@ -33,7 +33,7 @@ async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, enco
         check_model(body, served)
         return await with_word_ids(body, encoder), await encode_prompts(body, encoder)
     reply = await _asked(raw, {"endpoint": endpoint, "served": served, "max_ids": max_ids}, encoder)
-    return await with_word_ids(_unpacked(reply["rest"]), encoder), [tuple(ids) for ids in reply["ids"]]
+    return await with_word_ids(unpacked(reply["rest"]), encoder), [tuple(ids) for ids in reply["ids"]]
 
 
 async def _asked(raw: Blob, payload: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
@@ -76,13 +76,13 @@ async def prepare_line(
         bad = ApiError(**reply["refused"])
         return parsed_line._replace(error=bad), bad
     try:
-        body = await with_word_ids(_unpacked(reply["rest"]), encoder)
+        body = await with_word_ids(unpacked(reply["rest"]), encoder)
     except ApiError as bad:
         return parsed_line._replace(error=bad), bad
     return parsed_line._replace(body=body), [tuple(ids) for ids in reply["ids"]]
 
 
-def _unpacked(rest: dict[str, Any]) -> Body:
+def unpacked(rest: dict[str, Any]) -> Body:
     """The Body that a worker has checked, from `_packed`."""
     values = {name: _tuples(value) for name, value in rest.items()}
     params = {name: _tuples(value) for name, value in rest["params"].items()}
@@ -96,7 +96,7 @@ def _tuples(value: Any) -> Any:
 # in the worker
 
 
-class _Here(Encoder):
+class DirectEncoder(Encoder):
     def __init__(self, model: TextModel, max_ids: int) -> None:
         self._model, self._max_ids = model, max_ids
 
@@ -139,10 +139,10 @@ def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
     if line.error is not None or line.body is None:
         return {**out, **_refused(line.error or ApiError("the line has no body"))}
     if not item["ids"]:
-        return {**out, "rest": _packed(line.body._replace(echo=False)), "ids": []}
+        return {**out, "rest": packed(line.body._replace(echo=False)), "ids": []}
     try:
         check_model(line.body, item["served"])
-        return {**out, **_made(line.body, _Here(model, max_ids), max_ids)}
+        return {**out, **prepared(line.body, DirectEncoder(model, max_ids), max_ids)}
     except ApiError as bad:
         return {**out, **_refused(bad)}
 
@@ -150,7 +150,7 @@ def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
 def _body(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
     value = parsed(item["blob"])
     _bound(value, max_ids)
-    here = _Here(model, max_ids)
+    here = DirectEncoder(model, max_ids)
     if item["endpoint"] == TOKENIZE:
         body, named = check_tokenize(value, item["served"])
         check_model(body, item["served"])
@@ -160,20 +160,20 @@ def _body(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
         return {"answer": json.dumps(fields, ensure_ascii=False).encode()}
     body = check_body(value, item["endpoint"])
     check_model(body, item["served"])
-    return _made(body, here, max_ids)
+    return prepared(body, here, max_ids)
 
 
-def _made(body: Body, here: _Here, max_ids: int) -> dict[str, Any]:
+def prepared(body: Body, here: DirectEncoder, max_ids: int) -> dict[str, Any]:
     prompts = asyncio.run(encode_prompts(body, here))
     if (keep := body.truncate_prompt_tokens) is not None:
         prompts = [ids[-(max_ids if keep == -1 else keep) :] for ids in prompts]
     if (count := sum(map(len, prompts))) > (most := max(MAX_IDS, max_ids)):
         message = f"{len(prompts)} prompts have {count} tokens in total: at most {most} in one body, send several"
         raise ApiError(message, param="prompt", code="context_length_exceeded")
-    return {"rest": _packed(body), "ids": prompts}
+    return {"rest": packed(body), "ids": prompts}
 
 
-def _packed(body: Body) -> dict[str, Any]:
+def packed(body: Body) -> dict[str, Any]:
     """A checked body as JSON values, without what was needed for its prompts only: the daemon's event loop reads it, so
     its size must not be a client's choice."""
     default = Body(body.endpoint, body.model, body.params)

@@ -27,24 +27,24 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         # Last in, first out: recently used blocks are used again, and the rest of the memory is not touched.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self.free_blocks = list(range(num_blocks - 1, -1, -1))
         # Each with the blocks taken before it was cached, oldest first: blocks that are not needed, and needed ones.
-        self._cached: tuple[OrderedDict[int, int], OrderedDict[int, int]] = OrderedDict(), OrderedDict()
+        self.cached_blocks: tuple[OrderedDict[int, int], OrderedDict[int, int]] = OrderedDict(), OrderedDict()
         self._needed = [False] * num_blocks
         self._taken = 0
-        self._digest: list[bytes | None] = [None] * num_blocks
+        self.digest_of_block: list[bytes | None] = [None] * num_blocks
         self._proven = [False] * num_blocks
-        self._by_digest: dict[bytes, int] = {}
+        self.block_of_digest: dict[bytes, int] = {}
 
     @property
     def available(self) -> int:
         """Blocks that `take` can allocate: free ones, and cached ones, which it evicts."""
-        return len(self._free) + self.cached
+        return len(self.free_blocks) + self.cached
 
     @property
     def cached(self) -> int:
         """Unreferenced blocks in the prefix cache."""
-        return sum(map(len, self._cached))
+        return sum(map(len, self.cached_blocks))
 
     def references(self, block: int) -> int:
         return self._references[block]
@@ -55,7 +55,7 @@ class BlockPool:
             raise RuntimeError(f"{count} KV blocks wanted, {self.available} available: ask before taking")
         blocks = []
         for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
+            block = self.free_blocks.pop() if self.free_blocks else self._evict()
             self._references[block] = 1
             self._needed[block] = False
             blocks.append(block)
@@ -64,7 +64,7 @@ class BlockPool:
 
     def _evict(self) -> int:
         """Evicts the block that was cached first; needed ones after the others, for a time."""
-        blocks, needed = self._cached
+        blocks, needed = self.cached_blocks
         protected = _NEEDED_TURNOVERS * self.num_blocks
         if not blocks or (needed and next(iter(needed.values())) + protected < next(iter(blocks.values()))):
             blocks = needed
@@ -81,7 +81,7 @@ class BlockPool:
         """Adds one reference to each block: to one in use, or to one found by `match`."""
         for block in blocks:
             if self._references[block] == 0:
-                del self._cached[self._needed[block]][block]
+                del self.cached_blocks[self._needed[block]][block]
             self._references[block] += 1
 
     def give_back(self, blocks: Seq[int]) -> None:
@@ -93,56 +93,56 @@ class BlockPool:
                 raise RuntimeError(f"KV block {block} given back more often than taken")
             self._references[block] = left
             if left == 0:
-                if self._digest[block] is None:
-                    self._free.append(block)
+                if self.digest_of_block[block] is None:
+                    self.free_blocks.append(block)
                 else:
-                    self._cached[self._needed[block]][block] = self._taken
+                    self.cached_blocks[self._needed[block]][block] = self._taken
 
     def register(self, block: int, digest: bytes) -> None:
         """Enters a block in use in the prefix cache under `digest`. If another block has this digest, that one
         stays."""
-        if self._digest[block] is None and digest not in self._by_digest:
-            self._digest[block] = digest
+        if self.digest_of_block[block] is None and digest not in self.block_of_digest:
+            self.digest_of_block[block] = digest
             self._proven[block] = False
-            self._by_digest[digest] = block
+            self.block_of_digest[digest] = block
 
     def prove(self, digests: Iterable[bytes]) -> None:
         """Marks blocks as verified finite: a token was sampled from their content."""
         for digest in digests:
-            block = self._by_digest.get(digest)
+            block = self.block_of_digest.get(digest)
             if block is not None:
                 self._proven[block] = True
 
     def doubtful(self, digests: Iterable[bytes]) -> set[bytes]:
         """The digests whose blocks are not marked by `prove`."""
-        blocks = ((digest, self._by_digest.get(digest)) for digest in digests)
+        blocks = ((digest, self.block_of_digest.get(digest)) for digest in digests)
         return {digest for digest, block in blocks if block is None or not self._proven[block]}
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Evicts these digests from the prefix cache."""
         for digest in sorted(digests):  # the free list must not depend on the order of a set
-            block = self._by_digest.get(digest)
+            block = self.block_of_digest.get(digest)
             if block is not None:
                 self._drop_digest(block)
                 if self._references[block] == 0:
-                    del self._cached[self._needed[block]][block]
-                    self._free.append(block)
+                    del self.cached_blocks[self._needed[block]][block]
+                    self.free_blocks.append(block)
 
     def match(self, digests: Seq[bytes]) -> list[int]:
         """The cached blocks of the longest prefix of `digests`; adds no references."""
         blocks = []
         for digest in digests:
-            block = self._by_digest.get(digest)
+            block = self.block_of_digest.get(digest)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
     def _drop_digest(self, block: int) -> None:
-        digest = self._digest[block]
+        digest = self.digest_of_block[block]
         assert digest is not None
-        del self._by_digest[digest]
-        self._digest[block] = None
+        del self.block_of_digest[digest]
+        self.digest_of_block[block] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,27 +166,27 @@ class PendingBlocks:
     these are planned. A sequence that fills them leaves them to the next one if it ends or is preempted before."""
 
     def __init__(self) -> None:
-        self._owners: dict[bytes, Sequence] = {}
-        self._deferred: dict[bytes, list[Sequence]] = {}
+        self.owners: dict[bytes, Sequence] = {}
+        self.deferred: dict[bytes, list[Sequence]] = {}
         self.ready: list[Sequence] = []
         """Sequences whose blocks are planned or lost their owner."""
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self.owners)
 
     def claim(self, sequence: Sequence, digests: Seq[bytes]) -> None:
         for digest in digests:
-            self._owners.setdefault(digest, sequence)
+            self.owners.setdefault(digest, sequence)
 
     def planned(self, digests: Seq[bytes]) -> None:
         """Removes blocks that a plan fills."""
         for digest in digests:
-            if self._owners.pop(digest, None) is not None:
-                self.ready += self._deferred.pop(digest, ())
+            if self.owners.pop(digest, None) is not None:
+                self.ready += self.deferred.pop(digest, ())
 
     def disclaim(self, sequence: Sequence, digests: Seq[bytes]) -> None:
         """Removes blocks that this sequence will not fill."""
-        self.planned([digest for digest in digests if self._owners.get(digest) is sequence])
+        self.planned([digest for digest in digests if self.owners.get(digest) is sequence])
 
     def defer(self, sequence: Sequence, rank: int, digests: Seq[bytes], planned: int) -> bool:
         """Defers the sequence until the longest pending prefix of `digests`, of which `planned` blocks are planned, is
@@ -194,14 +194,14 @@ class PendingBlocks:
         often."""
         count = planned
         for digest in digests[planned:]:
-            owner = self._owners.get(digest)
+            owner = self.owners.get(digest)
             if owner is None or owner.rank > rank:
                 break
             count += 1
         if count < max(LEAST_PREFIX, planned + 1) or sequence.deferrals == MOST_DEFERRALS:
             return False
         sequence.deferrals += 1
-        self._deferred.setdefault(digests[count - 1], []).append(sequence)
+        self.deferred.setdefault(digests[count - 1], []).append(sequence)
         return True
 
 

@@ -37,10 +37,10 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.counters = Counters()
-        self._waiting = WaitingQueues(limits.ageing_s)
-        self._residency = Residency(limits)
-        self._planner = Planner(limits, self._waiting, self._residency, self.counters)
-        self._open = OpenRequests(limits, self._waiting, self._residency, self._planner.spawn)
+        self.waiting = WaitingQueues(limits.ageing_s)
+        self.residency = Residency(limits)
+        self._planner = Planner(limits, self.waiting, self.residency, self.counters)
+        self.open_requests = OpenRequests(limits, self.waiting, self.residency, self._planner.spawn)
         self._split = None if limits.split is None else SplitChoice(limits.split)
         self._uncommitted: deque[_Uncommitted] = deque()
         self._committed = 0.0
@@ -48,43 +48,43 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Queues a request. now: unix seconds, like its deadline. Raises RequestTooLarge if it can never fit,
         ValueError if it is invalid or its id is in use."""
-        self._open.add(request, now)
+        self.open_requests.add(request, now)
 
     def cancel(self, request_id: str) -> None:
         """Ends all open choices of the request with "cancelled". Ignores unknown ids: the request may just have
         ended."""
-        group = self._open.groups.get(request_id)
+        group = self.open_requests.groups.get(request_id)
         if group is not None:
-            self._open.end_group(group, "cancelled")
+            self.open_requests.end_group(group, "cancelled")
 
     def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
         """Ends the choice with "stop" after `n_tokens` tokens. Ignores unknown or ended choices."""
-        group = self._open.groups.get(request_id)
+        group = self.open_requests.groups.get(request_id)
         if group is not None and 0 <= choice < group.request.params.n:
             self._planner.spawn(group)
             sequence = group.sequences[choice]
             if sequence.state != "ended":
-                self._open.finish(sequence, "stop", start=n_tokens)
+                self.open_requests.finish(sequence, "stop", start=n_tokens)
 
     def take_events(self) -> list[TokensEvent]:
         """Returns the pending events of choices that ended outside a step (cancelled, timeout, stop). `commit` returns
         them too; call this if `schedule` returns None."""
-        return self._open.take_events()
+        return self.open_requests.take_events()
 
     def take_ended(self) -> list[RequestTimes]:
         """The requests that ended since the last call (at most the latest 4096)."""
-        ended = list(self._open.ended)
-        self._open.ended.clear()
+        ended = list(self.open_requests.ended)
+        self.open_requests.ended.clear()
         return ended
 
     @property
     def has_work(self) -> bool:
         """Whether a request is open or an event is pending. Plans of ended requests may still be uncommitted."""
-        return bool(self._open.groups or self._open.events)
+        return bool(self.open_requests.groups or self.open_requests.events)
 
     def request_ids(self, slots: Iterable[int]) -> list[str]:
         """Request ids of the sequences in these slots; empty slots are skipped."""
-        there = {sequence.slot: sequence.group.request.request_id for sequence in self._residency.running}
+        there = {sequence.slot: sequence.group.request.request_id for sequence in self.residency.running}
         return [there[slot] for slot in slots if slot in there]
 
     @property
@@ -92,18 +92,18 @@ class Scheduler:
         """Ids of the requests that the last plan preempted and that have no running choice left."""
         if not self._planner.parked:
             return []
-        running = {sequence.group.request.request_id for sequence in self._residency.running}
+        running = {sequence.group.request.request_id for sequence in self.residency.running}
         return [request_id for request_id in dict.fromkeys(self._planner.parked) if request_id not in running]
 
     def snapshot(self, now: float | None = None) -> dict[str, float]:
         """Gauges at time `now` (default: the last call's) and counters, by series name."""
         counters, speculation = self.counters, self._planner.speculation
         drafts = (0, 0, 0) if speculation is None else speculation.counts
-        now = self._open.now if now is None else now
-        pool, oldest = self._residency.pool, self._waiting.oldest_arrival()
+        now = self.open_requests.now if now is None else now
+        pool, oldest = self.residency.pool, self.waiting.oldest_arrival()
         return {
-            "num_requests_running": float(len({sequence.number for sequence in self._residency.running})),
-            "num_requests_waiting": float(len(self._waiting)),
+            "num_requests_running": float(len({sequence.number for sequence in self.residency.running})),
+            "num_requests_waiting": float(len(self.waiting)),
             "kv_cache_usage_ratio": 1.0 - pool.available / self.limits.num_blocks,
             "kv_cached_blocks": float(pool.cached),
             "engine_oldest_waiting_age_seconds": 0.0 if oldest is None else max(0.0, now - oldest),
@@ -129,7 +129,7 @@ class Scheduler:
         if len(self._uncommitted) > self.limits.microbatches:
             self._planner.parked = []
             return None
-        self._open.expire(now)
+        self.open_requests.expire(now)
         planned = self._planner.plan(now)
         if planned is None:
             return None
@@ -144,7 +144,7 @@ class Scheduler:
         without chunks it only returns pending events. Raises RuntimeError if `batch` is not the oldest uncommitted
         plan, ValueError unless there is one token for each chunk that samples."""
         if not batch.chunks:
-            self._open.expire(now)
+            self.open_requests.expire(now)
             return self.take_events()
         if not self._uncommitted or self._uncommitted[0].batch.step != batch.step:
             expected = self._uncommitted[0].batch.step if self._uncommitted else "none"
@@ -162,7 +162,7 @@ class Scheduler:
         if speculation is not None and not done.prefills:
             came = drawn + sum(map(len, result.more.values()))
             speculation.observe_step(len(chunks), sum(result.drafted.values()), came, seconds)
-        self._open.now = self._committed = now
+        self.open_requests.now = self._committed = now
         if done.prefills or result.nonfinite or drawn != len(chunks):
             self._commit_prefills(done, result)
         tokens = iter(result.tokens)
@@ -186,18 +186,18 @@ class Scheduler:
             if group.logprobs:
                 scored = (result.logprobs[chunk[0]],)
             if token in group.stops and outputs >= group.min_tokens:
-                self._open.finish(sequence, "stop", logprobs=scored, stop_token=token)
+                self.open_requests.finish(sequence, "stop", logprobs=scored, stop_token=token)
                 continue
             ids.append(token)
             generated += 1
             group.count(now)
             if len(ids) > sequence.end:
-                self._open.finish(sequence, "length", tokens=(token,), logprobs=scored)
+                self.open_requests.finish(sequence, "length", tokens=(token,), logprobs=scored)
             else:
-                self._open.tell(sequence, None, (token,), outputs, scored)
+                self.open_requests.tell(sequence, None, (token,), outputs, scored)
         self.counters.generation_tokens += generated
         self.counters.surplus_tokens += surplus
-        self._open.expire(now)
+        self.open_requests.expire(now)
         return self.take_events()
 
     def _commit_drafts(
@@ -223,15 +223,17 @@ class Scheduler:
             if stop or len(tokens) > sequence.end:
                 output, scored = tuple(tokens[group.prompt_len + first :]), tuple(scores) or None
                 reason: FinishReason = "stop" if stop else "length"
-                self._open.finish(sequence, reason, tokens=output, logprobs=scored, stop_token=drawn if stop else None)
+                self.open_requests.finish(
+                    sequence, reason, tokens=output, logprobs=scored, stop_token=drawn if stop else None
+                )
                 return len(output), len(more) - after
-        self._open.tell(sequence, None, tuple(tokens[group.prompt_len + first :]), first, tuple(scores) or None)
+        self.open_requests.tell(sequence, None, tuple(tokens[group.prompt_len + first :]), first, tuple(scores) or None)
         return 1 + len(more), 0
 
     def _commit_prefills(self, done: _Uncommitted, result: StepResult) -> None:
         """Commits the rarer parts of a result: non-finite logits, prompt logprobs, prompts with max_tokens=0."""
         bad = set(result.nonfinite)
-        residency, doubtful, failed = self._residency, set[bytes](), set[int]()
+        residency, doubtful, failed = self.residency, set[bytes](), set[int]()
         for chunk, sequence in zip(done.batch.chunks, done.sequences, strict=True):
             if chunk.samples and not (sequence.proven or sequence.state == "ended" or chunk.slot in bad):
                 sequence.proven = True
@@ -255,7 +257,7 @@ class Scheduler:
             if chunk.start + chunk.count >= sequence.group.prompt_len:
                 sequence.prompt_scored = True
             if not sequence.draws and chunk.start + chunk.count == sequence.end:
-                self._open.finish(sequence, "length")
+                self.open_requests.finish(sequence, "length")
         if failed:
             self._forget(doubtful, failed, (done, *self._uncommitted), void)
 
@@ -264,7 +266,7 @@ class Scheduler:
         shared them with other sequences, or with further choices of the failed groups (`failed`, by number); these
         read zeros since the ranks zeroed the blocks. They restart, and what they sample until then is discarded
         (attributed to `void`)."""
-        residency = self._residency
+        residency = self.residency
         there = {*residency.running, *(sequence for plan in plans for sequence in plan.sequences)}
         misled = {
             sequence
@@ -279,7 +281,7 @@ class Scheduler:
                 residency.running.remove(sequence)
                 residency.vacate(sequence)
             if sequence.state != "waiting":
-                self._waiting.push_back(sequence)
+                self.waiting.push_back(sequence)
             sequence.state, sequence.computed = "waiting", 0
         for plan in plans:
             plan.sequences[:] = [void if sequence in misled else sequence for sequence in plan.sequences]
@@ -289,7 +291,7 @@ class Scheduler:
         """Ends the choice: its logits were non-finite, or its constraints allow no token. If no token of any choice is
         known yet, all choices of the request end."""
         group = sequence.group
-        self._residency.unhold(group)
+        self.residency.unhold(group)
         if sequence.state == "ended":
             return
         reason: FinishReason = "numerical_error" if constraint is None else "constraint_error"
@@ -297,6 +299,6 @@ class Scheduler:
         if constraint is not None:
             message = f"no token satisfies the request's constraints after {sequence.outputs} tokens: {constraint}"
         if not any(one.outputs for one in group.sequences):
-            self._open.end_group(group, reason, message)
+            self.open_requests.end_group(group, reason, message)
         else:
-            self._open.finish(sequence, reason, message=message)
+            self.open_requests.finish(sequence, reason, message=message)

@@ -199,22 +199,22 @@ class FairShare:
 class RequestQueue(FairShare):
     """One queue of one owner within one priority: its waiting sequences in order."""
 
-    __slots__ = ("_latest", "_order", "groups", "items", "owner")
+    __slots__ = ("_latest", "groups", "heap", "items", "owner")
 
     def __init__(self, name: str, number: int, owner: FairShare) -> None:
         super().__init__(name, number)
         self.owner = owner
         self.groups = 0
         self.items: dict[int, Sequence] = {}
-        self._order: list[tuple[float, int]] = []
+        self.heap: list[tuple[float, int]] = []
         self._latest = 0.0
 
     def push(self, sequence: Sequence, ageing_s: float) -> None:
         """Queues a sequence by `order` and arrival; `ageing_s` seconds of waiting outweigh one step of `order`."""
         group = sequence.group
-        if len(self._order) > 2 * len(self.items) + 64:  # most entries are of sequences that left before their turn
-            self._order = [entry for entry in self._order if entry[1] in self.items]
-            heapq.heapify(self._order)
+        if len(self.heap) > 2 * len(self.items) + 64:  # most entries are of sequences that left before their turn
+            self.heap = [entry for entry in self.heap if entry[1] in self.items]
+            heapq.heapify(self.heap)
         self.items[sequence.number] = sequence
         self._latest = max(self._latest, group.arrival)  # a clock set back must not reorder requests
         sequence.key = self._latest + ageing_s * group.request.order
@@ -222,13 +222,13 @@ class RequestQueue(FairShare):
 
     def resume(self, sequence: Sequence) -> None:
         """Returns a sequence that was deferred to its place."""
-        heapq.heappush(self._order, (sequence.key, sequence.number))
+        heapq.heappush(self.heap, (sequence.key, sequence.number))
 
     def first(self) -> Sequence | None:
         """The first waiting sequence that is not deferred; None if there is none."""
-        while self._order:
-            sequence = self.items.get(self._order[0][1])
+        while self.heap:
+            sequence = self.items.get(self.heap[0][1])
             if sequence is not None and not sequence.deferred:
                 return sequence
-            heapq.heappop(self._order)
+            heapq.heappop(self.heap)
         return None

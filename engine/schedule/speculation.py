@@ -139,7 +139,7 @@ class Speculation:
 
     def __init__(self, rule: SpeculationRule) -> None:
         self._rule = rule
-        self._price = StepPrice()
+        self.price = StepPrice()
         self._kinds: dict[int, _Kinds] = {}
         self._drafts = self._tokens = 0
         self.accepted = [0] * MOST
@@ -154,7 +154,7 @@ class Speculation:
         """The least probability to be accepted with which a draft pays in the next step, of `sequences` sequences."""
         if not self._rule.priced:
             return self._rule.likely
-        return self._price.row_share(sequences) if self._kinds.setdefault(sequences, _Kinds()).next() else inf
+        return self.price.row_share(sequences) if self._kinds.setdefault(sequences, _Kinds()).next() else inf
 
     def wanted(self, acceptance: float, threshold: float) -> int:
         """The number of drafts of one sequence."""
@@ -168,7 +168,7 @@ class Speculation:
         """Records a decode-only step: its rows of sequences and of drafts, and the tokens that it generated."""
         kinds = self._kinds.setdefault(sequences, _Kinds())
         if not kinds.stalled(drafts > 0, seconds):
-            self._price.observe(sequences + drafts, seconds)
+            self.price.observe(sequences + drafts, seconds)
             kinds.observe(drafts > 0, seconds / max(1, tokens))
 
     def observe_drafts(self, acceptance: float, drafted: int, right: int) -> float:

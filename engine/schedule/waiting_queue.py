@@ -163,11 +163,11 @@ class WaitingQueues:
 
     def __init__(self, ageing_s: float) -> None:
         self.ageing_s = ageing_s
-        self._classes: list[_Class] = []
+        self.priority_classes: list[_Class] = []
         self._passed_over = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._classes))
+        return sum(map(len, self.priority_classes))
 
     def join(self, group: RequestGroup) -> None:
         """Assigns a new request its queue, which exists as long as one of its requests is open."""
@@ -193,7 +193,7 @@ class WaitingQueues:
         self._class(sequence.group.request.priority).remove(sequence)
 
     def peek(self, now: float) -> NextSequence | None:
-        waiting = {turn: head for turn in self._classes if len(turn) and (head := turn.head()) is not None}
+        waiting = {turn: head for turn in self.priority_classes if len(turn) and (head := turn.head()) is not None}
         if not waiting:
             return None
         best, *others = waiting
@@ -204,7 +204,7 @@ class WaitingQueues:
     @property
     def best_rank(self) -> float:
         """A lower bound of the rank of the next turn."""
-        return min((waiting.priority for waiting in self._classes if len(waiting)), default=inf)
+        return min((waiting.priority for waiting in self.priority_classes if len(waiting)), default=inf)
 
     def resume(self, sequence: Sequence) -> None:
         """Makes a sequence with `deferred` set, which `peek` does not return, the one that it was before; ignores one
@@ -225,14 +225,14 @@ class WaitingQueues:
 
     def oldest_arrival(self) -> float | None:
         """Arrival of the oldest waiting sequence, unix seconds; None if none waits."""
-        return min((waiting.oldest() for waiting in self._classes if len(waiting)), default=None)
+        return min((waiting.oldest() for waiting in self.priority_classes if len(waiting)), default=None)
 
     def _class(self, priority: int) -> _Class:
-        for priority_class in self._classes:
+        for priority_class in self.priority_classes:
             if priority_class.priority == priority:
                 return priority_class
         made = _Class(priority)
-        insort(self._classes, made, key=lambda waiting: waiting.priority)
+        insort(self.priority_classes, made, key=lambda waiting: waiting.priority)
         return made
 
 
@@ -254,7 +254,7 @@ class OpenRequests:
         self.groups: dict[str, RequestGroup] = {}
         self.events: list[TokensEvent] = []
         self._limits, self._waiting, self._residency, self._spawn = limits, waiting, residency, spawn
-        self._deadlines: list[tuple[float, int, str]] = []
+        self.deadlines: list[tuple[float, int, str]] = []
         self.ended: deque[RequestTimes] = deque(maxlen=_RECORDS)
         self._arrivals = 0
 
@@ -275,7 +275,7 @@ class OpenRequests:
             elif sequence.state == "waiting":
                 self._waiting.push_back(sequence)  # resumes as after a preemption
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, group.number, request.request_id))
+            heapq.heappush(self.deadlines, (request.deadline, group.number, request.request_id))
 
     def take_events(self) -> list[TokensEvent]:
         events, self.events = self.events, []
@@ -355,7 +355,7 @@ class OpenRequests:
     def expire(self, now: float) -> None:
         """Ends requests past their deadline with "timeout"."""
         self.now = now
-        deadlines = self._deadlines
+        deadlines = self.deadlines
         while deadlines and deadlines[0][0] <= now:
             _, number, request_id = heapq.heappop(deadlines)
             group = self.groups.get(request_id)
@@ -363,5 +363,5 @@ class OpenRequests:
                 self.end_group(group, "timeout")
         if len(deadlines) > 2 * len(self.groups) + 64:
             numbers = {group.number for group in self.groups.values()}
-            self._deadlines = [entry for entry in deadlines if entry[1] in numbers]
-            heapq.heapify(self._deadlines)
+            self.deadlines = [entry for entry in deadlines if entry[1] in numbers]
+            heapq.heapify(self.deadlines)

@@ -214,28 +214,28 @@ class MortalJob(FakeJob):
         self.company.append(self._report_step())
         self.deaths += 1
         self.in_a_row += 1
-        assert self._listener is not None
-        restarts = self._state.restarts + 1
-        self._state = JobState(
+        assert self.listener is not None
+        restarts = self.state.restarts + 1
+        self.state = JobState(
             "restarting", reason, restarts, self.limits, Culprit(rank, None if rank is None else "node-b")
         )
-        self._listener.on_state(self._state)
-        self._listener.on_lost(self.launch, reason, by_request=rank is not None)
+        self.listener.on_state(self.state)
+        self.listener.on_lost(self.launch, reason, by_request=rank is not None)
         if self.in_a_row >= self.most:
             reason = f"{self.in_a_row} failures in a row without progress, the last: {reason}"
-            self._state = JobState("failed", reason, restarts, self.limits, Culprit(rank, "node-b"))
+            self.state = JobState("failed", reason, restarts, self.limits, Culprit(rank, "node-b"))
         else:
-            self._state = JobState("ready", "", restarts, self.limits)
-        self._listener.on_state(self._state)
+            self.state = JobState("ready", "", restarts, self.limits)
+        self.listener.on_state(self.state)
 
-    def _step(self) -> None:
-        running = self._sequences[: self.limits.max_num_seqs]
+    def step(self) -> None:
+        running = self.sequences[: self.limits.max_num_seqs]
         if self.poison is not None and any(
             s.request.prompt[0] == self.poison and len(s.out) >= self.poison_after for s in running
         ):
             self.die()
             return
-        super()._step()
+        super().step()
         if running:
             self.in_a_row = 0
         if self.steps == self.pause_at:

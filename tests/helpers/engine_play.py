@@ -121,20 +121,20 @@ def play(
                 not calm
                 and scheduler.counters.preemptions
                 and dice.random() < 0.12
-                and (open_ := list(scheduler._open.groups))
+                and (open_ := list(scheduler.open_requests.groups))
             ):
                 victim = dice.choice(open_)
                 upset.add(victim)
                 if dice.random() < 0.5:
                     scheduler.cancel(victim)
                 else:
-                    group = scheduler._open.groups[victim]
+                    group = scheduler.open_requests.groups[victim]
                     for sequence in group.sequences[:1]:
                         scheduler.stop_choice(victim, 0, dice.randint(0, sequence.outputs))
             heard.take(e.step())
         e.close()
-        assert not scheduler._residency.running
-        assert not len(scheduler._waiting)
+        assert not scheduler.residency.running
+        assert not len(scheduler.waiting)
         counters = scheduler.counters
         reports.append(
             {

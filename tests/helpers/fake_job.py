@@ -55,54 +55,50 @@ class FakeJob:
         self.most_waiting = 0
         self.closed = False
         self.steps = 0
-        self._state = JobState("starting")
-        self._listener: JobListener | None = None
-        self._sequences: list[_Sequence] = []
+        self.state = JobState("starting")
+        self.listener: JobListener | None = None
+        self.sequences: list[_Sequence] = []
         self._ended = 0
-        self._running = asyncio.Event()
+        self.running = asyncio.Event()
         if not hold:
-            self._running.set()
+            self.running.set()
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    @property
-    def state(self) -> JobState:
-        return self._state
-
     async def start(self, listener: JobListener) -> None:
-        self._listener = listener
+        self.listener = listener
         self._task = asyncio.create_task(self._run())
 
     def submit(self, request: Request) -> None:
-        if self._state.phase != "ready":
-            raise RuntimeError(f"the job is {self._state.phase}")
+        if self.state.phase != "ready":
+            raise RuntimeError(f"the job is {self.state.phase}")
         self.submitted.append(request)
         for choice in request.open_choices:
             known = request.emitted[choice] if request.emitted else ()
-            self._sequences.append(_Sequence(request, choice, list(known or ())))
-        self.most_waiting = max(self.most_waiting, len(self._sequences))
+            self.sequences.append(_Sequence(request, choice, list(known or ())))
+        self.most_waiting = max(self.most_waiting, len(self.sequences))
         self._work.set()
 
     def cancel(self, request_id: str) -> None:
         self.cancels.append(request_id)
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             if sequence.request.request_id == request_id:
                 sequence.cancelled = True
 
     def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
         self.stops.append((request_id, choice, n_tokens))
-        for sequence in self._sequences:
+        for sequence in self.sequences:
             if (sequence.request.request_id, sequence.choice) == (request_id, choice):
                 sequence.stop_at = n_tokens
 
     def release(self) -> None:
-        self._running.set()
+        self.running.set()
 
     def hold(self) -> None:
-        self._running.clear()
+        self.running.clear()
 
     async def drain(self, timeout_s: float) -> bool:
-        self._to("draining")
+        self.report_state("draining")
         return True
 
     async def close(self) -> None:
@@ -117,67 +113,67 @@ class FakeJob:
     def lose(self, reason: str) -> None:
         """The job dies now."""
         self._report_step()
-        self._to("failed", reason)
-        assert self._listener is not None
-        self._listener.on_lost(self.launch, reason, by_request=True)
+        self.report_state("failed", reason)
+        assert self.listener is not None
+        self.listener.on_lost(self.launch, reason, by_request=True)
 
     def _report_step(self) -> int:
         """Reports which requests are in the step, and forgets all; how many are."""
-        ids = list(dict.fromkeys(s.request.request_id for s in self._sequences))
+        ids = list(dict.fromkeys(s.request.request_id for s in self.sequences))
         running = min(len(ids), self.limits.max_num_seqs)
-        self._sequences.clear()
-        assert self._listener is not None
-        self._listener.on_running(ids[:running], ids[running:])
+        self.sequences.clear()
+        assert self.listener is not None
+        self.listener.on_running(ids[:running], ids[running:])
         return running
 
-    def _to(self, phase: Any, reason: str = "") -> None:
-        self._state = JobState(phase, reason, limits=self.limits)
-        assert self._listener is not None
-        self._listener.on_state(self._state)
+    def report_state(self, phase: Any, reason: str = "") -> None:
+        self.state = JobState(phase, reason, limits=self.limits)
+        assert self.listener is not None
+        self.listener.on_state(self.state)
 
     async def _run(self) -> None:
         await asyncio.sleep(0)
         if self.refuse is not None:
-            self._to("failed", self.refuse)
+            self.report_state("failed", self.refuse)
             return
-        self._to("loading")
+        self.report_state("loading")
         self._report()
-        self._to("ready")
+        self.report_state("ready")
         while True:
-            await self._running.wait()
-            if not self._sequences:
+            await self.running.wait()
+            if not self.sequences:
                 self._work.clear()
                 self._report()
                 await self._work.wait()
                 continue  # it may have been held meanwhile
             await asyncio.sleep(0)
-            self._step()
+            self.step()
 
     def _report(self) -> None:
-        assert self._listener is not None
+        assert self.listener is not None
         rows = [MetricRow("rank_info", ("cpu", "avx2", "1"), 1.0)]
         for exposure, seconds in (("hidden", 0.5 * self.steps), ("exposed", 0.25 * self.steps)):
             rows.append(MetricRow("collective_seconds_total", ("all_reduce", "net", exposure), seconds))
             for layer, share in (("ladder attention", 0.25), ("ladder mlp", 0.75)):
                 rows.append(MetricRow("layer_collective_seconds_total", (layer, "net", exposure), share * seconds))
-        self._listener.on_report(RankHeartbeat(0, "here", 1, self.steps, time.time(), tuple(rows)))
+        self.listener.on_report(RankHeartbeat(0, "here", 1, self.steps, time.time(), tuple(rows)))
 
-    def _step(self) -> None:
-        assert self._listener is not None
+    def step(self) -> None:
+        assert self.listener is not None
         self.steps += 1
         events = []
-        for sequence in self._sequences[: self.limits.max_num_seqs]:
-            events.append(self._event(sequence))
+        for sequence in self.sequences[: self.limits.max_num_seqs]:
+            events.append(self.next_event(sequence))
             if events[-1].finish is not None:
-                self._sequences.remove(sequence)
+                self.sequences.remove(sequence)
                 self._ended += 1
         if events:
-            self._listener.on_tokens(events)
+            self.listener.on_tokens(events)
         if self.die_after is not None and self._ended >= self.die_after:
             self.die_after = None
             self.lose("rank 1 on node-b was killed")
 
-    def _event(self, sequence: _Sequence) -> TokensEvent:
+    def next_event(self, sequence: _Sequence) -> TokensEvent:
         request, params, start = sequence.request, sequence.request.params, len(sequence.out)
         if request.prompt[0] in self.fail:
             return TokensEvent(request.request_id, sequence.choice, 0, (), "numerical_error", message="NaN logits")

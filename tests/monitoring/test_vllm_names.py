@@ -82,7 +82,7 @@ def served(observer: Observer, count: int) -> None:
 
 
 def value(observer: Observer, name: str, **labels: str) -> float | None:
-    return observer.series._registry.get_sample_value(name, labels)
+    return observer.series.registry.get_sample_value(name, labels)
 
 
 def test_replicas_are_summed_under_the_models_name() -> None:

@@ -84,9 +84,9 @@ class UnreadAnswers:
         if part == GROWING and size > self._most // 4:
             raise _unread(size)
         while more > 0 and had < self.unread_bytes[one.owner] > self._most // 2 - more:  # one alone may be larger
-            self._give_up(one.owner, one)
+            self.give_up(one.owner, one)
         while more > 0 and had < self.unread_bytes.total() > self._most - more:
-            self._give_up(max(self.unread_bytes, key=self.unread_bytes.__getitem__), one)
+            self.give_up(max(self.unread_bytes, key=self.unread_bytes.__getitem__), one)
         one.parts[part] = size
         self.unread_bytes[one.owner] += more
         of_key = self._open[one.owner]
@@ -103,7 +103,7 @@ class UnreadAnswers:
             one.hold(part, 0)
         one.ended = True
 
-    def _give_up(self, owner: str, asking: Unread) -> None:
+    def give_up(self, owner: str, asking: Unread) -> None:
         old = time.monotonic() - _UNREAD_SECONDS
         others = [one for one in self._open[owner] if one is not asking]
         oldest = next((one for one in others if one.moved < old or owner != asking.owner), None)

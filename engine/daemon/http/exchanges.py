@@ -40,25 +40,25 @@ class Exchanges:
     def __init__(self, most: int, of_address: int) -> None:
         self._most, self._of_address = most - spare(most), of_address
         self._open: dict[Endable, Place] = {}
-        self._addresses: Counter[str] = Counter()
+        self.addresses: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Endable]:
         return iter(self._open)
 
     def enter(self, exchange: Endable, place: Place) -> None:
         """Counts a request, possibly in place of another owner's. Raises ApiError if its owner has too many itself."""
-        if self._addresses[place.address] >= self._of_address:
+        if self.addresses[place.address] >= self._of_address:
             self._make_room(place, lambda other: other.address == place.address)
         if len(self._open) >= self._most:
             self._make_room(place, lambda other: True)
         self._open[exchange] = place
-        self._addresses[place.address] += 1
+        self.addresses[place.address] += 1
 
     def leave(self, exchange: Endable) -> None:
         if (place := self._open.pop(exchange, None)) is not None:
-            self._addresses[place.address] -= 1
-            if not self._addresses[place.address]:
-                del self._addresses[place.address]
+            self.addresses[place.address] -= 1
+            if not self.addresses[place.address]:
+                del self.addresses[place.address]
 
     def end(self, exchanges: Iterable[Endable], error: ApiError) -> None:
         for exchange in exchanges:

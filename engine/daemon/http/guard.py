@@ -67,7 +67,7 @@ class Guard:
         self._app, self._limits, self._keys = app, limits, keys
         self._observer = observer or Observer()
         self._sparse = Sparse(_UNKNOWN_LINES)
-        self._unread = UnreadAnswers(limits.max_held_bytes)
+        self.unread_answers = UnreadAnswers(limits.max_held_bytes)
         self._exchanges = Exchanges(limits.max_connections, limits.max_connections_per_address)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,7 +75,7 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        exchange = _Exchange(scope, receive, send, Unread(self._unread, ""))
+        exchange = _Exchange(scope, receive, send, Unread(self.unread_answers, ""))
         began = time.perf_counter()
         owner = None
         try:
@@ -102,7 +102,7 @@ class Guard:
             await exchange.refuse(failed())
         finally:
             self._exchanges.leave(exchange)
-            self._unread.close(exchange.unread)
+            self.unread_answers.close(exchange.unread)
             if owner is not None and self._usage is not None:
                 self._usage.leave(owner)
             self._tell(scope, exchange, time.perf_counter() - began)

@@ -135,13 +135,13 @@ class KeyRing:
     seconds."""
 
     def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
-        self.path, self._wall = path, wall
+        self.path, self.wall = path, wall
         self._take(read_keys(path))
         self._stamp = self._look()
 
     def holder(self, key: str) -> Key | None:
         digest, holder = digest_of(key[:MAX_KEY]), None
-        now = self._wall()
+        now = self.wall()
         for candidate in self._keys if self._readable else ():  # all of them, whichever matches
             old = hmac.compare_digest(candidate.old_digest or "", digest) and now < candidate.old_until
             if hmac.compare_digest(candidate.digest, digest) or old:
@@ -154,7 +154,7 @@ class KeyRing:
     def works(self, key: Key, secret: str) -> bool:
         """Whether a key from `holder` is still valid, and its secret with this digest. While the file is unreadable: as
         it was before."""
-        now = self._wall()
+        now = self.wall()
         return any(
             current.id == key.id
             and (current.digest == secret or (current.old_digest == secret and now < current.old_until))

@@ -64,7 +64,7 @@ class QueuedHandler(logging.Handler):
 
     def __init__(self, write: Callable[[bytes], None], most: int = 8192) -> None:
         super().__init__()
-        self._lines: queue.Queue[bytes] = queue.Queue(most)
+        self.lines: queue.Queue[bytes] = queue.Queue(most)
         self._dropped = 0
         self._write_line = write
         threading.Thread(target=self._write, name="log", daemon=True).start()
@@ -82,21 +82,21 @@ class QueuedHandler(logging.Handler):
             self.handleError(record)
 
     def _put(self, record: logging.LogRecord) -> None:
-        self._lines.put_nowait(self.format(record).encode("utf-8", "replace") + b"\n")
+        self.lines.put_nowait(self.format(record).encode("utf-8", "replace") + b"\n")
 
     def _write(self) -> None:
         while True:
-            line = self._lines.get()
+            line = self.lines.get()
             try:
                 self._write_line(line)
             except OSError:
                 self._dropped += 1
             finally:
-                self._lines.task_done()
+                self.lines.task_done()
 
     def flush(self) -> None:
         until = time.monotonic() + _FLUSH_SECONDS
-        while self._lines.unfinished_tasks and time.monotonic() < until:
+        while self.lines.unfinished_tasks and time.monotonic() < until:
             time.sleep(0.005)
 
 

@@ -155,10 +155,10 @@ class Export:
             # Who takes over claims first and removes segments then: the files may have gone after their claim was read.
             with contextlib.suppress(OSError):
                 if self.folder.stat().st_ino == self._inode:
-                    self._check_claim(os.listdir(self.folder))
+                    self.check_claim(os.listdir(self.folder))
             raise
 
-    def _check_claim(self, names: Iterable[str]) -> None:
+    def check_claim(self, names: Iterable[str]) -> None:
         numbers = (int(match[1]) for name in names if (match := _NUMBERED.match(name)))
         if (
             max(numbers, default=0) > self.generation
@@ -171,7 +171,7 @@ class Export:
             where, names = self.folder.stat(), set(os.listdir(self.folder))
             same = where.st_ino == self._inode
             if same:
-                self._check_claim(names)
+                self.check_claim(names)
             if self._descriptor is not None and same:
                 status, opened = self._path(self._index).stat(), os.fstat(self._descriptor)
                 same = (status.st_ino, status.st_size) == (opened.st_ino, self._size)

@@ -81,10 +81,10 @@ class Store:
         self.folder, self._lock, self.export, self._options = folder, lock, export, options
         self.files_folder, self.disk_files, self.watch = folder / "files", options.files, options.watch
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self.writes: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._readers = started_threads(_READERS, "store-read")
         self._long = asyncio.Semaphore(_READERS // 2)
-        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._local = threading.local()
         self._opened: list[sqlite3.Connection] = []
         self._owed: list[tuple[_Work, Any, BaseException | None]] = []
@@ -134,7 +134,7 @@ class Store:
         if self.refusal is not None:
             raise (StoreFenced if self.fenced else StoreUnavailable)(self.refusal)
         item = _Work(work, self._loop.create_future())
-        self._queue.put(item)
+        self.writes.put(item)
         value: T = await item.future
         return value
 
@@ -172,7 +172,7 @@ class Store:
 
     async def in_turn(self, owner: str, work: Callable[[], T]) -> T:
         """Like `in_thread`, for long work: one thread for each owner at a time, and others reserved for the readers."""
-        async with self._turns[owner], self._long:
+        async with self.turns[owner], self._long:
             return await self.in_thread(work)
 
     async def usable(self) -> None:
@@ -181,7 +181,7 @@ class Store:
 
     async def close(self) -> None:
         """Commits queued writes and unlocks the folder."""
-        self._queue.put(None)
+        self.writes.put(None)
         await self._loop.run_in_executor(None, self._thread.join)
         await asyncio.to_thread(self._readers.shutdown)  # a reader may wait for this loop
         for connection in self._opened:
@@ -197,7 +197,7 @@ class Store:
 
     def start(self) -> None:
         """Fences off earlier daemons, removes their unfinished files, begins the export."""
-        db = self._connect()
+        db = self.connect()
         with db:
             db.execute("INSERT INTO meta VALUES ('generation', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
             self.generation = int(db.execute("SELECT value FROM meta WHERE key = 'generation'").fetchone()[0])
@@ -252,14 +252,14 @@ class Store:
     # on the store's thread
 
     def _serve(self) -> None:
-        db = self._connect()
+        db = self.connect()
         while True:
             if time.monotonic() - self._noted > _NOTE_SECONDS:
                 with self.watch.call(self.folder):
                     self._note_time(db)
             try:
                 idle = _NOTE_SECONDS if self.export is None else _EXPORT_SECONDS
-                item = self._queue.get(timeout=idle if self.failure is None else _TRIAL_SECONDS)
+                item = self.writes.get(timeout=idle if self.failure is None else _TRIAL_SECONDS)
             except queue.Empty:
                 with self.watch.call(self.folder):
                     if self.failure is None:
@@ -270,8 +270,8 @@ class Store:
             if item is None:
                 break
             works, last = [item], False
-            while len(works) < _GROUP and not self._queue.empty():
-                if (more := self._queue.get()) is None:
+            while len(works) < _GROUP and not self.writes.empty():
+                if (more := self.writes.get()) is None:
                     last = True
                     break
                 works.append(more)
@@ -405,7 +405,7 @@ class Store:
         """Returns `db`, or after a failure a new connection, since the old one's cached pages may be wrong."""
         if self.failure is None or self.fenced:
             return db
-        new = self._connect()
+        new = self.connect()
         db.close()
         return new
 
@@ -440,7 +440,7 @@ class Store:
 
     # connections
 
-    def _connect(self) -> sqlite3.Connection:
+    def connect(self) -> sqlite3.Connection:
         return connect_store(self.folder, self._options.connect)
 
     def _reader(self) -> sqlite3.Connection:

@@ -428,6 +428,6 @@ def test_rooms_count_from_the_time_they_are_given() -> None:
         next_one = asyncio.create_task(dispatcher.room("a"))
         await asyncio.gather(*waiting, return_exceptions=True)
         await next_one
-        assert not any(dispatcher._given.values())
+        assert not any(dispatcher.given.values())
 
     asyncio.run(scene())

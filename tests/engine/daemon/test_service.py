@@ -25,7 +25,7 @@ def test_stopped_while_it_begins_it_launches_nothing(tmp_path: Path) -> None:
         daemon.stop()
         with listen("127.0.0.1", 0) as listener:
             code = await daemon.run(listener)
-        started = "" if job._listener is None else "started"
+        started = "" if job.listener is None else "started"
         return code, started
 
     assert asyncio.run(stopped()) == (0, "")

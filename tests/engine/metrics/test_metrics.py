@@ -54,7 +54,7 @@ def metrics(clock: Clock) -> Observer:
 
 
 def value(metrics: Observer, name: str, **labels: str) -> float | None:
-    return metrics.series._registry.get_sample_value(f"laddertron_{name}", labels)
+    return metrics.series.registry.get_sample_value(f"laddertron_{name}", labels)
 
 
 def report(
@@ -220,9 +220,9 @@ def test_gaps_between_tokens_and_ends_of_choices(clock: Clock) -> None:
     assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.4)
     assert value(metrics, "request_success_total", finished_reason="length") == 1.0
     assert value(metrics, "nonfinite_logits_total") == 1.0
-    assert list(observer._last) == [("b", 0)]
+    assert list(observer.last) == [("b", 0)]
     observer.state(0, JobState("restarting"))
-    assert observer._last == {}
+    assert observer.last == {}
 
 
 def test_latencies_as_the_client_sees_them(clock: Clock) -> None:
@@ -353,7 +353,7 @@ def test_routes_are_bounded(metrics: Observer) -> None:
     """Whoever mounts routes by mistake with a path in them fills `other`, not the memory."""
     for i in range(3 * MAX_ROUTES):
         metrics.http(f"/v1/files/{i}", 200, 0.01)
-    routes = set(metrics.series._histograms["http_request_duration_seconds"])
+    routes = set(metrics.series.histograms["http_request_duration_seconds"])
     assert len(routes) == MAX_ROUTES + 1
     assert value(metrics, "http_requests_total", route="other", code="200") == 2 * MAX_ROUTES
 

@@ -563,11 +563,11 @@ class Unstarted(FakeJob):
 
     def __init__(self, limits: ModelLimits) -> None:
         super().__init__(limits)
-        self._state = JobState("stopped")
+        self.state = JobState("stopped")
 
     async def start(self, listener: JobListener) -> None:
-        self._listener = listener
-        self._to("starting")
+        self.listener = listener
+        self.report_state("starting")
         await super().start(listener)
 
 

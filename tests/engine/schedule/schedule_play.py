@@ -113,54 +113,54 @@ class Ledger:
 
 
 def waiting_in(queues: WaitingQueues) -> list[Sequence]:
-    return [s for c in queues._classes for s in (*c.resumed, *c.arrivals.values())]
+    return [s for c in queues.priority_classes for s in (*c.resumed, *c.arrivals.values())]
 
 
 def check_books(scheduler: Scheduler) -> None:
     """Every block is held as often as it is listed, or cached, or free; every slot is somebody's or free."""
-    residency, pool = scheduler._residency, scheduler._residency.pool
+    residency, pool = scheduler.residency, scheduler.residency.pool
     lists = [sequence.blocks for sequence in residency.running]
     lists += [group.prompt_blocks for group in residency.holders.values()]
     held = Counter(block for blocks in lists for block in blocks)
     assert {b: n for b, n in enumerate(pool._references) if n} == held
-    cached = [block for blocks in pool._cached for block in blocks]
-    idle = [*pool._free, *cached]
-    assert all(pool._needed[block] == needed for needed in (False, True) for block in pool._cached[needed])
+    cached = [block for blocks in pool.cached_blocks for block in blocks]
+    idle = [*pool.free_blocks, *cached]
+    assert all(pool._needed[block] == needed for needed in (False, True) for block in pool.cached_blocks[needed])
     assert len(idle) == len(set(idle)), "a block is free twice"
     assert set(idle) | set(held) == set(range(pool.num_blocks)), "a block is lost"
     assert not set(idle) & set(held), "a block is free and held"
-    assert {d for d in pool._digest if d is not None} == set(pool._by_digest)
-    assert all(pool._digest[block] is not None for block in cached)
-    assert all(pool._digest[block] is None for block in pool._free)
+    assert {d for d in pool.digest_of_block if d is not None} == set(pool.block_of_digest)
+    assert all(pool.digest_of_block[block] is not None for block in cached)
+    assert all(pool.digest_of_block[block] is None for block in pool.free_blocks)
     slots = [sequence.slot for sequence in residency.running]
     assert sorted(slots + residency.slots) == list(range(scheduler.limits.max_num_seqs))
     assert residency.running == sorted(residency.running, key=lambda sequence: sequence.order())
-    waiting = waiting_in(scheduler._waiting)
-    assert len(waiting) == len(scheduler._waiting)
+    waiting = waiting_in(scheduler.waiting)
+    assert len(waiting) == len(scheduler.waiting)
     assert {id(s) for s in waiting} == {
-        id(s) for g in scheduler._open.groups.values() for s in g.sequences if s.state == "waiting"
+        id(s) for g in scheduler.open_requests.groups.values() for s in g.sequences if s.state == "waiting"
     }
     assert all(group.unforked == sum(s.fresh for s in group.sequences) for group in residency.holders.values())
     pending = residency.pending
     unfilled = {digest for s in residency.running for digest in s.digests()[s.registered :]}
-    assert set(pending._owners) <= unfilled, "a block is pending that nobody fills"
-    assert set(pending._deferred) <= set(pending._owners), "a sequence waits for a block that nobody fills"
-    assert all(owner.state == "running" for owner in pending._owners.values())
-    deferred = [s for part in (*pending._deferred.values(), pending.ready) for s in part if s.state == "waiting"]
+    assert set(pending.owners) <= unfilled, "a block is pending that nobody fills"
+    assert set(pending.deferred) <= set(pending.owners), "a sequence waits for a block that nobody fills"
+    assert all(owner.state == "running" for owner in pending.owners.values())
+    deferred = [s for part in (*pending.deferred.values(), pending.ready) for s in part if s.state == "waiting"]
     assert sorted(map(id, deferred)) == sorted(id(s) for s in waiting if s.deferred)
 
 
 def check_nothing_left(scheduler: Scheduler) -> None:
     """Idle again: all blocks free or cached, all slots free, nobody remembered."""
     check_books(scheduler)
-    assert not scheduler._residency.running
-    assert not scheduler._residency.pending._owners
-    assert not scheduler._residency.pending._deferred
-    assert not len(scheduler._waiting)
+    assert not scheduler.residency.running
+    assert not scheduler.residency.pending.owners
+    assert not scheduler.residency.pending.deferred
+    assert not len(scheduler.waiting)
     assert scheduler.snapshot()["kv_cache_usage_ratio"] == 0.0
-    assert not scheduler._open.groups
-    assert not scheduler._residency.holders
-    assert all(not waiting.owners for waiting in scheduler._waiting._classes)
+    assert not scheduler.open_requests.groups
+    assert not scheduler.residency.holders
+    assert all(not waiting.owners for waiting in scheduler.waiting.priority_classes)
 
 
 @dataclass
@@ -223,10 +223,12 @@ class Play:
         """Plans and runs a step, tells nobody yet; False if there was nothing to plan."""
         batch = self.scheduler.schedule(self.now)
         if batch is None:
-            assert self.flight or not self.scheduler._open.groups, "nothing is under way, and what waits is not planned"
+            assert self.flight or not self.scheduler.open_requests.groups, (
+                "nothing is under way, and what waits is not planned"
+            )
             self.ledger.record(self.scheduler.take_events())
             return False
-        held = self.scheduler._residency.holders.values()
+        held = self.scheduler.residency.holders.values()
         assert all(group.unforked for group in held), "a prompt is held for nobody"
         self.plans.append(encode(batch))
         self.flight.append((batch, self.runner.run(batch)))

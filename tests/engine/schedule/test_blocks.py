@@ -226,7 +226,7 @@ def test_a_client_orders_its_own_queue(run_seed: int) -> None:
         gone = waiting(queues, number, "A", order=2**31)
         queues.remove(gone)
         queues.leave(gone.group)
-    assert len(queue._order) < 200
+    assert len(queue.heap) < 200
 
 
 def test_whoever_ran_before_goes_before_new_requests() -> None:

@@ -18,7 +18,7 @@ def measured(run_seed: int, fixed: float, row: float, sequences: int) -> Specula
     speculation, dice = Speculation(SpeculationRule()), random.Random(run_seed)
     for _ in range(200):
         rows = sequences + dice.randrange(1 + 4 * sequences)
-        speculation._price.observe(rows, (fixed + row * rows) * dice.uniform(0.97, 1.03))
+        speculation.price.observe(rows, (fixed + row * rows) * dice.uniform(0.97, 1.03))
     return speculation
 
 

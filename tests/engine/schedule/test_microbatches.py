@@ -107,7 +107,7 @@ def test_shares_are_even_again_after_ends_and_admissions() -> None:
     for number in range(16):
         play.add(ask(f"r{number}", 5, 400))
     before = run(play, 12, 2)[-1]
-    ending = [s.group.request.request_id for s in play.scheduler._residency.running if s.slot in before]
+    ending = [s.group.request.request_id for s in play.scheduler.residency.running if s.slot in before]
     for name in ending:
         play.cancel(name)
     after = run(play, 12, 2)[6:]

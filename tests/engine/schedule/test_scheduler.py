@@ -255,7 +255,7 @@ def flood(game: Play, seconds: float) -> Iterator[str]:
     prompts = {request.prompt: name for name, request in game.ledger.requests.items()}
     end, number = game.now + seconds, 0
     while game.now < end:
-        while sum(s.group.request.priority == INTERACTIVE for s in waiting_in(game.scheduler._waiting)) < 9:
+        while sum(s.group.request.priority == INTERACTIVE for s in waiting_in(game.scheduler.waiting)) < 9:
             request = ask(f"i{number}", 4, 4, priority=INTERACTIVE)
             prompts[request.prompt] = request.request_id
             game.add(request)
@@ -344,7 +344,7 @@ def test_batches_share_by_tokens() -> None:
     before = dict(served)
     serve(250)
     gained = {queue: served[queue] - before[queue] for queue in served}
-    waiting = {s.group.request.queue for s in waiting_in(game.scheduler._waiting)}
+    waiting = {s.group.request.queue for s in waiting_in(game.scheduler.waiting)}
     assert waiting == {"A", "B", "C"}, "all three must wait for the comparison to mean something"
     assert max(gained.values()) - min(gained.values()) <= 30 * 5, gained
     assert min(gained.values()) > 400, gained
@@ -374,7 +374,7 @@ def test_admission_leaves_room_for_those_who_run() -> None:
         game.step()
     game.add(ask("c", 8, 4))
     game.step()
-    assert len(game.scheduler._waiting) == 1, "two blocks are free, c needs both, and a and b are about to grow"
+    assert len(game.scheduler.waiting) == 1, "two blocks are free, c needs both, and a and b are about to grow"
     game.drain()
 
 
@@ -674,8 +674,8 @@ def test_nothing_is_remembered_of_what_has_ended() -> None:
         for i in range(start, start + 100):
             game.add(ask(f"r{i}", 4, 2, queue=f"batch-{i // 10}", deadline=1e12))
         game.drain()
-        assert len(game.scheduler._open._deadlines) <= 300
-        assert sum(len(o.turns.heap) for c in game.scheduler._waiting._classes for o in c.owners.values()) <= 20
+        assert len(game.scheduler.open_requests.deadlines) <= 300
+        assert sum(len(o.turns.heap) for c in game.scheduler.waiting.priority_classes for o in c.owners.values()) <= 20
         game.scheduler.take_ended()
     assert game.scheduler.counters.generation_tokens == 6000
 

@@ -418,7 +418,7 @@ def test_an_engine_that_is_not_ready_is_503_everywhere(folder: Path, tmp_path: P
         job = daemon.jobs[0]
         client = daemon.client()
         assert client.completions.create(model=NAME, prompt="x").choices
-        daemon.on_loop(lambda: job._to("suspect", "rank 1 on node-b is silent"))
+        daemon.on_loop(lambda: job.report_state("suspect", "rank 1 on node-b is silent"))
         status, value, _ = ask(daemon, "GET", "/ready")
         assert (status, value["reason"]) == (503, "rank 1 on node-b is silent")
         with pytest.raises(openai.InternalServerError) as busy:
@@ -435,7 +435,7 @@ def test_ready_names_the_culprit_to_who_has_a_key(folder: Path, tmp_path: Path) 
     with served(deployment(tmp_path), folder, keys=keys) as daemon:
         job = daemon.jobs[0]
         until(lambda: job.state.phase == "ready")
-        job._state = JobState("restarting", "rank 3 is gone", 1, job.limits, Culprit(**culprit))
+        job.state = JobState("restarting", "rank 3 is gone", 1, job.limits, Culprit(**culprit))
         status, value, _ = ask(daemon, "GET", "/ready", Authorization=f"Bearer {key}")
         assert status == 503
         (replica,) = value["replicas"]

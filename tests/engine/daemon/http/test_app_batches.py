@@ -162,7 +162,7 @@ def test_neighbours_of_crashes_that_no_line_caused_are_all_answered(folder: Path
         until(lambda: len(job.submitted) == known + ABOARD)
         daemon.on_loop(partial(go_on, job, 23))
         for _ in range(6):
-            until(lambda: not job._running.is_set())
+            until(lambda: not job.running.is_set())
             daemon.on_loop(job.die)
             daemon.on_loop(partial(go_on, job, 11))
         assert job.company == [LIMITS.max_num_seqs] * 6
@@ -178,11 +178,11 @@ def test_deaths_are_remembered_over_a_restart(folder: Path, tmp_path: Path) -> N
     config = deployment(tmp_path)
     with served(config, folder, lambda: [MortalJob(LIMITS, hold=True)]) as daemon:
         batch = submit(daemon.client(), line("poison", [299]) + line("r-0", "say 0"))
-        until(lambda: daemon.on_loop(lambda: len(daemon.jobs[0]._sequences)) == 2)
+        until(lambda: daemon.on_loop(lambda: len(daemon.jobs[0].sequences)) == 2)
         daemon.on_loop(daemon.jobs[0].die)
         until(lambda: _deaths(tmp_path, batch.id) == {1: 1, 2: 1})
     with served(config, folder, lambda: [MortalJob(LIMITS, poison=299, hold=True)]) as daemon:
-        until(lambda: daemon.on_loop(lambda: len(daemon.jobs[0]._sequences)) == 2)
+        until(lambda: daemon.on_loop(lambda: len(daemon.jobs[0].sequences)) == 2)
         daemon.on_loop(daemon.jobs[0].release)
         done = wait_batch(daemon.client(), batch.id)
         assert (done.request_counts.completed, done.request_counts.failed) == (1, 1)
@@ -220,7 +220,7 @@ def test_a_crash_loop_fails_the_batch_and_ends_the_daemon(folder: Path, tmp_path
     daemon = Served(config, folder, lambda: [MortalJob(LIMITS, hold=True)])
     client = daemon.client()
     batch = submit(client, many(30))
-    until(lambda: daemon.on_loop(lambda: len(daemon.jobs[0]._sequences)) > 8)
+    until(lambda: daemon.on_loop(lambda: len(daemon.jobs[0].sequences)) > 8)
     for _ in range(4):
         daemon.on_loop(lambda: daemon.jobs[0].die(None, "rank 0 cannot load"))
     assert daemon.join() == 1
@@ -427,7 +427,7 @@ def test_files_expire_by_their_own_time(folder: Path, tmp_path: Path) -> None:
                     completion_window="24h",
                     output_expires_after=bad,
                 )
-        clean = daemon.daemon.services.batches._cleaner.clean
+        clean = daemon.daemon.services.batches.cleaner.clean
         assert daemon.on_loop(clean(0, upload.created_at + 3599)) == 0
         assert daemon.on_loop(clean(0, output.created_at + 3600)) == 2
         assert len(client.files.list().data) == 1
@@ -484,10 +484,10 @@ def test_answers_of_another_model_are_not_taken_over(folder: Path, tmp_path: Pat
         second = wait_batch(client, submit(client, line("a") + line("b")).id)
         wait_batch(client, again(second).id)
         assert len(job.submitted) == 4
-        daemon.on_loop(daemon.daemon.services.batches._checking[""].acquire())
+        daemon.on_loop(daemon.daemon.services.batches.checking[""].acquire())
         waiting = again(second)
         daemon.model = "a third"
-        daemon.on_loop(daemon.daemon.services.batches._checking[""].release)
+        daemon.on_loop(daemon.daemon.services.batches.checking[""].release)
         wait_batch(client, waiting.id)
         assert len(job.submitted) == 6
         mixed = client.batches.retrieve(waiting.id)
@@ -565,8 +565,8 @@ def test_an_answer_that_cannot_be_made_is_an_error_and_no_hang(folder: Path, tmp
     """Tokens of a choice that was never asked for: that line alone fails."""
 
     class Wild(FakeJob):
-        def _event(self, sequence: Any) -> TokensEvent:
-            event = super()._event(sequence)
+        def next_event(self, sequence: Any) -> TokensEvent:
+            event = super().next_event(sequence)
             return replace(event, choice=99) if sequence.request.prompt[0] == 299 else event
 
     with served(deployment(tmp_path), folder, lambda: [Wild(LIMITS)]) as daemon:

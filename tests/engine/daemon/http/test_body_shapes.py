@@ -130,7 +130,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"x": nam
 )  # fmt: skip
 def test_a_body_from_a_worker_is_the_one_that_was_checked(body: Body) -> None:
     """But for what its prompts alone needed; and it has only what can go through JSON."""
-    made = body_worker._unpacked(json.loads(json.dumps(body_worker._packed(body))))
+    made = body_worker.unpacked(json.loads(json.dumps(body_worker.packed(body))))
     tools = tuple({"function": {"name": tool["function"]["name"]}} for tool in body.tools)
     last = tuple({"role": m["role"], "content": m["content"] if body.echo else ""} for m in body.messages[-1:])
     sent = made.prompts if body.truncate_prompt_tokens is not None or not body.echo else tuple(
@@ -149,9 +149,9 @@ def test_parameters_that_all_prompts_repeat_are_bounded() -> None:
 
 def test_the_ids_of_one_body_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_worker, "MAX_IDS", 100)
-    here = body_worker._Here(TextModel.from_folder(folder), 50)
-    assert len(body_worker._made(completion(prompt=[[1] * 20] * 5), here, 50)["ids"]) == 5
+    here = body_worker.DirectEncoder(TextModel.from_folder(folder), 50)
+    assert len(body_worker.prepared(completion(prompt=[[1] * 20] * 5), here, 50)["ids"]) == 5
     with pytest.raises(ApiError, match="6 prompts have 120 tokens in total: at most 100"):
-        body_worker._made(completion(prompt=[[1] * 20] * 6), here, 50)
-    cut = body_worker._made(completion(prompt=[[1] * 20] * 6, truncate_prompt_tokens=3), here, 50)
+        body_worker.prepared(completion(prompt=[[1] * 20] * 6), here, 50)
+    cut = body_worker.prepared(completion(prompt=[[1] * 20] * 6, truncate_prompt_tokens=3), here, 50)
     assert [len(ids) for ids in cut["ids"]] == [3] * 6

@@ -50,7 +50,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
 
         reading = threading.Thread(target=take)
         reading.start()
-        until(lambda: not handler._lines.unfinished_tasks)
+        until(lambda: not handler.lines.unfinished_tasks)
         logger.warning("the end")
         assert ended.wait(HANG_S)
         reading.join()

@@ -101,7 +101,7 @@ def test_an_input_that_changed_between_two_daemons_fails_its_batch_and_keeps_its
 def test_an_input_that_changed_before_it_was_checked_fails_by_name(folder: Path, tmp_path: Path) -> None:
     config = deployment(tmp_path)
     with served(config, folder) as daemon:
-        daemon.on_loop(daemon.daemon.services.batches._checking[""].acquire())
+        daemon.on_loop(daemon.daemon.services.batches.checking[""].acquire())
         batch = submit(daemon.client(), many(COUNT))
         daemon.stop()
     edit(tmp_path / "data" / "files" / batch.input_file_id)

@@ -73,7 +73,7 @@ def sent(port: int, data: bytes, count: int, source: str = "127.0.0.1") -> Itera
 
 
 def in_flight(daemon: Served) -> int:
-    return sum(daemon.daemon.services.usage._open.values())
+    return sum(daemon.daemon.services.usage.in_progress.values())
 
 
 @pytest.mark.parametrize("limits", [FEW, replace(PATIENT, max_connections=64, max_connections_per_address=16)])
@@ -162,7 +162,7 @@ def test_the_streams_of_a_secret_that_no_longer_works_end(
     config = deployment(tmp_path, PATIENT, api_key_file=str(keys))
     with served(config, folder, lambda: [FakeJob(LIMITS)], keys=keys) as daemon:
         job: FakeJob = daemon.jobs[0]
-        ring: KeyRing = daemon.daemon._parts.keys  # type: ignore[assignment]
+        ring: KeyRing = daemon.daemon.parts.keys  # type: ignore[assignment]
         mine, other = stream(daemon, alice), stream(daemon, bob)
         first = mine.recv(1 << 16)
         assert first.startswith(b"HTTP/1.1 200")
@@ -185,7 +185,7 @@ def test_the_streams_of_a_secret_that_no_longer_works_end(
                 looks()
                 assert in_flight(daemon) == 4
                 old_until = read_keys(keys)[0].old_until
-                ring._wall = lambda: old_until + 1
+                ring.wall = lambda: old_until + 1
             newer = stream(daemon, new)
             until(lambda: len(job.submitted) == 4)
         for ended in (mine, waiting):
@@ -296,4 +296,4 @@ def test_an_address_is_shared_by_its_keys() -> None:
         exchanges.enter(One(), Place("a", "1.1.1.1"))
     for left in list(exchanges):
         exchanges.leave(left)
-    assert not exchanges._addresses
+    assert not exchanges.addresses

@@ -231,14 +231,14 @@ def test_answers_that_nobody_reads_are_bounded(folder: Path, tmp_path: Path, mon
         apps.append(make_app(*arguments))
         return apps[0]
 
-    gave_up, give_up = list[str](), UnreadAnswers._give_up
+    gave_up, give_up = list[str](), UnreadAnswers.give_up
 
     def count(self: UnreadAnswers, owner: str, asking: Unread) -> None:
         gave_up.append(owner)
         give_up(self, owner, asking)
 
     monkeypatch.setattr(service, "make_app", make)
-    monkeypatch.setattr(UnreadAnswers, "_give_up", count)
+    monkeypatch.setattr(UnreadAnswers, "give_up", count)
     with served(deployment(tmp_path, limits), folder, keys=keys, probes=True) as daemon:
 
         def fill(rows: Rows) -> None:
@@ -249,7 +249,7 @@ def test_answers_that_nobody_reads_are_bounded(folder: Path, tmp_path: Path, mon
 
         daemon.on_loop(daemon.daemon.services.store.write(fill))
         sizes, ended = list[tuple[int, int]](), threading.Event()
-        unread = apps[0]._unread.unread_bytes
+        unread = apps[0].unread_answers.unread_bytes
 
         async def look() -> None:
             while not ended.is_set():

@@ -50,14 +50,14 @@ class Dying(MortalJob):
         super().__init__(LIMITS, most=1 << 30, hold=True)
         self.every, self.computed = every, 0
 
-    def _event(self, sequence: Any) -> TokensEvent:
-        event = super()._event(sequence)
+    def next_event(self, sequence: Any) -> TokensEvent:
+        event = super().next_event(sequence)
         self.computed += len(event.tokens)
         return event
 
-    def _step(self) -> None:
-        super()._step()
-        if self._sequences and self.steps % self.every == 0:
+    def step(self) -> None:
+        super().step()
+        if self.sequences and self.steps % self.every == 0:
             self.die(None, "a link was cut")
 
 
@@ -94,7 +94,7 @@ def ask_all(daemon: Served, bodies: dict[str, tuple[str, dict[str, Any]]], aboar
     daemon.on_loop(job.hold)
     with ThreadPoolExecutor(len(bodies)) as pool:
         found = {name: pool.submit(answered, daemon, *asked) for name, asked in bodies.items()}
-        until(lambda: len(job._sequences) == aboard or any(one.done() for one in found.values()))
+        until(lambda: len(job.sequences) == aboard or any(one.done() for one in found.values()))
         daemon.on_loop(job.release)
         return {name: one.result() for name, one in found.items()}
 
@@ -199,7 +199,7 @@ def test_an_end_for_the_disks_sake_answers_every_open_request(
         until(lambda: job.steps == 5)
         whole = pool.submit(answered, daemon, COMPLETIONS, {"prompt": "hello", "seed": 1})
         submit(daemon.client(), line("a") + line("b"))
-        until(lambda: len(job._sequences) == 4)
+        until(lambda: len(job.sequences) == 4)
         with socket.create_connection(("127.0.0.1", daemon.port), timeout=HANG_S) as upload:
             upload.sendall(head + b"expect: 100-continue\r\ncontent-length: 900\r\n\r\n")
             assert b"100" in upload.recv(100)

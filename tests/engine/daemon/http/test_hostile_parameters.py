@@ -89,7 +89,7 @@ def test_grammars_that_would_fail_at_work(daemon: Served, body: dict[str, Any]) 
 class Unkept(FakeJob):
     """Every request's constraints fail after its first token."""
 
-    def _event(self, sequence: Any) -> TokensEvent:
+    def next_event(self, sequence: Any) -> TokensEvent:
         return TokensEvent(
             sequence.request.request_id, sequence.choice, 0, (), "constraint_error", message="too complex"
         )

@@ -124,12 +124,12 @@ def test_large_answers_that_wait_when_their_batch_is_cancelled_are_discarded(
         client, job = daemon.client(), daemon.jobs[0]
         batch = submit(client, b"".join(line(f"r{n}") for n in range(3)))
         until(lambda: len(job.submitted) == 3)
-        turn = daemon.daemon.services.store._turns[""]
+        turn = daemon.daemon.services.store.turns[""]
         daemon.on_loop(turn.acquire())
         daemon.on_loop(job.release)
-        until(lambda: not job._sequences)
+        until(lambda: not job.sequences)
         client.batches.cancel(batch.id)
-        until(lambda: not daemon.daemon.services.batches._feeds)
+        until(lambda: not daemon.daemon.services.batches.feeds)
         daemon.on_loop(turn.release)
         batch = wait_batch(client, batch.id)
         assert sorted(lines_of(client, batch.error_file_id)) == ["r0", "r1", "r2"]

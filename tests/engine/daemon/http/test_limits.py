@@ -67,7 +67,7 @@ def usage(limits: KeyLimits, now: list[float]) -> Usage:
     clock = SimpleNamespace(now=lambda: now[0], stamp=lambda: int(now[0]))
     store: Any = SimpleNamespace(clock=clock)
     usage = Usage(store, Observer(), lambda owner: limits)
-    usage._monotonic = lambda: now[0]
+    usage.monotonic = lambda: now[0]
     return usage
 
 
@@ -153,9 +153,9 @@ def test_what_the_store_did_not_take_is_written_later() -> None:
     used.add("a", Tokens(5, 0, 2), requests=2)
     with pytest.raises(OSError, match="full"):
         asyncio.run(used.flush())
-    assert used._unwritten == {("a", 5): (3, Tokens(6, 1, 3))}
+    assert used.unwritten == {("a", 5): (3, Tokens(6, 1, 3))}
     asyncio.run(used.flush())
-    assert not used._unwritten
+    assert not used.unwritten
     assert len(calls) == 2
 
 
@@ -307,7 +307,7 @@ def test_an_owner_with_many_batches_has_one_owners_turns(folder: Path, tmp_path:
         one = submit(daemon.client(bob), lines)
 
         def waits() -> bool:
-            return sum(map(len, daemon.daemon.dispatcher._rooms.values())) == 6
+            return sum(map(len, daemon.daemon.dispatcher.rooms.values())) == 6
 
         until(lambda: daemon.on_loop(waits))
         aboard = len(job.submitted)

@@ -174,7 +174,7 @@ def test_cancel_keeps_what_is_finished(daemon: Served, client: OpenAI) -> None:
 
 
 def test_a_batch_cancelled_while_its_file_is_checked_counts_its_lines(daemon: Served, client: OpenAI) -> None:
-    checking = daemon.daemon.services.batches._checking[""]
+    checking = daemon.daemon.services.batches.checking[""]
     daemon.on_loop(checking.acquire())
     try:
         batch = submit(client, b"".join(line(f"c-{i}") for i in range(5)))
@@ -250,7 +250,7 @@ def test_a_file_that_is_deleted_as_its_batch_is_created(daemon: Served, client: 
             asyncio.run_coroutine_threadsafe(store.write(hold_up), daemon.loop)
             assert busy.wait(HANG_S)
             calls: list[Future[Any]] = [threads.submit(create), threads.submit(client.files.delete, file.id)]
-            until(lambda: store._queue.qsize() == len(calls))
+            until(lambda: store.writes.qsize() == len(calls))
         finally:
             go_on.set()
         created, deleted = (call.exception() for call in calls)

@@ -158,7 +158,7 @@ def test_probes_need_no_key_and_tell_nothing_secret(folder: Path, tmp_path: Path
     keys = tmp_path / "keys.json"
     alice, prometheus = add_key(keys, "alice")[1], add_key(keys, "prometheus", "metrics")[1]
     with served(deployment(tmp_path, api_key_file=str(keys)), folder, keys=keys, probes=True) as daemon:
-        daemon.on_loop(lambda: daemon.jobs[0]._to("suspect", "rank 1 on node-b is silent"))
+        daemon.on_loop(lambda: daemon.jobs[0].report_state("suspect", "rank 1 on node-b is silent"))
         for port in (daemon.port, daemon.probe_port):
             assert get(daemon, "/health", port=port) == (200, '{"status":"alive"}')
             assert get(daemon, "/ready", port=port) == (503, '{"status":"not_ready"}')

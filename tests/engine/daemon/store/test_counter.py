@@ -192,7 +192,7 @@ def test_the_log_stays_the_same_file_through_checkpoints_and_new_connections(tmp
         await store.write(lambda rows: records.add_batch(rows, batch()))
         for n in range(1200):  # several checkpoints
             await put(store, result(n))
-        store._connect().close()
+        store.connect().close()
         for mode in ("PASSIVE", "FULL", "RESTART"):
             await store.write(lambda rows: rows.db.execute("SELECT 1").fetchall())
             other = sqlite3.connect(store.folder / "store.db")

@@ -171,7 +171,7 @@ def test_a_takeover_in_the_middle_of_a_check_fences(
         await begin(store)
         export, other = store.export, list[Store]()
         assert export is not None
-        loop, check_claim, failed = asyncio.get_running_loop(), export._check_claim, asyncio.Event()
+        loop, check_claim, failed = asyncio.get_running_loop(), export.check_claim, asyncio.Event()
         store.on_change = failed.set
 
         async def take_over() -> None:
@@ -180,10 +180,10 @@ def test_a_takeover_in_the_middle_of_a_check_fences(
 
         def late(names: Any) -> None:
             check_claim(names)
-            monkeypatch.setattr(export, "_check_claim", check_claim)
+            monkeypatch.setattr(export, "check_claim", check_claim)
             asyncio.run_coroutine_threadsafe(take_over(), loop).result(HANG_S)
 
-        monkeypatch.setattr(export, "_check_claim", late)
+        monkeypatch.setattr(export, "check_claim", late)
         if idle:
             await asyncio.wait_for(failed.wait(), HANG_S)
         with pytest.raises(StoreFenced, match="taken over"):
