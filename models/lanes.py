@@ -124,7 +124,7 @@ class LaneModel(LlamaModel):
         """[k, T, D] -> each lane's own output; the heads of all lanes attend in one call."""
         if self._attention is None:
             raise RuntimeError("attention outside of forward")
-        part, shard, x = self._layers[layer], self.shard, residual.whole()
+        part, shard, x = self.layer_products[layer], self.shard, residual.whole()
         qkv = part.qkv(x)
         if shard.num_lanes == 1:
             heads = qkv[0]
@@ -134,7 +134,7 @@ class LaneModel(LlamaModel):
         return part.o(out.view(x.shape[1], shard.num_lanes, -1).transpose(0, 1))
 
     def mlp(self, layer: int, residual: Any) -> Tensor:
-        part = self._layers[layer]
+        part = self.layer_products[layer]
         assert part.gate_up is not None
         assert part.down is not None
         return part.down(part.gate_up(residual.whole()))

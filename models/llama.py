@@ -132,7 +132,7 @@ class LlamaModel(nn.Module):
             self._declare_parameters(make_layers(dense, dtype, device), make_layers(group, dtype, device))
         self.to_empty(device=device)
         self.rotary = RotaryTable(config.rope, config.rope.rotated or config.head_dim, positions, device)
-        self._layers: dict[int, LayerProducts] = {}
+        self.layer_products: dict[int, LayerProducts] = {}
         self._head: Product | None = None
         self._attention: AttentionBackend | None = None
         self._at_once = False
@@ -197,7 +197,7 @@ class LlamaModel(nn.Module):
 
     @property
     def order(self) -> list[int]:
-        return list(self._layers)
+        return list(self.layer_products)
 
     def _repacked(self) -> set[str]:
         """Names of the parameters of which the operators hold a repacked copy."""
@@ -214,7 +214,7 @@ class LlamaModel(nn.Module):
         number = module.removeprefix("layers.")
         if number.isdecimal():
             layer = self.layers[int(number)]
-            self._layers[int(number)] = self._prepared(layer, f"{module}.down")
+            self.layer_products[int(number)] = self._prepared(layer, f"{module}.down")
 
     def _prepare_head(self) -> None:
         if not self.shard.samples:
@@ -398,11 +398,11 @@ class LlamaModel(nn.Module):
     # The sub-blocks, as models/residual.py wires them: residual [T, D] -> partial sum [T, D].
 
     def attention(self, layer: int, residual: Tensor) -> Tensor:
-        part = self._layers[layer]
+        part = self.layer_products[layer]
         return self._scaled(part.o(self._heads(layer, part, residual)))
 
     def mlp(self, layer: int, residual: Tensor) -> Tensor:
-        part = self._layers[layer]
+        part = self.layer_products[layer]
         if part.gate_up is None:
             return self._experts(layer, residual)
         assert part.down is not None
@@ -412,7 +412,7 @@ class LlamaModel(nn.Module):
         return self._experts(layer, residual)
 
     def _experts(self, layer: int, residual: Tensor) -> Tensor:
-        mixture = self._layers[layer].mixture
+        mixture = self.layer_products[layer].mixture
         assert mixture is not None
         return self._scaled(mixture(residual, partial(self._note, layer)))
 
@@ -449,7 +449,7 @@ class LlamaModel(nn.Module):
     def attention_and_mlp(self, layer: int, residual: Tensor) -> Tensor:
         if self.tree is None:
             return self.attention(layer, residual) + self.mlp(layer, residual)
-        part = self._layers[layer]
+        part = self.layer_products[layer]
         assert part.gate_up is not None
         inputs = self._heads(layer, part, residual), part.gate_up(residual)
         return part.o(torch.cat([x.view(len(x), self.tree.leaves, -1) for x in inputs], -1).flatten(1))

@@ -83,7 +83,7 @@ async def prepare_line(
 
 
 def unpacked(rest: dict[str, Any]) -> Body:
-    """The Body that a worker has checked, from `_packed`."""
+    """The Body that a worker has checked, from `packed`."""
     values = {name: _tuples(value) for name, value in rest.items()}
     params = {name: _tuples(value) for name, value in rest["params"].items()}
     return Body(**{**values, "params": SamplingParams(**params)})

@@ -40,7 +40,7 @@ def validate(spec: str) -> None:
     """Raises ValueError with the library's reason if a grammar is too long or cannot be used."""
     if len(spec) > MAX_SPEC:
         raise ValueError(f"a grammar of {len(spec)} characters: at most {MAX_SPEC} are allowed")
-    message = _library().LLMatcher.validate_grammar(_with_options(spec, MAX_WHITESPACE), None, limits=_limits())
+    message = library().LLMatcher.validate_grammar(_with_options(spec, MAX_WHITESPACE), None, limits=_limits())
     if message and not message.startswith("WARNING"):
         raise ValueError(f"the grammar cannot be used: {_brief(message)}")
 
@@ -60,7 +60,7 @@ def _with_options(spec: str, most: int) -> str:
     return json.dumps(tree)
 
 
-def _library() -> Any:
+def library() -> Any:
     if llguidance is None:
         raise ValueError("structured output needs the llguidance library: install laddertron[grammar]")
     return llguidance
@@ -69,7 +69,7 @@ def _library() -> Any:
 def _limits() -> Any:
     # A fifth of the library's own limit: a nested repetition may cost a step some 50 ms, not a second and 300 MB.
     # Half of its items a row, whose square an ambiguous grammar costs: some 15 ms a step, not 60 for hundreds of steps.
-    return _library().LLParserLimits(verbose_errors=False, initial_lexer_fuel=200_000, max_items_in_row=1000)
+    return library().LLParserLimits(verbose_errors=False, initial_lexer_fuel=200_000, max_items_in_row=1000)
 
 
 def _brief(message: str) -> str:
@@ -80,17 +80,17 @@ class _Blanks:
     """A tokenizer's white-space tokens, and the most characters of them in a row."""
 
     def __init__(self, tokenizer: Any, most: int) -> None:
-        self.most, self._tokenizer = most, tokenizer
+        self.most, self.tokenizer = most, tokenizer
 
     @cached_property
     def ids(self) -> npt.NDArray[np.bool_]:
         """Mask of tokens that consist of white space, [vocabulary]."""
-        count = self._tokenizer.vocab_size
-        return np.array([self._tokenizer.decode_bytes([token]).isspace() for token in range(count)])
+        count = self.tokenizer.vocab_size
+        return np.array([self.tokenizer.decode_bytes([token]).isspace() for token in range(count)])
 
     def run(self, before: int, token: int) -> int:
         """Characters of white space at the end, after one more token."""
-        text = self._tokenizer.decode_bytes([token])
+        text = self.tokenizer.decode_bytes([token])
         return len(text) - len(text.rstrip()) + (before if text.isspace() else 0)
 
 
@@ -153,7 +153,7 @@ class GrammarState:
         return _brief(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
-class _Prototype(NamedTuple):
+class Prototype(NamedTuple):
     """A grammar's matcher in its initial state, and the seconds to make it."""
 
     matcher: Any
@@ -211,10 +211,10 @@ class GrammarSlots(Grammars):
         options: dict[str, Any] = {"n_vocab": vocab_size}
         if eos_token_ids:
             options["eos_token"] = list(eos_token_ids)
-        self._tokenizer = _library().LLTokenizer(str(tokenizer_folder / "tokenizer.json"), **options)
-        self._blanks = _Blanks(self._tokenizer, max_whitespace)
+        self.tokenizer = library().LLTokenizer(str(tokenizer_folder / "tokenizer.json"), **options)
+        self._blanks = _Blanks(self.tokenizer, max_whitespace)
         self._slots: dict[int, GrammarState] = {}
-        self._prototypes: OrderedDict[str, _Prototype] = OrderedDict()
+        self._prototypes: OrderedDict[str, Prototype] = OrderedDict()
 
     def check(self, spec: str) -> None:
         """Checks a client's grammar: `validate`, then a trial of _TRIAL_IDS ids, which detects grammars that allow no
@@ -222,7 +222,7 @@ class GrammarSlots(Grammars):
         if spec in self._prototypes:
             return
         validate(spec)
-        everything, at = range(self._tokenizer.vocab_size), -1
+        everything, at = range(self.tokenizer.vocab_size), -1
         try:
             self.admit(at, spec, ())
             if (seconds := self._prototypes[spec].seconds) > COMPILE_SECONDS:
@@ -255,10 +255,10 @@ class GrammarSlots(Grammars):
         for token in output:
             state.advance(token)
 
-    def _compiled(self, spec: str) -> _Prototype:
+    def _compiled(self, spec: str) -> Prototype:
         began = time.thread_time()
-        matcher = _library().LLMatcher(self._tokenizer, self._options(spec), log_level=0, limits=_limits())
-        return _Prototype(matcher, time.thread_time() - began)
+        matcher = library().LLMatcher(self.tokenizer, self._options(spec), log_level=0, limits=_limits())
+        return Prototype(matcher, time.thread_time() - began)
 
     def _options(self, spec: str) -> str:
         try:

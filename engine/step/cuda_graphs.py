@@ -171,7 +171,7 @@ class DecodeGraphs:
         ids. reserved: bytes kept free for the graphs. say: called with log lines."""
         self.sizes = tuple(sorted(sizes))
         self._model, self._recorder, self._scratch, self._say = model, recorder, scratch_block, say
-        self._latest, self._reserved = latest, reserved
+        self._latest, self.reserved = latest, reserved
         self._attention = attention.captured(self.sizes, most_blocks)
         device, most = model.rotary.cos.device, self.sizes[-1]
         # Token ids, positions, blocks and offsets of a step are contiguous: one copy.
@@ -198,14 +198,15 @@ class DecodeGraphs:
         self._model.boundary = crossing
         used_bytes, took = self._recorder.memory() - before, time.monotonic() - began
         sizes = ", ".join(map(str, self.sizes))
-        self._say(f"CUDA graphs: decode steps of {sizes} sequences, recorded in {took:.1f} s, {self._room(used_bytes)}")
+        room = self.room_text(used_bytes)
+        self._say(f"CUDA graphs: decode steps of {sizes} sequences, recorded in {took:.1f} s, {room}")
 
-    def _room(self, used_bytes: int) -> str:
+    def room_text(self, used_bytes: int) -> str:
         words = f"{used_bytes >> 20} MiB"
-        if self._reserved is None:
+        if self.reserved is None:
             return words
-        words += f" of the {self._reserved >> 20} kept free for them"
-        return words if used_bytes <= self._reserved else f"{words}: too few; lower engine.gpu_memory_utilization"
+        words += f" of the {self.reserved >> 20} kept free for them"
+        return words if used_bytes <= self.reserved else f"{words}: too few; lower engine.gpu_memory_utilization"
 
     def drop(self) -> None:
         """Waits for the device and frees the recordings."""

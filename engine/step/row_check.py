@@ -133,7 +133,7 @@ class RowCheck:
             params = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
             admitted.append(NewSequence(one.slot, 0, len(tokens), tokens, params))
             blocks.append((one.slot, tuple(range(one.slot * self._most, (one.slot + 1) * self._most))[::-1]))
-        self.runner._apply(Batch(self._step, tuple(range(self._slots)), tuple(admitted), tuple(blocks), (), ()))
+        self.runner.apply_changes(Batch(self._step, tuple(range(self._slots)), tuple(admitted), tuple(blocks), (), ()))
 
     def _reference(self, sequence: int) -> None:
         if sequence not in self._alone:

@@ -75,7 +75,7 @@ class Runner:
         self._draft_model, self._drain = draft_model, drain
         self.warmed_up(None, None)
         self._second: AttentionBackend | None = None
-        self._pending_step: PendingStep | None = None
+        self.pending_step: PendingStep | None = None
         # The position of each slot's id that is not on the host yet; -1 for none.
         self._due = np.full(max_slots, -1, np.int64)
         self._known_at = 0.0
@@ -85,7 +85,7 @@ class Runner:
 
     def warmed_up(self, timeouts: CollectiveTimeouts | None, graphs: DecodeGraphs | None) -> None:
         """Sets timeouts and graphs after warm-up: earlier steps compiled kernels, so their times are not used."""
-        self._timeouts, self._graphs = timeouts, graphs
+        self.timeouts, self._graphs = timeouts, graphs
 
     @property
     def graphed(self) -> bool:
@@ -96,7 +96,7 @@ class Runner:
         next `run` passes it to its `ahead`, or `wait_result` returns it. ahead is called once while this step is in
         flight, with the previous result if that was pending; host work in it overlaps with the step. Raises
         DesyncError if the ids of the latest known step differ between ranks."""
-        self._apply(batch)
+        self.apply_changes(batch)
         if not batch.chunks:
             pending = self.wait_result()
             if ahead is not None:
@@ -104,8 +104,8 @@ class Runner:
             self.sampler.flush()
             return StepResult(())
         began = time.monotonic()
-        if self._timeouts is not None:
-            self._timeouts.before(batch.num_tokens)
+        if self.timeouts is not None:
+            self.timeouts.before(batch.num_tokens)
         overlaps = self.sampler.latest is not None
         early = None if ahead is None or overlaps else partial(ahead, ())
         with torch.inference_mode():
@@ -132,7 +132,7 @@ class Runner:
         proposals: Iterable[tuple[int, list[int]]]
         if self._draft_model is not None:
             model = self._draft_model
-            proposals = model.propose(batch.chunks, requested, self.tokens, self.length, self._layout).items()
+            proposals = model.propose(batch.chunks, requested, self.tokens, self.length, self.layout_of).items()
         if not (last or self._speculated):
             return None
         if self._draft_model is None:
@@ -163,8 +163,8 @@ class Runner:
     def _observe(self, batch: Batch, began: float) -> None:
         """Records a finished step: its time counts from its start, or from the end of the previous step if later."""
         now = time.monotonic()
-        if self._timeouts is not None:
-            self._timeouts.after(batch.num_tokens, now - max(began, self._known_at))
+        if self.timeouts is not None:
+            self.timeouts.after(batch.num_tokens, now - max(began, self._known_at))
         self._known_at = now
 
     def _forward(self, chunks: list[Chunk], during_collective: Callable[[], None] | None, split: int = 0) -> Tensor:
@@ -173,7 +173,7 @@ class Runner:
         if graphs is None or chunks[-1].count != 1 or not graphs.fits(len(chunks)):
             parts = zip(streams(chunks, split) if split else [chunks], self._attentions(), strict=False)
             return self.model.forward_streams([self._stream(*part) for part in parts], during_collective)
-        layout, tokens, rows = self._layout(chunks, _HOST)
+        layout, tokens, rows = self.layout_of(chunks, _HOST)
         logits = graphs.run(layout, tokens)
         if during_collective is not None:
             during_collective()  # the whole step is queued on the device
@@ -188,19 +188,19 @@ class Runner:
         yield self._second
 
     def _stream(self, chunks: list[Chunk], attention: AttentionBackend) -> StepPart:
-        layout, tokens, rows = self._layout(chunks)
-        if self._pending_step is not None and self.sampler.latest is not None:
+        layout, tokens, rows = self.layout_of(chunks)
+        if self.pending_step is not None and self.sampler.latest is not None:
             tokens = feed(tokens, self.sampler.latest)
         return StepPart(tokens, layout, attention, rows)
 
-    def _apply(self, batch: Batch) -> None:
+    def apply_changes(self, batch: Batch) -> None:
         for slot in batch.released:
             self.sampler.release(slot)
             if slot in self._unseen:
                 self._unseen.remove(slot)
                 self._zero_unchecked(slot)
-            if self._due[slot] >= 0 and self._pending_step is not None:
-                self._pending_step.blocks += self.blocks[slot, : self.num_blocks[slot]].tolist()
+            if self._due[slot] >= 0 and self.pending_step is not None:
+                self.pending_step.blocks += self.blocks[slot, : self.num_blocks[slot]].tolist()
                 self._due[slot] = -1
             self.length[slot] = self.num_blocks[slot] = 0
         for sequence in batch.admitted:
@@ -218,7 +218,7 @@ class Runner:
         if self._draft_model is not None:
             self._draft_model.apply(batch)
 
-    def _layout(self, chunks: list[Chunk], device: torch.device | None = None) -> tuple[StepLayout, Tensor, Tensor]:
+    def layout_of(self, chunks: list[Chunk], device: torch.device | None = None) -> tuple[StepLayout, Tensor, Tensor]:
         """The step's layout, its token ids [T] (placeholders for `feed` if an id is only on the device), and the rows
         [R] whose logits are needed; on the model's device unless `device` is given."""
 
@@ -237,7 +237,7 @@ class Runner:
             first = np.repeat(np.cumsum(counts) - counts, counts)
             positions = np.arange(len(slot_of)) - first + np.repeat(starts, counts)
         tokens = self.tokens[slot_of, positions]
-        if self._pending_step is not None:
+        if self.pending_step is not None:
             tokens = np.where(self._due[slot_of] == positions, fed_by(slot_of), tokens)
         most = -(-int(ends.max()) // self.size)
         query_start = [0, *np.cumsum(counts).tolist()]
@@ -267,7 +267,7 @@ class Runner:
             return False
         at = self._lengthen(slots)
         self._due[slots] = at
-        self._pending_step = PendingStep(batch, slots, at, began)
+        self.pending_step = PendingStep(batch, slots, at, began)
         return True
 
     def _sampled(self, chunks: Sequence[Chunk]) -> list[int]:
@@ -285,7 +285,7 @@ class Runner:
         return at
 
     def _settle(self) -> StepResult | None:
-        pending, self._pending_step = self._pending_step, None
+        pending, self.pending_step = self.pending_step, None
         if pending is None:
             return None
         drawn = self.sampler.finish()

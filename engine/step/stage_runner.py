@@ -47,7 +47,7 @@ class StageRunner(Runner):
             self._due[slot] = -1
             for step in self._in_flight:
                 step.released.add(slot)
-        self._apply(batch)
+        self.apply_changes(batch)
         began = time.monotonic()
         if self._pipeline.first:
             return self._run_first(batch, ahead, began)
@@ -90,9 +90,9 @@ class StageRunner(Runner):
         return decode_result(self._pipeline.receive_back())
 
     def _run_chunks(self, batch: Batch, during_collective: Any = None) -> StepResult:
-        if self._timeouts is not None:
+        if self.timeouts is not None:
             self._sizes.append(batch.num_tokens)
-            self._timeouts.before(max(self._sizes))
+            self.timeouts.before(max(self._sizes))
         chunks = in_order(batch.chunks)
         out = self._forward(chunks, during_collective, batch.split)
         if self._pipeline.last:

@@ -182,27 +182,27 @@ class TextPool:
         module: str = f"{__package__}.worker",
         files: Mapping[str, str] | None = None,
     ) -> None:
-        self._folder, self._limits, self._module, self._files = folder, limits, module, files
+        self._folder, self._limits, self._module, self.checked_files = folder, limits, module, files
         self.chat = ChatSupport()
         """What the first worker found out about the chat template."""
-        self._waiting = _Queues()
+        self.waiting = _Queues()
         self._large = 0
         self._arrived = asyncio.Event()
-        self._slots = [_Slot() for _ in range(limits.workers)]
+        self.slots = [_Slot() for _ in range(limits.workers)]
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> TextPool:
         """Starts the workers. Raises TextError if the first one cannot read the checkpoint, or exits repeatedly."""
         for attempt in range(1, _MAX_FAILED_STARTS + 1):
             try:
-                self._slots[0].runs(await self._spawn())
+                self.slots[0].runs(await self._spawn())
                 self._report()
                 break
             except (WorkerDied, OSError) as error:
                 if attempt == _MAX_FAILED_STARTS:
                     message = f"a text worker for {self._folder} failed to start {attempt} times: {error}"
                     raise TextError(message) from error
-        self._tasks = [asyncio.create_task(self._serve(slot)) for slot in self._slots]
+        self._tasks = [asyncio.create_task(self._serve(slot)) for slot in self.slots]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -220,7 +220,7 @@ class TextPool:
     @property
     def failure(self) -> str:
         """Why no worker runs; "" while one does, or is only being replaced."""
-        reasons = [slot.reason for slot in self._slots]
+        reasons = [slot.reason for slot in self.slots]
         return f"no text worker runs: {reasons[0]}" if all(reasons) else ""
 
     async def ask(self, item: _Item) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class TextPool:
             raise PromptError(message, "prompt_too_costly")
         if self.failure and self._out_of_patience(item):
             raise TextUnavailable(self.failure)
-        self._waiting.put(item)
+        self.waiting.put(item)
         self._arrived.set()
         return await item.future
 
@@ -296,7 +296,7 @@ class TextPool:
                 return []
             self._arrived.clear()
             await self._arrived.wait()
-        share = max(1, min(_BATCH_ITEMS, -(-(self._waiting.count + 1) // self._limits.workers)))
+        share = max(1, min(_BATCH_ITEMS, -(-(self.waiting.count + 1) // self._limits.workers)))
         items, size = [first], first.size
         while not first.large and len(items) < share and size < _BATCH_BYTES:
             item = self._next(small=True)
@@ -308,7 +308,7 @@ class TextPool:
 
     def _next(self, small: bool) -> _Item | None:
         """The next item whose caller still waits."""
-        while (item := self._waiting.next(small)) is not None and item.future.done():
+        while (item := self.waiting.next(small)) is not None and item.future.done():
             pass
         return item
 
@@ -341,14 +341,14 @@ class TextPool:
     def _again(self, items: list[_Item]) -> None:
         for item in reversed(items):
             if not item.future.done():
-                self._waiting.put(item, first=True)
+                self.waiting.put(item, first=True)
         self._arrived.set()
 
     def _out_of_patience(self, item: _Item) -> bool:
-        return item.patience_s <= time.monotonic() - max(slot.since for slot in self._slots)
+        return item.patience_s <= time.monotonic() - max(slot.since for slot in self.slots)
 
     def _give_up(self, condition: Callable[[_Item], bool], why: str) -> None:
-        for item in self._waiting.drop(condition):
+        for item in self.waiting.drop(condition):
             if not item.future.done():
                 item.future.set_exception(TextUnavailable(why))
 
@@ -383,8 +383,8 @@ class TextPool:
         """Compares what a worker read with what this process and the other workers read. Raises TextError."""
         if files is None:
             raise TextError("the text worker did not report which files it read")
-        self._files = files if self._files is None else self._files
-        if changed := changed_files(self._files, files):
+        self.checked_files = files if self.checked_files is None else self.checked_files
+        if changed := changed_files(self.checked_files, files):
             raise TextError(f"{self._folder / changed[0]} changed since this process read it: {RESTORE}")
 
 

@@ -89,8 +89,8 @@ class ControlServer:
         self._host, self._ports = host, ports
         self._server: asyncio.Server | None = None
         self._unproven: dict[_Peer, None] = {}
-        self._ranks: dict[int, _Peer] = {}
-        self._pulses: dict[int, _Peer] = {}
+        self.peers: dict[int, _Peer] = {}
+        self.pulses: dict[int, _Peer] = {}
         self._greeted: dict[int, str] = {}
         self._doors: dict[int, str] = {}
         self._ticker: asyncio.TimerHandle | None = None
@@ -103,7 +103,7 @@ class ControlServer:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Peer(self), sock=listen(self._host, self._ports))
         loop.set_exception_handler(self._failed)
-        self._tick()
+        self.tick()
         port = self._server.sockets[0].getsockname()[1]
         return f"[{self._host}]:{port}" if ":" in self._host else f"{self._host}:{port}"
 
@@ -118,20 +118,20 @@ class ControlServer:
 
     @property
     def connected(self) -> frozenset[int]:
-        return frozenset(self._ranks)
+        return frozenset(self.peers)
 
     @property
     def _peers(self) -> list[_Peer]:
-        return [*self._ranks.values(), *self._pulses.values(), *self._unproven]
+        return [*self.peers.values(), *self.pulses.values(), *self._unproven]
 
     def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
         """Sends to one rank, or to all. Skips ranks that are not connected (their end was or will be reported), and
         sends no Ping and Dump to quiet ones."""
-        peers = list(self._ranks.values()) if rank is None else [p for p in [self._ranks.get(rank)] if p]
+        peers = list(self.peers.values()) if rank is None else [p for p in [self.peers.get(rank)] if p]
         if isinstance(message, messages.Ping | messages.Dump):
             peers = [peer for peer in peers if not peer.quiet]
         if isinstance(message, messages.Ping):
-            peers += [pulse for at, pulse in self._pulses.items() if self._ranks.get(at) in peers]
+            peers += [pulse for at, pulse in self.pulses.items() if self.peers.get(at) in peers]
         payload = messages.to_wire(message)
         for peer in peers:
             peer.send_payload(payload)
@@ -149,12 +149,12 @@ class ControlServer:
             timeout_s = max(0.0, last + self.welcome.silence_s + WATCHDOG_S - time.monotonic())
         try:
             async with asyncio.timeout(timeout_s):
-                while self._ranks:
+                while self.peers:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             pass
-        return frozenset(self._ranks)
+        return frozenset(self.peers)
 
     async def close(self) -> None:
         if self._ticker is not None:
@@ -165,8 +165,8 @@ class ControlServer:
             self._server.close()
             await self._server.wait_closed()
 
-    def _tick(self) -> None:
-        self._ticker = asyncio.get_running_loop().call_later(PING_S, self._tick)
+    def tick(self) -> None:
+        self._ticker = asyncio.get_running_loop().call_later(PING_S, self.tick)
         self.send(messages.Ping())
 
     # what peers report
@@ -179,7 +179,7 @@ class ControlServer:
         self._unproven[peer] = None
 
     def peer_proved(self, peer: _Peer, rank: int, pulse: bool) -> None:
-        peers = self._pulses if pulse else self._ranks
+        peers = self.pulses if pulse else self.peers
         if not 0 <= rank < self.welcome.peers:
             raise FrameError(f"rank {rank} is not one of {self.welcome.peers}")
         if rank in peers:
@@ -198,18 +198,18 @@ class ControlServer:
             self.send(messages.Doors(tuple(self._doors[at] for at in sorted(self._doors))))
 
     def pulse_heard(self, rank: int) -> None:
-        if (peer := self._ranks.get(rank)) is not None:
+        if (peer := self.peers.get(rank)) is not None:
             peer.heard()
             self.handler.on_message(rank, messages.Pulse())
 
     def peer_went(self, peer: _Peer, rank: int | None, reason: str) -> None:
         self._unproven.pop(peer, None)
-        if rank is not None and self._pulses.get(rank) is peer:
-            del self._pulses[rank]
-            if reason == UNREACHABLE and rank in self._ranks:
+        if rank is not None and self.pulses.get(rank) is peer:
+            del self.pulses[rank]
+            if reason == UNREACHABLE and rank in self.peers:
                 self.handler.on_gone(rank, reason)
             return
-        if rank is None or self._ranks.get(rank) is not peer:
+        if rank is None or self.peers.get(rank) is not peer:
             self._refused += 1  # strangers must not fill the log either
             # a caller that only looks whether the port is open, as hosts of missing ranks do, is no stranger
             level = logging.WARNING if peer.spoke and self._refused <= LOGGED_REFUSALS else logging.DEBUG
@@ -217,7 +217,7 @@ class ControlServer:
                 level, "control channel: refused %s (number %d): %s", peer.where, self._refused, reason or "it left"
             )
             return
-        del self._ranks[rank]
+        del self.peers[rank]
         self._changed.set()
         self.handler.on_gone(rank, reason)
 
@@ -233,7 +233,7 @@ class _Peer(asyncio.Protocol):
         self._greeted = self._pulse = False
         self._reason = ""
         self._ended = self._sent_all = self.spoke = False
-        self._heard_at = self.sent_at = time.monotonic()
+        self.heard_at = self.sent_at = time.monotonic()
         self.where = "?"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -248,10 +248,10 @@ class _Peer(asyncio.Protocol):
 
     @property
     def quiet(self) -> bool:
-        return time.monotonic() - self._heard_at > QUIET_S
+        return time.monotonic() - self.heard_at > QUIET_S
 
     def heard(self) -> None:
-        was_quiet, self._heard_at = self.quiet, time.monotonic()
+        was_quiet, self.heard_at = self.quiet, time.monotonic()
         if was_quiet and self._greeted:
             self.send_payload(messages.to_wire(messages.Ping()))
 
@@ -349,7 +349,7 @@ class ControlThread:
         self._handler = handler
         self._server = ControlServer(self, secret, welcome, host, ports=ports)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="control channel", daemon=True)
+        self.thread = threading.Thread(target=self._loop.run_forever, name="control channel", daemon=True)
         self._owner: asyncio.AbstractEventLoop
         self._news: deque[Callable[[], None]] = deque()
         self.heard: dict[int, float] = {}
@@ -359,7 +359,7 @@ class ControlThread:
         """Returns the address as host:port. Raises OSError if it cannot listen there, or start its thread."""
         self._owner = asyncio.get_running_loop()
         try:
-            self._thread.start()
+            self.thread.start()
         except RuntimeError as error:
             raise OSError(errno.EAGAIN, str(error)) from error
         return await self._run(self._server.start())
@@ -376,13 +376,13 @@ class ControlThread:
         self._loop.call_soon_threadsafe(self._server.finish_sending)
 
     async def all_gone(self) -> frozenset[int]:
-        return await self._run(self._server.all_gone()) if self._thread.is_alive() else frozenset()
+        return await self._run(self._server.all_gone()) if self.thread.is_alive() else frozenset()
 
     async def close(self) -> None:
-        if self._thread.is_alive():
+        if self.thread.is_alive():
             await self._run(self._server.close())
             self._loop.call_soon_threadsafe(self._loop.stop)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self.thread.join)
         self._loop.close()
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -30,24 +30,24 @@ class DeviceMemory:
     def __init__(
         self, look: Look, most_s: float = 30.0, slack: int = SLACK_BYTES, before: dict[str, int] | None = None
     ) -> None:
-        self._look, self._most_s, self._slack = look, most_s, slack
+        self.read_used, self.most_s, self._slack = look, most_s, slack
         self._before = {} if before is None else before
         for name, used in look().items():
             self._before.setdefault(name, used)
 
     async def free(self) -> None:
         """Waits until the memory is free. After `most_s` seconds raises RuntimeError, which names devices and bytes."""
-        deadline = time.monotonic() + self._most_s
+        deadline = time.monotonic() + self.most_s
         while busy := await asyncio.to_thread(self._held):  # starting the driver's library may take a second
             if time.monotonic() >= deadline:
                 raise RuntimeError(
-                    f"{', '.join(busy)} after {self._most_s:g} s, with all ranks gone: another process has it, or the "
+                    f"{', '.join(busy)} after {self.most_s:g} s, with all ranks gone: another process has it, or the "
                     "driver keeps it (nvidia-smi shows which)"
                 )
             await asyncio.sleep(_LOOK_AGAIN_S)  # the driver has no event for it
 
     def _held(self) -> list[str]:
-        more = {name: used - self._before[name] for name, used in self._look().items() if name in self._before}
+        more = {name: used - self._before[name] for name, used in self.read_used().items() if name in self._before}
         return [f"{name} still holds {extra / 2**30:.1f} GiB" for name, extra in more.items() if extra > self._slack]
 
 

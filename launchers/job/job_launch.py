@@ -336,10 +336,10 @@ class Launch:
             *lines, rest = (rest + data).split(b"\n")
             rest = rest[-_LINE_LIMIT:]
             for line in lines:
-                self._take_line(line)
-        self._take_line(rest)
+                self.take_line(line)
+        self.take_line(rest)
 
-    def _take_line(self, line: bytes) -> None:
+    def take_line(self, line: bytes) -> None:
         text = line[:_LINE_LIMIT].decode(errors="replace").rstrip()
         if text.strip("-= "):  # skip the rules around mpirun's messages
             self._output.append((time.monotonic(), text))

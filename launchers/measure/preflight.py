@@ -106,7 +106,7 @@ class _Star(MpiBootstrap):
             return self.star_gather(payload)
 
 
-def _bootstrap(identity: Identity, watch: Watch) -> Bootstrap:
+def watched_bootstrap(identity: Identity, watch: Watch) -> Bootstrap:
     if identity.launcher == "torchrun":
         return bootstrap_of(identity, os.environ)  # its store's waits end by themselves
     # MPI's start can only be ended from outside Python. The launching process does so earlier.
@@ -132,7 +132,7 @@ def run_preflight(
 
     watch = Watch(limit_s, end)
     use_route(deployment, os.environ)
-    return _measure(deployment, identity, _bootstrap(identity, watch), watch)
+    return _measure(deployment, identity, watched_bootstrap(identity, watch), watch)
 
 
 def _measure(
@@ -189,7 +189,7 @@ def _measure(
             answer["sweep"] = [(p.strategy, p.nbytes, p.seconds) for p in points]  # the same on all of its group
         everyone = bootstrap.all_gather(json.dumps(answer).encode())
         if bootstrap.rank == 0:
-            outcome = _judge(deployment, world, fabric, shapes, backend, everyone)
+            outcome = judged_outcome(deployment, world, fabric, shapes, backend, everyone)
             carrier = line.carrier if line is not None else ""
             outcome = replace(outcome, carrier=carrier, versions=setups[0].versions)
             status = int(outcome.broken)
@@ -227,7 +227,7 @@ def test_ways(deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[str]
             raise UnlikeRanks("\n".join(faults))
 
 
-def _judge(
+def judged_outcome(
     deployment: Deployment,
     world: World,
     fabric: Fabric,

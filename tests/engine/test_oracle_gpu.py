@@ -81,7 +81,7 @@ def answered(rank: Rank, folder: Path, prompts: list[list[int]], **engine: Any) 
     d = engine_cases.deployment(str(folder), 1, **keys)
     built = build(d, rank.communicator, DEVICE)
     logits = engine_cases.forward_all(built, prompts).cpu()
-    built.runner._apply(Batch(len(prompts), (0,), (), (), (), ()))
+    built.runner.apply_changes(Batch(len(prompts), (0,), (), (), (), ()))
     requests = [engine_cases.request(i, prompt) for i, prompt in enumerate(prompts)]
     return built, logits, engine_cases.run_requests(rank, built, rank.communicator, requests)
 

@@ -115,7 +115,8 @@ def _answers(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """Every choice's ids with the digests behind them, and the scheduler's counters; nothing on other ranks."""
     runner = built.runner
-    runner._apply(Batch(0, tuple(range(len(runner.length)))))  # what was not released at the end of the run before
+    # what was not released at the end of the run before
+    runner.apply_changes(Batch(0, tuple(range(len(runner.length)))))
     if rank.rank != 0:
         follow(runner, communicator.plans, StepProgress())
         return {}, {}
@@ -166,7 +167,7 @@ def scores(rank: Rank, folder: str, dtype: str, seed: int, vocab: int) -> dict[s
 def plant(built: Built) -> None:
     """Layer 1's MLP is summed in another order from 7 rows on; of experts, what an expert adds has another last bit
     from 7 of its rows on."""
-    layers = built.runner.model._layers
+    layers = built.runner.model.layer_products
     if (mixture := layers[1].mixture) is not None:
         layers[1] = replace(layers[1], mixture=replace(mixture, experts=crowded(mixture.experts)))
         return

@@ -101,7 +101,7 @@ def generate(
         built = build_on(rank, d, communicator)
         if logits is not None:
             save_file({"logits": forward_all(built, prompts)}, Path(logits) / f"{rank.rank}.safetensors")
-            built.runner._apply(Batch(len(prompts), (0,), (), (), (), ()))
+            built.runner.apply_changes(Batch(len(prompts), (0,), (), (), (), ()))
         requests = [request(i, prompt, **(params or {})) for i, prompt in enumerate(prompts)]
         return run_requests(rank, built, communicator, requests)
     finally:
@@ -117,9 +117,9 @@ def forward_all(built: Built, prompts: list[list[int]]) -> torch.Tensor:
         needed = -(-(len(prompt) + 1) // runner.size)
         chunk = Chunk(0, 0, len(prompt), samples=False, prompt_logprobs=True)
         batch = Batch(step, (0,) if step else (), (sequence,), ((0, tuple(range(needed))),), (), (chunk,))
-        runner._apply(batch)
+        runner.apply_changes(batch)
         with torch.inference_mode():
-            layout, tokens, wanted = runner._layout([chunk])
+            layout, tokens, wanted = runner.layout_of([chunk])
             rows.append(runner.model.forward(tokens, layout, runner.attention, wanted))
     return torch.cat(rows)
 

@@ -142,7 +142,7 @@ def fall_silent(rank: Rank, folder: str, asked: list[dict[str, Any]], steps: int
     """Rank 1 runs some steps and then none. What ended rank 0, with its longest step and the timeout that it led to."""
     with rank.connect() as communicator:
         built = build_on(rank, deployment(folder, rank.size), communicator)
-        timeouts = built.runner._timeouts
+        timeouts = built.runner.timeouts
         assert timeouts is not None
         if rank.rank != 0:
             for _ in range(steps):

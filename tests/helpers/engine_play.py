@@ -175,13 +175,13 @@ def leave(rank: Rank, folder: str, overlapped: bool = False) -> str:
         built, _ = overlap(built, rank.communicator)
     if rank.rank != 0:
         follow(built.runner, rank.communicator.plans, StepProgress())
-        assert built.runner._pending_step is None
+        assert built.runner.pending_step is None
         return "ended"
     e = Engine(Scheduler(built.scheduler_limits), built.runner, rank.communicator.plans, StepProgress())
     e.add(Request("r", (5, 6, 7), SamplingParams(max_tokens=20, seed=0, temperature=0.0)))
     for _ in range(3):
         e.step()
-    assert (built.runner._pending_step is not None) == overlapped
+    assert (built.runner.pending_step is not None) == overlapped
     e.close()
-    assert built.runner._pending_step is None
+    assert built.runner.pending_step is None
     return "ended"

@@ -47,7 +47,7 @@ def answers(
         rows = {row.series: (row.value, sum(row.counts)) for row in counted.to_rows()}
         want = load_file(expected)["logits"].float()[:, shard.vocab.start : shard.vocab.stop]
         distance = (logits[:, : want.shape[1]] - want).abs().max().item() if want.shape[1] else 0.0
-        built.runner._apply(Batch(len(prompts), (0,), (), (), (), ()))
+        built.runner.apply_changes(Batch(len(prompts), (0,), (), (), (), ()))
         requests = [engine_cases.request(i, prompt) for i, prompt in enumerate(prompts)]
         tokens = engine_cases.run_requests(rank, built, communicator, requests)
         accounts = {(e.layer, e.link) for e in communicator.ledger.entries() if e.op == "all_reduce" and e.layer}
@@ -73,7 +73,7 @@ def planted(
         d = engine_cases.deployment(folder, size)
         d = replace(d, parallel=ParallelConfig(tensor_parallel_size=size, **parallel))
         built = engine_cases.build_on(rank, d, communicator)
-        mixture = built.runner.model._layers[0].mixture
+        mixture = built.runner.model.layer_products[0].mixture
         assert mixture is not None
         inner, count = mixture.product, iter(range(1 << 30))
 
@@ -121,9 +121,9 @@ def row_bits(
             blocks.append((slot, tuple(range(block, block + needed))))
             chunks.append(Chunk(slot, 0, len(prompt), samples=False, prompt_logprobs=True))
             block += needed
-        runner._apply(Batch(len(prompts), (0,), tuple(sequences), tuple(blocks), (), tuple(chunks)))
+        runner.apply_changes(Batch(len(prompts), (0,), tuple(sequences), tuple(blocks), (), tuple(chunks)))
         with torch.inference_mode():
-            layout, tokens, wanted = runner._layout(chunks)
+            layout, tokens, wanted = runner.layout_of(chunks)
             together = torch.split(runner.model.forward(tokens, layout, runner.attention, wanted), lengths)
         first, second = ([hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in each] for each in (alone, together))
         return first, second

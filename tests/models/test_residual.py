@@ -287,7 +287,7 @@ def order_of_products(rank: Rank, folder: str) -> list[str]:
         return call
 
     model.all_reduce = Recording()
-    for index, layer in model._layers.items():
+    for index, layer in model.layer_products.items():
         for name in ("qkv", "o", "gate_up", "down"):
             object.__setattr__(layer, name, noted(f"{name}{index}", getattr(layer, name)))
     engine_cases.forward_all(built, [[7]])

@@ -33,10 +33,10 @@ class StreamCollective:
     def __init__(self, issue: Callable[[Tensor], str | None], ledger: Ledger, strategy: str, link: str) -> None:
         self._issue, self._ledger, self._strategy, self._link = issue, ledger, strategy, link
         self.stream = _STREAM(priority=-1)
-        self._timings: deque[tuple[tuple[str, str], int, Any, Any, Any]] = deque(maxlen=_OPEN_TIMINGS)
+        self.timings: deque[tuple[tuple[str, str], int, Any, Any, Any]] = deque(maxlen=_OPEN_TIMINGS)
         self._sums: dict[tuple[str, str], list[float]] = {(strategy, ""): [0, 0, 0.0, 0.0]}
         self._settling = threading.Lock()  # the heartbeat's thread reads the accounts too
-        ledger.add_source(self._entries, lambda: ())
+        ledger.add_source(self.entries, lambda: ())
 
     def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
         timed = not torch.cuda.is_current_stream_capturing()
@@ -63,22 +63,22 @@ class StreamCollective:
         return Done(x)
 
     def _asked(self, account: tuple[str, str], size: int, ready: Any, asked: Any, done: Any) -> None:
-        if len(self._timings) == _OPEN_TIMINGS:
-            self._settle()
-        self._timings.append((account, size, ready, asked, done))
+        if len(self.timings) == _OPEN_TIMINGS:
+            self.settle()
+        self.timings.append((account, size, ready, asked, done))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         with self._settling:
-            while self._timings and self._timings[0][3].query() and self._timings[0][4].query():
-                account, size, ready, asked, done = self._timings.popleft()
+            while self.timings and self.timings[0][3].query() and self.timings[0][4].query():
+                account, size, ready, asked, done = self.timings.popleft()
                 sums = self._sums.setdefault(account, [0, 0, 0.0, 0.0])
                 sums[0] += 1
                 sums[1] += size
                 sums[2] += ready.elapsed_time(done) * 1e-3
                 sums[3] += max(0.0, asked.elapsed_time(done) * 1e-3)
 
-    def _entries(self) -> Iterable[Entry]:
-        self._settle()
+    def entries(self) -> Iterable[Entry]:
+        self.settle()
         return [
             Entry("all_reduce", strategy, self._link, int(count), int(size), flight, waited, layer)
             for (strategy, layer), (count, size, flight, waited) in dict(self._sums).items()

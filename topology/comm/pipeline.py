@@ -33,8 +33,8 @@ class Pipeline:
     def __init__(self, stage: int, stages: int, peers: Sequence[int], lines: Lines, ledger: Ledger) -> None:
         self.stage, self.stages = stage, stages
         self.boundary: Boundary
-        self._lines, self._ledger, self._peers = lines, ledger, peers
-        self._timeout_s = 60.0
+        self.lines, self._ledger, self._peers = lines, ledger, peers
+        self.timeout_s = 60.0
         self.close = lines.close
 
     @property
@@ -47,15 +47,15 @@ class Pipeline:
 
     def set_timeout(self, seconds: float) -> None:
         """Sets the timeout of receives from a step's timeout: a message may arrive after the steps of all stages."""
-        self._timeout_s = seconds * 2 * self.stages
+        self.timeout_s = seconds * 2 * self.stages
 
     def send_back(self, payload: bytes, line: int = RING) -> None:
         """Sends a payload from the last stage to this rank's peer in the first."""
-        self._lines.send(line, _LENGTH.pack(len(payload)) + payload)
+        self.lines.send(line, _LENGTH.pack(len(payload)) + payload)
 
     def arrived(self) -> bool:
         """On the first stage: true if `receive_back` can read without blocking."""
-        return self._lines.ready(RING)
+        return self.lines.ready(RING)
 
     def receive_back(self, line: int = RING) -> bytes:
         """Receives the next payload from the last stage. Raises like `take`."""
@@ -80,7 +80,7 @@ class Pipeline:
         stage = {NEXT: self.stage + 1, PREVIOUS: self.stage - 1}.get(line, self.stages - 1 if self.first else 0)
         name = f"{what} from stage {stage} (rank {self._peers[line]})"
         self._ledger.waiting = name
-        heard = self._lines.receive(line, into, time.monotonic() + self._timeout_s, name)
+        heard = self.lines.receive(line, into, time.monotonic() + self.timeout_s, name)
         self._ledger.waiting = ""
         return heard
 
@@ -93,7 +93,7 @@ class Pipeline:
             return int.from_bytes(data, "little")
 
         def tell(line: int, number: int) -> None:
-            self._lines.send(line, number.to_bytes(8, "little"))
+            self.lines.send(line, number.to_bytes(8, "little"))
 
         if self.first:
             tell(NEXT, value)
@@ -113,7 +113,7 @@ class SocketBoundary:
     def __init__(
         self, pipeline: Pipeline, lines: Lines, gathers: Gather, index: int, size: int, ledger: Ledger, link: str
     ) -> None:
-        self._pipeline, self._lines, self._gathers = pipeline, lines, gathers
+        self._pipeline, self.lines, self._gathers = pipeline, lines, gathers
         self._index, self._size, self._ledger, self._link = index, size, ledger, link
         self._sent = self._asked = self._received = 0
         self._due: dict[int, tuple[tuple[int, int], torch.dtype, bool]] = {}
@@ -124,7 +124,7 @@ class SocketBoundary:
         first, end = self._share(len(data), own)
         head = _HEAD.pack(_MAGIC, _DTYPES.index(x.dtype), self._sent, len(data), time.time_ns())
         self._sent += 1
-        self._lines.send(NEXT, head, data[first:end].data)
+        self.lines.send(NEXT, head, data[first:end].data)
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype, count: int, own: bool = False) -> list[Pending]:
         first, self._asked = self._asked, self._asked + count

@@ -77,7 +77,7 @@ class Relay:
     rail's from the thread that waits for the scatter, and a second one of the node (`gather`) from the other thread."""
 
     def __init__(self, levels: TwoLevel) -> None:
-        self._levels, self._across, self._back = levels, SerialExecutor(), SerialExecutor()
+        self._levels, self.across, self.back = levels, SerialExecutor(), SerialExecutor()
 
     def start(self, x: Tensor) -> Call:
         levels, crossing = self._levels, list[Any]()
@@ -93,12 +93,12 @@ class Relay:
             crossing[0].wait()
             levels.collect(flat, part)
 
-        crossed = self._across.submit(cross)
-        return self._back.submit(come_back)
+        crossed = self.across.submit(cross)
+        return self.back.submit(come_back)
 
     def close(self) -> None:
         """Ends both threads, unless a call hangs; always returns soon. Idempotent."""
-        end_all(self._across, self._back)
+        end_all(self.across, self.back)
 
 
 class SerialExecutor:
@@ -107,19 +107,19 @@ class SerialExecutor:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], None]) -> Call:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="laddertron-two-level", daemon=True)
-            self._thread.start()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name="laddertron-two-level", daemon=True)
+            self.thread.start()
         made = Call(call)
         self._calls.put(made)
         return made
 
     def end(self) -> threading.Thread | None:
         """Ends the thread after its submitted calls; returns it, or None if it was ended before."""
-        thread, self._thread = self._thread, None
+        thread, self.thread = self.thread, None
         if thread is not None:
             self._calls.put(None)
         return thread

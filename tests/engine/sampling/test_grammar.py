@@ -377,9 +377,9 @@ def test_a_grammar_that_takes_long_to_compile_is_refused_and_few_are_held(
         slots.check(spec(json={"type": "integer", "multipleOf": 500_009}))
     compiled: list[str] = []
 
-    def seconds_each(spec: str) -> grammar._Prototype:
+    def seconds_each(spec: str) -> grammar.Prototype:
         compiled.append(spec)
-        return grammar._Prototype(grammar._library().LLMatcher(slots._tokenizer, spec), 0.4)
+        return grammar.Prototype(grammar.library().LLMatcher(slots.tokenizer, spec), 0.4)
 
     monkeypatch.setattr(slots, "_compiled", seconds_each)
     words = [spec(choice=[f"word {i}"]) for i in range(12)]

@@ -280,11 +280,11 @@ def test_partial_results_have_the_room_that_the_library_takes() -> None:
 def test_what_graphs_hold_is_told_beside_what_was_kept() -> None:
     """Measured once they are recorded."""
     graphs = DecodeGraphs.__new__(DecodeGraphs)
-    graphs._reserved = 3 * GRAPH_BYTES
-    assert graphs._room(GRAPH_BYTES) == "32 MiB of the 96 kept free for them"
-    assert graphs._room(4 * GRAPH_BYTES).endswith("too few; lower engine.gpu_memory_utilization")
-    graphs._reserved = None
-    assert graphs._room(GRAPH_BYTES) == "32 MiB"
+    graphs.reserved = 3 * GRAPH_BYTES
+    assert graphs.room_text(GRAPH_BYTES) == "32 MiB of the 96 kept free for them"
+    assert graphs.room_text(4 * GRAPH_BYTES).endswith("too few; lower engine.gpu_memory_utilization")
+    graphs.reserved = None
+    assert graphs.room_text(GRAPH_BYTES) == "32 MiB"
 
 
 @pytest.mark.parametrize("least", [True, False])

@@ -84,8 +84,8 @@ def case_warmed_up(rank: Rank, folder: str, prompts: list[list[int]], warm: bool
         built = build.build(d, communicator, engine_cases.CPU, None, told.append)
         assert not built.runner.length.any()
         assert not built.runner.num_blocks.any()
-        assert built.runner._timeouts is not None
-        assert built.runner._timeouts.longest == {}
+        assert built.runner.timeouts is not None
+        assert built.runner.timeouts.longest == {}
         answers = run_requests(rank, built, communicator, [request(i, p, max_tokens=6) for i, p in enumerate(prompts)])
     return {"answers": answers, "log": log[:4], "told": told}
 

@@ -46,7 +46,7 @@ def in_pool(folder: Path, use: Callable[[TextPool], Awaitable[None]], **limits: 
 
     async def go() -> None:
         async with TextPool(folder, PoolLimits(**limits)) as pool, asyncio.timeout(HANG_S):
-            await until(lambda: all(slot.worker for slot in pool._slots))
+            await until(lambda: all(slot.worker for slot in pool.slots))
             await use(pool)
 
     asyncio.run(go())
@@ -130,7 +130,7 @@ def test_a_request_that_waits_as_the_last_start_fails_is_refused(tmp_path: Path)
 
     async def use(pool: TextPool) -> None:
         with no_processes(tmp_path):
-            for slot in pool._slots:
+            for slot in pool.slots:
                 assert slot.worker is not None
                 await slot.worker.kill()
             with pytest.raises(TextUnavailable, match="temporarily unavailable"):
@@ -214,14 +214,14 @@ def test_workers_killed_again_and_again_are_no_texts_fault(tmp_path: Path) -> No
 
     async def use(pool: TextPool) -> None:
         chat = asyncio.ensure_future(pool.of("").encode_chat([{"role": "user", "content": "x"}], ChatOptions()))
-        (slot,) = pool._slots
+        (slot,) = pool.slots
         for deaths in range(1, 5):
-            await until(lambda: slot.worker and not pool._waiting.count and cpu_of(slot.worker) > 20)
+            await until(lambda: slot.worker and not pool.waiting.count and cpu_of(slot.worker) > 20)
             worker = slot.worker
             assert worker is not None
             if deaths == 4:
                 config.write_text(json.dumps(quick))
-                pool._files = None  # else a changed folder is refused
+                pool.checked_files = None  # else a changed folder is refused
             os.kill(worker.pid, signal.SIGKILL)
             await worker.exit
             await until(lambda: slot.worker is not worker)  # noqa: B023

@@ -572,7 +572,7 @@ def test_a_quiet_rank_hears_nothing_until_it_speaks(monkeypatch: pytest.MonkeyPa
 
     async def story(channel: Channel) -> None:
         reader, writer, sealed = await prove(channel)
-        ticked, tick = asyncio.Event(), channel.server._tick
+        ticked, tick = asyncio.Event(), channel.server.tick
 
         def told() -> None:
             tick()
@@ -583,13 +583,13 @@ def test_a_quiet_rank_hears_nothing_until_it_speaks(monkeypatch: pytest.MonkeyPa
                 ticked.clear()
                 await ticked.wait()
 
-        monkeypatch.setattr(channel.server, "_tick", told)
+        monkeypatch.setattr(channel.server, "tick", told)
         writer.write(sealed.frame(to_wire(Hello(1, 1, "x", 1, 1, "", ""))))
         await channel.heard.until(lambda: channel.heard.of(Hello))
-        (peer,) = channel.server._ranks.values()
-        while peer.sent_at <= peer._heard_at:  # until it is pinged after its last word
+        (peer,) = channel.server.peers.values()
+        while peer.sent_at <= peer.heard_at:  # until it is pinged after its last word
             await ticks(1)
-        peer._heard_at -= FOR_EVER_S + 1.0
+        peer.heard_at -= FOR_EVER_S + 1.0
         assert peer.quiet
         last = peer.sent_at
         await ticks(30)
@@ -623,7 +623,7 @@ def test_a_rank_without_an_end_is_gone_once_it_must_have_ended_itself(monkeypatc
         await channel.heard.until(lambda: channel.heard.gone and len(channel.heard.messages) == 2)
         began = time.monotonic()
         channel.server.send(Submit(REQUEST), 1)
-        (peer,) = channel.server._ranks.values()
+        (peer,) = channel.server.peers.values()
         assert peer.sent_at >= began
         channel.server.finish_sending()
         peer.sent_at -= FOR_EVER_S - 0.5

@@ -108,7 +108,7 @@ def test_a_pulse_that_cannot_start_leaves_no_connection(monkeypatch: pytest.Monk
         before = set(os.listdir("/proc/self/fd"))
         asked = (channel.address, channel.secret, 0, 1, HANG_S, 1)
         assert await asyncio.to_thread(pulse.start_pulse, *asked) is None
-        await channel.heard.until(lambda: not channel.server._pulses)
+        await channel.heard.until(lambda: not channel.server.pulses)
         assert set(os.listdir("/proc/self/fd")) == before
         await asyncio.to_thread(client.close)
 

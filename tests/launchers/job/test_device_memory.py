@@ -129,7 +129,7 @@ def test_the_loop_goes_on_while_the_driver_is_asked() -> None:
 
     async def run() -> None:
         memory = DeviceMemory(lambda: first)
-        memory._look = slow
+        memory.read_used = slow
         asyncio.get_running_loop().call_soon(turned.set)
         await memory.free()
 
@@ -150,7 +150,7 @@ def test_serve_watches_the_gpus_that_its_ranks_use(monkeypatch: pytest.MonkeyPat
     first, second = free
     driver.used = [0, 0, 70 * GIB, 0]
     asyncio.run(first())
-    second.__self__._most_s = 0.0
+    second.__self__.most_s = 0.0
     with pytest.raises(RuntimeError, match=r"cuda:2 still holds 70.0 GiB"):
         asyncio.run(second())
     for none in specs(driver, monkeypatch, "engine.device=cpu"), specs(None, monkeypatch, "engine.device=auto"):

@@ -362,7 +362,7 @@ def test_a_lost_node_is_no_requests_doing() -> None:
             os.kill(await s.pid(1), signal.SIGKILL)
             await s.phase("restarting")
             assert s.job.state.culprit.rank == 1
-            launch._take_line(b"PRTE has lost communication with a remote daemon.")
+            launch.take_line(b"PRTE has lost communication with a remote daemon.")
             await s.phase("ready")
             assert (s.job.failures[0].kind, s.job.failures[0].culprit.rank) == ("launcher_exit", None)
             assert s.listener.lost[0][2] == 0

@@ -86,7 +86,7 @@ def test_other_ranks_are_judged_before_anything_else(
 ) -> None:
     """Even where the file also has another size of the job in it: what differs is named with rank and host, and nothing
     was connected."""
-    monkeypatch.setattr(preflight, "_bootstrap", lambda *_: Gathered(change))
+    monkeypatch.setattr(preflight, "watched_bootstrap", lambda *_: Gathered(change))
     monkeypatch.setattr(preflight, "connect", None)
     with pytest.raises(preflight.UnlikeRanks, match=r"^error: rank 1 on n1: ") as caught:
         preflight.run_preflight(deployment(4), SECOND)
@@ -97,7 +97,7 @@ def test_ranks_alike_and_too_few_each_say_so(
     monkeypatch: pytest.MonkeyPatch, exits: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One file on all, and it wants four: every rank says that with its host, and ends with 2."""
-    monkeypatch.setattr(preflight, "_bootstrap", lambda *_: Gathered(lambda said: {}))
+    monkeypatch.setattr(preflight, "watched_bootstrap", lambda *_: Gathered(lambda said: {}))
     with pytest.raises(IdentityError):
         preflight.run_preflight(deployment(4), SECOND)
     with pytest.raises(Exited, match="2"):
@@ -139,7 +139,7 @@ def test_the_tuning_is_the_slowest_groups() -> None:
         sweep = [("exchange", n, (1 + rank // 2) * (1e-5 + n * 1e-9)) for n in sizes]
         return json.dumps({"report": asdict(report), "links": [], **({} if rank % 2 else {"sweep": sweep})}).encode()
 
-    found = preflight._judge(
+    found = preflight.judged_outcome(
         deployment(), World(2).on("aabb"), fabric, shapes, "native", [said(rank) for rank in range(4)]
     )
     assert found.tuning is not None
@@ -203,7 +203,7 @@ def test_nccls_log_goes_with_a_rank_that_ends_itself(monkeypatch: pytest.MonkeyP
             assert ended.wait(HANG_S)
         return 1, None
 
-    monkeypatch.setattr(preflight, "_bootstrap", lambda identity, watch: None)
+    monkeypatch.setattr(preflight, "watched_bootstrap", lambda identity, watch: None)
     monkeypatch.setattr(preflight, "_measure", hangs)
     assert preflight.run_preflight(deployment(), SECOND, give_up) == (1, None)
     assert said == ["nothing came (allowed: 0 s)"]
@@ -223,7 +223,7 @@ def test_rank_0_speaks_before_those_that_wait_for_it(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(
             watch, "over", lambda words, limit, rank=rank: limits.update({rank: limit}) or nullcontext()
         )
-        star: Any = preflight._bootstrap(SECOND, watch)
+        star: Any = preflight.watched_bootstrap(SECOND, watch)
         star.rank = rank
         assert star.all_gather(b"x") == [b"x"]
     assert limits[1] == limits[2] == limits[0] + 10.0

@@ -18,8 +18,8 @@ NAPS: list[int] = []
 def main() -> None:
     kernels: Any = hold_kernel
     # Interpreted kernels are Python: the two that the interpreter has no instructions for are put in its place.
-    kernels._nanoseconds = lambda: next(READINGS)
-    kernels._nap = lambda: NAPS.append(1)
+    kernels.nanoseconds = lambda: next(READINGS)
+    kernels.nap = lambda: NAPS.append(1)
     for dtype, elements, programs, laps in (
         (torch.bfloat16, 100, 1, 1.0),
         (torch.float32, 70_000, 3, 1.75),

@@ -215,14 +215,14 @@ def test_nobody_waits_for_what_is_carried() -> None:
 def test_drafts_are_the_answers_of_freed_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that was answered before has its answer as drafts, right or wrong as asked; another one has none."""
     runner = SimpleNamespace(
-        tokens=np.arange(20, dtype=np.int32).reshape(2, 10), length=[6, 0], _apply=lambda batch: None
+        tokens=np.arange(20, dtype=np.int32).reshape(2, 10), length=[6, 0], apply_changes=lambda batch: None
     )
     monkeypatch.setattr(runners, "look_up", None)
     for right, drafts in ((1.0, [3, 4, 5]), (0.0, [4, 5, 6])):
         law_rank.give_drafts(runner, 2, right)
         look_up: Any = vars(runners)["look_up"]
         assert look_up(np.array([0, 1, 2], np.int32), 8) == []
-        runner._apply(Batch(step=1, released=(0,)))
+        runner.apply_changes(Batch(step=1, released=(0,)))
         assert look_up(np.array([0, 1, 2], np.int32), 8) == drafts
         assert look_up(np.array([0, 1, 2], np.int32), 1) == drafts[:1]
         assert look_up(np.array([0, 1, 9], np.int32), 8) == look_up(np.array([10, 11], np.int32), 8) == []

@@ -160,7 +160,7 @@ def test_held_multiprocessors_move_the_bytes_of_the_message(monkeypatch: pytest.
     assert [a[2:4] for a in args] == [(1024, 1792), (25_000, 43_750), (1024, 1792)]
     assert [(m["VECTOR"], m["TILE"], m["num_warps"]) for m in more] == [(8, 32768, 32), (4, 16384, 32), (8, 32768, 32)]
     assert args[0][1].data_ptr() != args[1][1].data_ptr()
-    assert [s.nbytes for s in collective._scratches] == [16384, 524288]
+    assert [s.nbytes for s in collective.scratches] == [16384, 524288]
 
 
 def test_a_gpu_must_keep_multiprocessors_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_messages_take_their_time_on_the_device_and_none_on_the_host(held: int) 
     assert 24.3 <= first.elapsed_time(last) * 1e3 / 20 <= 36.3
     assert torch.equal(x, before)
     (entry,) = ledger.entries()
-    assert (entry.count, entry.link) == (1, collective._emulation.label)
+    assert (entry.count, entry.link) == (1, collective.emulation.label)
 
 
 @pytest.mark.gpu

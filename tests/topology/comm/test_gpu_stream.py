@@ -33,12 +33,12 @@ def test_two_threads_may_settle_the_accounts_at_once(monkeypatch: pytest.MonkeyP
     over what the other took."""
     monkeypatch.setattr(gpu_stream, "_STREAM", lambda priority: None)
     collective = gpu_stream.StreamCollective(lambda x: None, Ledger(), "nccl", "node")
-    collective._timings.append((("nccl", ""), 8, Event(), Event(), Event(threading.Barrier(2))))
+    collective.timings.append((("nccl", ""), 8, Event(), Event(), Event(threading.Barrier(2))))
     faults: list[BaseException] = []
 
     def settle() -> Any:
         try:
-            return collective._settle()
+            return collective.settle()
         except BaseException as fault:
             faults.append(fault)
 
@@ -48,5 +48,5 @@ def test_two_threads_may_settle_the_accounts_at_once(monkeypatch: pytest.MonkeyP
     for reader in readers:
         reader.join(HANG_S)
     assert not faults
-    (entry,) = collective._entries()
+    (entry,) = collective.entries()
     assert (entry.count, entry.bytes) == (1, 8)

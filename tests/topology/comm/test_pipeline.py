@@ -57,7 +57,7 @@ def test_rows_arrive_in_order_whoever_asks_first(dtype: torch.dtype) -> None:
     (entry,) = [e for e in ledger.entries() if e.op == "boundary"]
     assert (entry.count, entry.bytes) == (4, sum(x.nbytes for x in sent))
     pipeline.close()
-    sender._lines.close()
+    sender.lines.close()
 
 
 def test_idling_for_a_stage_is_not_waiting_for_the_link() -> None:
@@ -87,7 +87,7 @@ def test_other_rows_than_were_due_are_refused() -> None:
 def test_a_stage_that_is_late_or_gone_is_named() -> None:
     """With what was waited for, and its place stands in the ledger for whoever asks meanwhile."""
     (first, _, _), (second, receiver, ledger) = _pair()
-    second._timeout_s = 0.05
+    second.timeout_s = 0.05
     (pending,) = receiver.receive((1, 4), torch.float32, 1)
     with pytest.raises(CollectiveTimeout, match=r"hidden rows from stage 0 \(rank 0\) did not come in time"):
         pending.wait()

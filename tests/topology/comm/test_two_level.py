@@ -443,7 +443,7 @@ def test_closing_ends_the_thread_and_a_hanging_call_does_not_keep_it(monkeypatch
     over = threading.Event()
     idle, hanging = two_level.SerialExecutor(), two_level.SerialExecutor()
     idle.submit(lambda: None).wait(timedelta(seconds=HANG_S))
-    thread = idle._thread
+    thread = idle.thread
     assert thread is not None
     two_level.end_all(idle)
     thread.join(HANG_S)
@@ -462,7 +462,7 @@ def test_a_relay_closes_both_its_threads_at_once(monkeypatch: pytest.MonkeyPatch
     over, ended = threading.Event(), threading.Event()
     levels: Any = SimpleNamespace()
     relay = two_level.Relay(levels)
-    for aside in (relay._across, relay._back):
+    for aside in (relay.across, relay.back):
         aside.submit(lambda: (over.wait(HANG_S), None)[1])
 
     def close() -> None:
@@ -471,7 +471,7 @@ def test_a_relay_closes_both_its_threads_at_once(monkeypatch: pytest.MonkeyPatch
 
     closing = threading.Thread(target=close)
     closing.start()
-    until(lambda: relay._back._thread is None, "the second is not told to end while the first hangs")
+    until(lambda: relay.back.thread is None, "the second is not told to end while the first hangs")
     assert not ended.is_set()
     over.set()
     assert ended.wait(HANG_S)

@@ -219,7 +219,7 @@ def test_over_four_nodes_nobody_adds_up_what_differs() -> None:
 
 def test_another_build_of_the_extension_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources that moved on without it: what it would read and write is not what is meant."""
-    monkeypatch.setattr(native, "_ABI", native._ABI + 1)
+    monkeypatch.setattr(native, "ABI", native.ABI + 1)
     with pytest.raises(RuntimeError, match="another version of its source: build it again"):
         native.segment_bytes(2, 1, SMALL, CHUNK)
 

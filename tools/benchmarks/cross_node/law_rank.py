@@ -103,7 +103,7 @@ def sub_blocks(records: Sequence[Record], awaited: bool) -> tuple[float, float]:
 def give_drafts(runner: Any, prompt: int, right: float) -> None:
     """Drafts of a prompt, of so many tokens, that was seen before: its answer; on all ranks alike."""
     answers: dict[bytes, NDArray[np.int32]] = {}
-    apply = runner._apply
+    apply = runner.apply_changes
 
     def keep(batch: Batch) -> None:
         for slot in batch.released:
@@ -117,7 +117,7 @@ def give_drafts(runner: Any, prompt: int, right: float) -> None:
         chance = [Random(f"{ids[0]} {at} {i}").random() for i in range(len(drafts))]
         return [draft if c < right else (draft + 1) % 1000 for draft, c in zip(drafts, chance, strict=True)]
 
-    runner._apply, vars(runners)["look_up"] = keep, look_up
+    runner.apply_changes, vars(runners)["look_up"] = keep, look_up
 
 
 def lead(leader: Bench, awaited: bool) -> None:

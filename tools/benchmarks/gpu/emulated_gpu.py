@@ -78,15 +78,15 @@ class EmulatedOnGpu:
             raise ValueError(
                 f"{emulation.label}: this GPU has {there}, and some must be left to compute: use at most {there - 1}"
             )
-        self._inner, self._emulation, self._ranks, self._held = inner, emulation, ranks, occupied
-        self._scratches: list[Tensor] = []
+        self._inner, self.emulation, self._ranks, self._held = inner, emulation, ranks, occupied
+        self.scratches: list[Tensor] = []
         self._side = StreamCollective(self._issue, ledger, "emulated", emulation.label)
 
     def start(self, x: Tensor, layer: str = "", at_once: bool = False, /) -> Pending:
-        if self._held and (not self._scratches or self._scratches[-1].nbytes < x.nbytes):
+        if self._held and (not self.scratches or self.scratches[-1].nbytes < x.nbytes):
             # The outgrown ones stay: a graph that was captured with one still writes to it.
             size = 1 << (x.nbytes - 1).bit_length()
-            self._scratches.append(torch.empty(size, dtype=torch.uint8, device=x.device))
+            self.scratches.append(torch.empty(size, dtype=torch.uint8, device=x.device))
         inner, side = self._inner.start(x, "", at_once), self._side.start(x, layer, at_once)
 
         def finish() -> Tensor:
@@ -97,13 +97,13 @@ class EmulatedOnGpu:
 
     def _issue(self, x: Tensor) -> None:
         kernels = self._kernels
-        launch = launch_of(self._emulation, self._ranks, self._held, x.nbytes, kernels.VECTOR_BYTES)
+        launch = launch_of(self.emulation, self._ranks, self._held, x.nbytes, kernels.VECTOR_BYTES)
         if not launch.programs:
             kernels.delay[(1,)](launch.ns, num_warps=1)
             return
         kernels.hold[(launch.programs,)](
             x,
-            self._scratches[-1][: x.nbytes].view(x.dtype),
+            self.scratches[-1][: x.nbytes].view(x.dtype),
             launch.vectors,
             launch.moved,
             launch.ns,

@@ -23,12 +23,12 @@ can run with it."""
 
 
 @jit
-def _nanoseconds():
+def nanoseconds():
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @jit
-def _nap():
+def nap():
     # Asleep, so that waiting neither takes issue slots from other blocks nor power from the clocks.
     tl.inline_asm_elementwise("nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -36,16 +36,16 @@ def _nap():
 @jit(do_not_specialize=["ns"])
 def delay(ns):
     """Lets one warp sleep for `ns` nanoseconds."""
-    deadline = _nanoseconds() + ns
-    while _nanoseconds() < deadline:
-        _nap()
+    deadline = nanoseconds() + ns
+    while nanoseconds() < deadline:
+        nap()
 
 
 @jit(do_not_specialize=["vectors", "moved", "ns"])
 def hold(x, scratch, vectors, moved, ns, VECTOR: tl.constexpr, TILE: tl.constexpr):
     """Every program occupies its multiprocessor for `ns` nanoseconds from its own start. Together they copy `moved`
     vectors of VECTOR elements, cyclically from x's `vectors`, to scratch, evenly over that time. Does not change x."""
-    began = _nanoseconds()
+    began = nanoseconds()
     ballast = tl.arange(0, BALLAST)
     program, programs = tl.program_id(0), tl.num_programs(0)
     elements = vectors * VECTOR
@@ -56,8 +56,8 @@ def hold(x, scratch, vectors, moved, ns, VECTOR: tl.constexpr, TILE: tl.constexp
         at = ((program + i * programs) % lap) * TILE + tl.arange(0, TILE)
         inside = (at < elements) & (i < mine)
         values = tl.load(x + at, inside)
-        while _nanoseconds() < began + ns.to(tl.int64) * (i + 1) // (mine + 1):
-            _nap()
+        while nanoseconds() < began + ns.to(tl.int64) * (i + 1) // (mine + 1):
+            nap()
             # Changed in every turn, or the compiler would make it at the end, where it holds nothing.
             ballast = ballast * 3 + 1
         tl.store(scratch + at, values, inside)
