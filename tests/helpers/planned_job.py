@@ -33,13 +33,13 @@ class PlannedJob(FakeJob):
         self._work.set()
 
     async def _run(self) -> None:
-        assert self._listener is not None
+        assert self.listener is not None
         for _ in range(self.load_turns):
             await asyncio.sleep(0)
-        self._to("ready")
+        self.report_state("ready")
         lengths: dict[int, int] = {}
         while True:
-            await self._running.wait()
+            await self.running.wait()
             if not self.scheduler.has_work:
                 self._work.clear()
                 await self._work.wait()
@@ -47,14 +47,14 @@ class PlannedJob(FakeJob):
             await asyncio.sleep(0)
             batch = self.scheduler.schedule(time.time())
             if batch is None:
-                self._listener.on_tokens(self.scheduler.take_events())
+                self.listener.on_tokens(self.scheduler.take_events())
                 continue
             self.steps += 1
             lengths |= {sequence.slot: sequence.prompt_len for sequence in batch.admitted}
             for chunk in batch.chunks:
                 self.prompt_tokens += max(0, min(chunk.start + chunk.count, lengths[chunk.slot]) - chunk.start)
             tokens = [7] * sum(chunk.samples for chunk in batch.chunks)
-            self._listener.on_tokens(self.scheduler.commit(batch, StepResult(tokens), time.time()))
+            self.listener.on_tokens(self.scheduler.commit(batch, StepResult(tokens), time.time()))
 
 
 def distinct_tokens(prompts: list[tuple[int, ...]]) -> int:
