@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from fake_launch import FakeLaunch
 from job_tools import Listener, bounded
 from laddertron.engine.config.load import Deployment, LoadedDeployment, read
 from laddertron.engine.daemon.store.disk import FolderLock, holder_pid
@@ -31,7 +32,7 @@ from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.reload import OUTCOME, SERVING, WAITS, Reloader, Serving, serving_in, unchangeable
 from laddertron.launchers.job.replica import Replica, ReplicaSpec
 from test_bundle import contents
-from test_replace import FakeLaunch, spec, turns
+from test_replace import spec, turns
 from waiting import HANG_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
