@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from ..request import PARAMS, SamplingParams
 from .chat_messages import Message, as_template_takes_it, unknown_fields
 from .errors import ApiError
-from .schema import CHAT, COMPLETIONS, MODELS, Endpoint, Prompt
+from .responses_body import as_chat
+from .schema import CHAT, COMPLETIONS, MODELS, Endpoint, Prompt, Route
 from .structured_output import GrammarFields, grammar_of
 from .tools import Choice, tools_of
 from .validators import checked, parsed
@@ -54,6 +55,8 @@ class Body(NamedTuple):
     priority: int = 0
     cache_salt: str = ""
     ignored_fields: int = 0
+    responses: dict[str, Any] | None = None
+    """The fields that a response of /v1/responses repeats; None for the other endpoints."""
 
 
 _BODY_NAMES, _GRAMMAR_NAMES = frozenset(Body._fields), frozenset(GrammarFields.model_fields)
@@ -62,7 +65,7 @@ _FOR_TEMPLATE = ("tools", "documents", "reasoning_effort", "verbosity")
 _UNSUPPORTED = "unsupported_parameter"
 
 
-def parse_body(data: bytes, endpoint: Endpoint) -> Body:
+def parse_body(data: bytes, endpoint: Route) -> Body:
     return check_body(parsed(data), endpoint)
 
 
@@ -81,8 +84,11 @@ def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
     return body, bool(named)
 
 
-def check_body(value: Any, endpoint: Endpoint) -> Body:
+def check_body(value: Any, endpoint: Route) -> Body:
     """Checks a body that json_codec has parsed. Raises ApiError, which names the field."""
+    if endpoint == "/v1/responses":
+        body, repeated = as_chat(value)
+        return check_body(body, CHAT)._replace(responses=repeated)
     fields = checked(MODELS[endpoint], value)
     values = fields.__dict__
     body_fields = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}

@@ -15,7 +15,7 @@ from ..text.tokenizer import TextModel
 from .batch_input import BatchLine, LineRules, check_line
 from .body import TOKENIZE, Body, check_body, check_tokenize, parse_body
 from .errors import ApiError
-from .schema import CHAT, Endpoint
+from .schema import CHAT, Endpoint, Route
 from .to_engine import TRUNCATED, check_model, encode_prompts, with_word_ids
 from .validators import parsed
 
@@ -25,7 +25,7 @@ MAX_IDS = 1 << 22
 Prepared = tuple[Body, list[tuple[int, ...]]]
 
 
-async def prepare(raw: Blob, endpoint: Endpoint, served: str, max_ids: int, encoder: Encoder) -> Prepared:
+async def prepare(raw: Blob, endpoint: Route, served: str, max_ids: int, encoder: Encoder) -> Prepared:
     """Checks a body and encodes its prompts, which may have at most `max_ids` ids each if the body is large. Raises
     ApiError or TextUnavailable."""
     if len(raw) <= LARGE_BYTES:
@@ -180,6 +180,8 @@ def packed(body: Body) -> dict[str, Any]:
     rest = {name: value for name, value in body._asdict().items() if value != getattr(default, name)}
     rest |= {"endpoint": body.endpoint, "model": body.model, "params": params_to_json(body.params)}
     rest.pop("template_variables", None)
+    if body.responses is not None:
+        rest["responses"] = {**body.responses, "tools": [], "instructions": None}
     rest.pop("prompts", None)
     if body.endpoint == CHAT:
         last = body.messages[-1]

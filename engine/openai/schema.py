@@ -17,6 +17,9 @@ from .validators import json_schema as schema_of
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 CHAT: Endpoint = "/v1/chat/completions"
 COMPLETIONS: Endpoint = "/v1/completions"
+Route = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+RESPONSES: Route = "/v1/responses"
+"""A chat in another form, interactive only: it is no endpoint of batches."""
 
 MAX_PROMPTS = 1024
 

@@ -20,8 +20,11 @@ from ...openai.body import Body
 from ...openai.body_worker import Prepared, prepare
 from ...openai.choice import Delta
 from ...openai.errors import ApiError
-from ...openai.schema import CHAT, COMPLETIONS, Endpoint, json_schema
+from ...openai.responses import ResponseWriter, whole_response
+from ...openai.responses_body import ResponsesFields
+from ...openai.schema import CHAT, COMPLETIONS, RESPONSES, Route, json_schema
 from ...openai.to_engine import RequestOrigin, to_requests
+from ...openai.validators import json_schema as schema_of
 from ...openai.validators import takes
 from ..flight import Flight, FlightOwner
 from ..usage import tokens_of
@@ -45,7 +48,7 @@ class _Reply(FlightOwner):
         self.arrived, self.submitted = self.now(), 0.0
         self.first: float | None = None
         self.over = self.gone = self.late = self.sent = self._said_late = False
-        self._writer = EventWriter()
+        self._writer = EventWriter() if body.responses is None else ResponseWriter()
         self._events: list[bytes] = []
         self._backlog = 0
         self._pieces: Iterator[bytes] | None = None
@@ -73,7 +76,9 @@ class _Reply(FlightOwner):
     def finished(self, flight: Flight) -> None:
         answer = flight.answer
         self.over = True
-        if self.body.stream:
+        if self.body.stream and isinstance(self._writer, ResponseWriter):
+            self._events.append(self._writer.end(answer))
+        elif self.body.stream:
             if answer.error is not None:
                 self._events.append(event(answer.error.to_json()))
             elif self.body.include_usage:
@@ -170,7 +175,7 @@ class Generator:
         self._services = services
         self._count = 0
 
-    async def answer(self, request: Request, endpoint: Endpoint) -> Response:
+    async def answer(self, request: Request, endpoint: Route) -> Response:
         self._admit()
         body, prompts = await self._prepare(request, endpoint)
         self._admit()  # it may have come slowly
@@ -185,6 +190,8 @@ class Generator:
                 raise _shown(flight.answer.error)
             kind = "text/event-stream"
             if not body.stream:
+                if body.responses is not None:
+                    return JSONResponse(whole_response(flight.answer))
                 if flight.answer.values <= LARGE_VALUES:
                     return JSONResponse(flight.answer.response())
                 reply.send_in_pieces(flight.answer)
@@ -204,7 +211,7 @@ class Generator:
             message = f"{self._count} requests are in flight"
             raise ApiError(message, "too_many_requests", status=429, retry_after=1)
 
-    async def _prepare(self, request: Request, endpoint: Endpoint) -> Prepared:
+    async def _prepare(self, request: Request, endpoint: Route) -> Prepared:
         """Reads and checks the body. Its bytes are freed when this returns, because the answer may take minutes."""
         services, limits = self._services, self._services.dispatcher.limits
         assert limits is not None
@@ -312,6 +319,11 @@ def generate_router(generator: Generator) -> APIRouter:
         """Continue one or more prompts; `stream: true` for server-sent events."""
         return await generator.answer(request, COMPLETIONS)
 
+    @router.post(RESPONSES, openapi_extra=takes(schema_of(ResponsesFields)), **answers)
+    async def respond(request: Request) -> Response:
+        """Answer a conversation in the form of OpenAI's Responses API; nothing is stored."""
+        return await generator.answer(request, RESPONSES)
+
     return router
 
 
@@ -321,8 +333,8 @@ class Direct:
 
     def __init__(self, app: ASGIApp, generator: Generator) -> None:
         self._app, self._generator = app, generator
-        self._routes: dict[str, tuple[Endpoint, Any]] = {
-            path: (path, SimpleNamespace(path=path)) for path in (CHAT, COMPLETIONS)
+        self._routes: dict[str, tuple[Route, Any]] = {
+            path: (path, SimpleNamespace(path=path)) for path in (CHAT, COMPLETIONS, RESPONSES)
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

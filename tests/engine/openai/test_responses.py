@@ -1,0 +1,143 @@
+"""/v1/responses by the openai package, unmodified: text, reasoning, tools and parsed answers, whole and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+from daemon_tools import LIMITS, NAME, Served, deployment, served
+from fake_job import FakeJob
+from laddertron.engine.openai.body import check_body
+from laddertron.engine.openai.errors import ApiError
+from laddertron.engine.openai.schema import RESPONSES
+from laddertron.engine.text.tokenizer import ChatOptions, TextModel
+from tiny_text import byte_level, write_folder
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function|tojson }}</tool_call>{% endfor %}{% endfor %}"
+)
+
+
+class Weather(pydantic.BaseModel):
+    """Of a city."""
+
+    city: str
+
+
+CALL = '<tool_call>{"name": "Weather", "arguments": {"city": "Rome"}}</tool_call>'
+ANSWERS = {"plain": "Hello", "thinks": "<think>hm</think>So", "calls": f"<think>hm</think>So{CALL}{CALL}"}
+TOOL: Any = {"type": "function", "name": "Weather", "parameters": Weather.model_json_schema(), "strict": True}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return TextModel.from_folder(write_folder(tmp_path_factory.mktemp("text"), byte_level(), TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory, text: TextModel) -> Iterator[Served]:
+    script = {}
+    for name, answer in ANSWERS.items():
+        tools = ({"function": {"name": "Weather"}},) if name == "calls" else None
+        prompt = text.encode_chat([{"role": "user", "content": name}], ChatOptions(variables={"tools": tools}))
+        script[tuple(prompt)] = (*text.encode(answer, add_special_tokens=False), 1)
+    folder = deployment(tmp_path_factory.mktemp("daemon"))
+    with served(folder, text.folder, lambda: [FakeJob(LIMITS, script)]) as running:
+        yield running
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    tools = {"tools": [TOOL], "parallel_tool_calls": True} if name == "calls" else {}
+    return {"model": NAME, "input": name, "max_output_tokens": 300, **tools}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_whole_and_streamed_responses_are_equal(daemon: Served, name: str) -> None:
+    """The package's stream accumulates the same items from the events, whose numbers rise by one."""
+    client = daemon.client()
+    whole = client.responses.create(**fields_of(name))
+    assert (whole.status, whole.output_text) == ("completed", "Hello" if name == "plain" else "So")
+    kinds = {"plain": ["message"], "thinks": ["reasoning", "message"]}
+    kinds["calls"] = [*kinds["thinks"], "function_call", "function_call"]
+    assert [item.type for item in whole.output] == kinds[name]
+    assert whole.usage is not None
+    assert (whole.usage.output_tokens_details.reasoning_tokens > 0) == (name != "plain")
+    with client.responses.stream(**fields_of(name)) as stream:
+        events = list(stream)
+        last = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events][:3] == [
+        "response.created", "response.in_progress", "response.output_item.added",
+    ]  # fmt: skip
+    assert events[-1].type == "response.completed"
+    own = {"id", "call_id", "parsed", "parsed_arguments"}
+    bare = [[item.model_dump(exclude=own) for item in response.output] for response in (whole, last)]
+    for item in [*bare[0], *bare[1]]:
+        for part in item.get("content") or ():
+            part.pop("parsed", None)
+    assert bare[0] == bare[1]
+    calls = [event for event in events if event.type == "response.function_call_arguments.done"]
+    assert [call.arguments for call in calls] == ['{"city": "Rome"}'] * (2 if name == "calls" else 0)
+
+
+def test_a_response_can_be_parsed_and_sent_back(daemon: Served, text: TextModel) -> None:
+    client = daemon.client()
+    parsed = client.responses.parse(**{**fields_of("calls"), "tools": [openai.pydantic_function_tool(Weather)]})
+    arguments = [item.parsed_arguments for item in parsed.output if item.type == "function_call"]
+    assert arguments == [Weather(city="Rome")] * 2
+    items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "calls"}]}]
+    items += [item.model_dump(exclude_none=True) for item in client.responses.create(**fields_of("calls")).output]
+    calls = [item for item in items if item.get("type") == "function_call"]
+    ids = enumerate(item["call_id"] for item in calls)
+    items += [{"type": "function_call_output", "call_id": call_id, "output": f"sun{n}"} for n, call_id in ids]
+    body = check_body({**fields_of("calls"), "input": items, "instructions": "be short"}, RESPONSES)
+    prompt = text.render(list(body.messages), ChatOptions(variables=body.template_variables))
+    call = '<tool_call>{"name": "Weather", "arguments": {"city": "Rome"}}</tool_call>'
+    assert prompt == (
+        f"[Weather]<|system|>be short<|user|>calls<|assistant|><think>hm</think>So{call}{call}<|tool|>sun0<|tool|>sun1"
+    )
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(daemon: Served) -> None:
+    response = daemon.client().responses.create(**{**fields_of("plain"), "max_output_tokens": 2})
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"inputs": "x"}, "inputs"),
+    ],
+)
+def test_what_needs_a_store_or_a_server_s_tool_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_body({"model": "m", "input": "x", **fields}, RESPONSES)
+    assert caught.value.param == param
+
+
+def test_fields_become_those_of_a_chat() -> None:
+    schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
+    body = check_body(
+        {
+            "model": "m", "input": "x", "store": False, "text": {"format": schema}, "reasoning": {"effort": "low"},
+            "max_output_tokens": 7, "temperature": 0, "tool_choice": "auto",
+        },
+        RESPONSES,
+    )  # fmt: skip
+    assert (body.max_tokens, body.params.temperature) == (7, 0)
+    assert body.params.grammar is not None
+    assert body.template_variables == {"reasoning_effort": "low"}
+    assert body.responses is not None
+    assert body.responses["text"]["format"] == schema
