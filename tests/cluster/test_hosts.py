@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,6 +88,29 @@ def test_a_spare_replaces_a_host_that_is_listed_by_another_name(possible: None, 
         assert "n1-ib is excluded: 10.213.0.3 replaces it" in log.read_text()
 
 
+@pytest.mark.slow
+def test_a_host_that_its_peers_do_not_reach_is_replaced(possible: None, tmp_path: Path) -> None:
+    """The daemon reaches both hosts, which do not reach one another: each launch names the way, and after the third a
+    spare replaces the host that the failures name, and the daemon is ready."""
+    with Cluster(3) as cluster:
+        keys = f"launcher: openmpi, hosts: [n1, n2], spare_hosts: [n0], rsh_agent: {cluster.agent}, interface: eth0"
+        job, log = Job(tmp_path, keys, tp=2), tmp_path / "log"
+        command = [sys.executable, "-m", "laddertron.launchers.cli", "serve", str(job.config)]
+        cluster.control.cut(1, 2)
+        with log.open("w") as stream:
+            daemon = cluster.start(0, command, QUIET, stdout=stream, stderr=subprocess.STDOUT)
+        try:
+            until("ready on the spare", lambda: daemon.poll() is not None or ready(cluster), 3 * HANG_S)
+            assert daemon.poll() is None, log.read_text()
+        finally:
+            for pid in ranks_on(cluster, 0, "launchers.cli serve"):
+                os.kill(pid, signal.SIGTERM)
+            daemon.wait(HANG_S)
+        text = log.read_text()
+        assert re.search(r"cannot be reached at 10\.213\.0\.[23] port \d+, from n[12] to n[12]", text), text
+        assert re.search(r"n[12] is excluded: n0 replaces it", text), text
+
+
 @pytest.mark.parametrize(
     ("launcher", "launch"),
     [
@@ -107,6 +131,21 @@ def test_a_bridge_on_every_host_is_not_taken_for_the_network(
         keys = launch_section(cluster, tmp_path, launcher).replace(", UCX_NET_DEVICES: eth0", "")
         job = Job(tmp_path, keys, tp=2, lines=2, tokens=4)
         done = cluster.run(0, job.command(sys.executable, launch=launch), QUIET)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert job.answered() == job.names
+
+
+def test_hosts_whose_addresses_are_on_no_link(possible: None, tmp_path: Path) -> None:
+    """Each host announces an address of its own, which is on lo: gloo would connect to the 127.0.0.1 beside it."""
+    with Cluster(2) as cluster:
+        (cluster.scratch / "hosts").write_text("127.0.0.1 localhost\n10.99.0.1 n0\n10.99.0.2 n1\n")
+        for node in (0, 1):
+            own, other = f"10.99.0.{node + 1}", f"10.99.0.{2 - node}"
+            route = f"ip route add {other}/32 via {cluster.addresses[1 - node]} src {own}"
+            done = cluster.run(node, ["sh", "-c", f"ip addr add {own}/32 dev lo && {route}"])
+            assert done.returncode == 0, done.stderr
+        job = Job(tmp_path, section(cluster), tp=2, lines=2, tokens=4)
+        done = cluster.run(0, job.command(sys.executable, launch=False), QUIET, timeout=HANG_S)
         assert done.returncode == 0, done.stdout + done.stderr
         assert job.answered() == job.names
 

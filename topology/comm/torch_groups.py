@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import cache
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
+from ipaddress import ip_address
 from typing import Any
 
 import torch.distributed as dist
@@ -55,7 +56,7 @@ def make_torch_groups(
         )
     try:
         # gloo takes its interface from the environment alone, the grid believes a stray WORLD_SIZE.
-        with environment(GLOO_SOCKET_IFNAME=interface_of(options.address), WORLD_SIZE=str(len(world))):
+        with environment(**_gloo_interface(options.address), WORLD_SIZE=str(len(world))):
             grid = hyper_comm_grid()(list(every.values()), list(every), backend=kind)
             # One group for the same ranks: each has connections and, of gloo, a thread that wakes 100 times a second.
             tp = grid.create_pg(list(axes), timeout=wait)
@@ -75,6 +76,14 @@ def make_torch_groups(
             dist.destroy_process_group()
         raise
     return TorchGroups(tp, subgroups, dist.destroy_process_group if mine else lambda: None, store)
+
+
+def _gloo_interface(address: str) -> dict[str, str]:
+    """The variable by which gloo takes the interface of an address. Of a host whose own address is on no link (but on
+    lo, announced over several), gloo would take 127.0.0.1: there it takes the address of the hostname."""
+    interface = interface_of(address)
+    announced = interface == interface_of("127.0.0.1") and not ip_address(address).is_loopback
+    return {} if announced else {"GLOO_SOCKET_IFNAME": interface}
 
 
 @cache
