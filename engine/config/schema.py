@@ -300,6 +300,14 @@ class DaemonConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Batches of the daemon and `laddertron run`. `deduplicate`: lines of one job that differ in `custom_id` alone and
+    are greedy or have a seed are computed once while one of them is in flight."""
+
+    deduplicate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsConfig:
     """Where /metrics is served (on the daemon's own listener, or with /health and /ready on a second one where `port`
     is set), and the OpenTelemetry collectors."""
@@ -332,6 +340,7 @@ class Deployment:
     daemon: DaemonConfig = field(default_factory=DaemonConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
 
     @property
     def dummy_seed(self) -> int | None:

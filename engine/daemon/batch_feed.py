@@ -66,7 +66,7 @@ class BatchFeed(LineFlights):
     """Feeds one batch. Call `run`, which returns when every line has its result; call `stop` after cancelling it."""
 
     def __init__(self, batch: BatchRow, core: Core, gate: Gate) -> None:
-        super().__init__(core.dispatcher, core.text, batch.id, batch.owner)
+        super().__init__(core.dispatcher, core.text, batch.id, batch.owner, core.deduplicate)
         self.batch, self._core, self._gate = batch, core, gate
         self._store, self._usage = core.store, core.usage
         self._encoder = core.encoder.of(batch.owner, batch.id, math.inf)
@@ -237,7 +237,7 @@ class BatchFeed(LineFlights):
         self._usage.add(self.batch.owner, tokens_of(flight.answer), 0)
 
     def died(self, flight: Flight) -> None:
-        self._deaths[self._flights[flight].number] = flight.suspicion.deaths
+        self._deaths |= dict.fromkeys((line.number for line in self.lines_of(flight)), flight.suspicion.deaths)
         self._sink.wake()
 
     # results into the store

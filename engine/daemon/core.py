@@ -24,5 +24,7 @@ class Core:
     usage: Usage
     limits: LimitsConfig
     served_model_name: str
+    deduplicate: bool
+    """Whether equal lines of a batch are computed once (`batch.deduplicate`)."""
     model_digest: Callable[[], str]
     """Returns the digest of the model in service; "" while replicas have different models or it is unknown."""

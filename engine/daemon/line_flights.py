@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from ..openai.answers import LARGE_VALUES, Answer
 from ..openai.batch_input import BatchLine, error_line, large_answer_line, output_line
+from ..openai.body import Body
 from ..openai.errors import ApiError, unmade
 from ..openai.line_order import PreparedLine
 from ..openai.prefetch import answer_id
 from ..openai.to_engine import RequestOrigin, to_requests
+from ..request import Request
 from ..text.tokenizer import TextModel
 from .dispatch import Dispatcher
 from .flight import Flight, FlightOwner, Suspicion
@@ -18,13 +22,23 @@ from .flight import Flight, FlightOwner, Suspicion
 log = logging.getLogger(__name__)
 
 
+_MOST_EQUAL = 256
+"""Lines that share one flight: all their results are made at once."""
+
+
 class LineFlights(FlightOwner):
     """Call `take` for a line once the dispatcher has room; `answered` is called with its result. `run_id`: the batch's
-    or the run's id; answer ids and default seeds are derived from it."""
+    or the run's id; answer ids and default seeds are derived from it. `deduplicate`: a line whose answer is that of
+    one in flight by definition is answered with it."""
 
-    def __init__(self, dispatcher: Dispatcher, text: TextModel, run_id: str, owner: str = "") -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, text: TextModel, run_id: str, owner: str = "", deduplicate: bool = False
+    ) -> None:
         self._dispatcher, self._text, self._run_id, self._owner = dispatcher, text, run_id, owner
+        self._deduplicate = deduplicate
         self._flights: dict[Flight, BatchLine] = {}
+        self._equal: dict[Flight, tuple[Hashable, list[BatchLine]]] = {}  # further lines of a flight
+        self._by_content: dict[Hashable, Flight] = {}
 
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
         """Receives a line's output line, for the error file if `error` is set. `flight=None`: the line never ran."""
@@ -51,9 +65,20 @@ class LineFlights(FlightOwner):
         except ApiError as error:
             self._refuse(line, error)
             return
+        content = _content(body, requests) if self._deduplicate else None
+        if content is not None and (first := self._by_content.get(content)) is not None:
+            _, equal = self._equal[first]
+            equal.append(line._replace(body=None))
+            if len(equal) == _MOST_EQUAL:
+                del self._by_content[content]
+            self._dispatcher.pump()  # gives the room to another
+            return
         answer = Answer(body, requests, self._text, name, int(time.time()))
         flight = Flight(tuple(requests), answer, self, Suspicion(deaths), group=group)
         self._flights[flight] = line._replace(body=None)  # only the envelope is needed from here on
+        if content is not None:
+            self._by_content[content] = flight
+            self._equal[flight] = content, []
         self._dispatcher.submit(flight)
 
     def _refuse(self, line: BatchLine, error: ApiError) -> None:
@@ -81,4 +106,29 @@ class LineFlights(FlightOwner):
         return error_line(line.custom_id, name, answer.error)
 
     def _answer(self, flight: Flight, out: bytes) -> None:
+        content, equal = self._equal.pop(flight, (None, []))
+        if self._by_content.get(content) is flight:
+            del self._by_content[content]
+        copies = {replace(flight, answer=flight.answer.copied(self.name(line))): line for line in equal}
+        self._flights |= copies
         self.answered(self._flights.pop(flight), out, flight, flight.answer.error)
+        for copy, line in copies.items():
+            if copy.answer.error is None:
+                self.finished(copy)
+            else:  # nothing was computed for it
+                self.answered(self._flights.pop(copy), self._line_of(line, copy), None, copy.answer.error)
+
+    def lines_of(self, flight: Flight) -> list[BatchLine]:
+        """The lines that the flight answers."""
+        return [self._flights[flight], *self._equal.get(flight, (None, []))[1]]
+
+
+def _content(body: Body, requests: Sequence[Request]) -> Hashable | None:
+    """A value that is equal for bodies with the same answer; None if it depends on the line."""
+    params = requests[0].params
+    if body.echo or body.tools or not body.add_generation_prompt or not (params.greedy or body.seed is not None):
+        return None  # the ids of calls are unique, and an echo has the messages' own text
+    rest = body._replace(messages=(), prompts=(), params=params, seed=None)
+    if params.greedy:
+        rest = rest._replace(params=replace(params, seed=0))
+    return tuple(request.prompt for request in requests), repr(rest)

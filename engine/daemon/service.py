@@ -299,7 +299,8 @@ class Daemon:
     def _services(self, store: Store, pool: TextPool, usage: Usage) -> Services:
         daemon, parts = self._deployment.daemon, self.parts
         limits, served = daemon.limits, self._deployment.served_model_name
-        core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, served, parts.model_digest)
+        model = served, self._deployment.batch.deduplicate, parts.model_digest
+        core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, *model)
         batches = Batches(Core(*core), daemon.retention)
         bodies = HeldBodies(limits.max_held_bytes, limits.max_line_bytes)
         uploads = Reservations(store, usage, limits.min_free_disk)

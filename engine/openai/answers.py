@@ -65,6 +65,13 @@ class Answer:
         fresh._begin()
         return fresh
 
+    def copied(self, answer_id: str) -> Answer:
+        """This answer for another line, whose prompt was not computed."""
+        other = copy.copy(self)
+        other.answer_id = f"{self.answer_id.partition('-')[0]}-{answer_id}"
+        other._cached = [len(request.prompt) for request in self.requests]
+        return other
+
     def _new_choice(self, index: int, request: Request) -> Choice:
         body, tool_format = self.body, None
         if self.body.tools:

@@ -93,8 +93,8 @@ class LineOrder:
         """The line that shares the longest prefix with the last one; else one that shares one with a recent one."""
         if self._last is not None:
             key, shared = _nearest(self._sorted, self._last)
-            if shared >= self._least_shared():
-                return key
+            if key is not None and (shared >= self._least_shared() or key[:2] == self._last[:2]):
+                return key  # equal prompts may have one answer
         while self._late:
             if (number := self._late.popleft()) in self._lines:
                 return self._lines[number][0]

@@ -41,6 +41,7 @@ class RunOptions:
     run_id: str = "run-0"
     max_line_bytes: int = MAX_LINE_BYTES
     drain_s: float = 30.0
+    deduplicate: bool = True
 
 
 class BatchRun(LineFlights):
@@ -57,7 +58,7 @@ class BatchRun(LineFlights):
         progress: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> None:
         self.dispatcher = Dispatcher(jobs, self, relaunches=False)
-        super().__init__(self.dispatcher, text, options.run_id)
+        super().__init__(self.dispatcher, text, options.run_id, deduplicate=options.deduplicate)
         self._encoder, self._files, self._options, self._progress = encoder, files, options, progress
         self._lost = self._requests = self._ok = self._failed = self._skipped = 0
         self._causes: dict[str | None, FailureCause] = {}  # by error code
@@ -156,7 +157,7 @@ class BatchRun(LineFlights):
             for task in (answering, stopping):
                 task.cancel()
             await asyncio.gather(answering, stopping, return_exceptions=True)
-            self._lost = len(self._flights)
+            self._lost = sum(len(self.lines_of(flight)) for flight in self._flights)
             self._over = True  # that a closed job is "stopped" is no failure
             self._show()
 

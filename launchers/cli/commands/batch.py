@@ -290,10 +290,11 @@ def _watched(client: BatchClient, batch_id: str, output: Path | None, console: C
 def seconds_left(batch: dict[str, Any], now: float) -> int | None:
     """The seconds left at the batch's mean pace, if it is in progress and has results; `now` in unix seconds."""
     counts, began = batch.get("request_counts") or {}, batch.get("in_progress_at")
-    done = counts.get("completed", 0) + counts.get("failed", 0)
+    done: int = counts.get("completed", 0) + counts.get("failed", 0)
     if batch["status"] != "in_progress" or not began or not done:
         return None
-    return round((counts["total"] - done) * max(0.0, now - began) / done)
+    per_line: float = max(0.0, now - began) / done
+    return round((int(counts["total"]) - done) * per_line)
 
 
 class BatchPace:

@@ -85,6 +85,7 @@ class Prepared:
             run_id=f"run-{deployment.engine.seed}",
             max_line_bytes=deployment.daemon.limits.max_line_bytes,
             drain_s=deployment.daemon.drain_timeout,
+            deduplicate=deployment.batch.deduplicate,
         )
 
 

@@ -61,6 +61,18 @@ def test_a_tree_of_prefixes_is_taken_depth_first(run_seed: int) -> None:
     assert computed <= distinct_tokens(prompts) + 30 * len(prefixes), "a few tokens may be shared by chance"
 
 
+def test_equal_prompts_follow_each_other(run_seed: int) -> None:
+    """However short, and whatever all lines share: LineFlights answers them together."""
+    draw = random.Random(run_seed)
+    prompts = [ids(draw, 5) for _ in range(10)] * 3
+    draw.shuffle(prompts)
+    order = LineOrder(100)
+    for number, prompt in enumerate(prompts):
+        add(order, number, prompt)
+    taken = [prompt_of(order.take()) for _ in prompts]
+    assert all(taken[at] == taken[at + 1] == taken[at + 2] for at in range(0, 30, 3))
+
+
 def test_other_salts_share_nothing() -> None:
     order = LineOrder(10)
     for number in range(8):

@@ -666,3 +666,31 @@ def test_an_answer_that_cannot_be_made_is_an_error_line(
     assert (summary.ok, summary.failed, summary.reason) == (5, 1, None)
     assert [f["custom_id"] for f in bench.faults()] == ["t2"]
     assert bench.faults()[0]["response"]["body"]["error"]["code"] == "engine_error"
+
+
+@pytest.mark.parametrize("deduplicate", [True, False])
+def test_equal_lines_are_computed_once_and_answered_each(bench: Bench, deduplicate: bool) -> None:
+    """Greedy lines, and lines with one seed, of the same body: one request, an answer each with its own ids, whose
+    prompt counts as cached. A line with another seed, the default one or tools is computed by itself. A line whose
+    computation fails is an error in each of its equals."""
+    same: dict[str, Any] = {"temperature": 0.0, "n": 2, "max_tokens": 5}
+    lines = [completion(f"greedy{i}", "again and again", **same) for i in range(3)]
+    lines += [chat(f"seeded{i}", "so", seed=4) for i in range(3)]
+    lines += [completion("other", "again and again", **same, seed=9), chat("default0", "so"), chat("default1", "so")]
+    lines += [completion(f"bad{i}", [7, 8], temperature=0) for i in range(2)]
+    bench.write(*lines)
+    options = replace(OPTIONS, deduplicate=deduplicate)
+    summary = bench.run(lambda: FakeJob(LIMITS, fail=frozenset({7})), options)
+    assert (summary.ok, summary.failed) == (9, 2)
+    assert len(bench.job.submitted) == (5 if deduplicate else len(lines))
+    answers = bench.answers()
+    assert len({answer["response"]["body"]["id"] for answer in answers.values()}) == 9
+    for group in (("greedy0", "greedy1", "greedy2", "other"), ("seeded0", "seeded1", "seeded2")):
+        bodies = [answers[name]["response"]["body"] for name in group]
+        if deduplicate or group[0] == "seeded0":
+            assert all(body["choices"] == bodies[0]["choices"] for body in bodies)
+        cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in bodies]
+        prompt = bodies[0]["usage"]["prompt_tokens"]
+        assert sorted(cached) == ([0] + [prompt] * (len(group) - 1) if deduplicate else [0] * len(group))
+    codes = {line["custom_id"]: line["response"]["body"]["error"]["code"] for line in bench.faults()}
+    assert codes == dict.fromkeys(("bad0", "bad1"), "numerical_error")
