@@ -150,6 +150,8 @@ def check(config: Any) -> None:
 
 def wiring_of(wiring: str, num_layers: int, ladder_layers: int | tuple[int, ...] | None = None) -> Wiring:
     """Raises SpecError, or WiringError on a name or layers that do not exist."""
+    if ladder_layers is not None and wiring != "hybrid":
+        raise SpecError(f"wiring {wiring} with ladder_layers={ladder_layers}: they belong to hybrid; use that wiring")
     settled = wiring_named(wiring, ladder_layers, num_layers)
     if set(settled.kinds) - set(KINDS):
         raise SpecError(f"wiring {wiring} is not computed with Megatron-core; standard, ladder, delay-d and hybrid are")

@@ -151,6 +151,25 @@ def test_selective_recomputation_of_attention_is_allowed() -> None:
     check(TransformerConfig(**SIZES, recompute_granularity="selective", recompute_modules=["core_attn"]))
 
 
+@pytest.mark.parametrize("name", ["standard", "ladder", "delay_2", "delay_3"])
+def test_specs_are_found_as_megatron_lm_looks_them_up(groups: Any, name: str) -> None:
+    """`--spec laddertron.models.megatron.specs NAME`: an attribute of the module, with the wiring of its name."""
+    from megatron.core.transformer.spec_utils import import_module
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    spec = import_module(("laddertron.models.megatron.specs", name))
+    block = TransformerBlock(TransformerConfig(**SIZES, tensor_model_parallel_size=2), spec, pg_collection=groups)
+    assert {layer.wiring.name for layer in block.layers} == {name.replace("_", "-")}
+
+
+def test_ladder_layers_of_another_wiring_are_refused() -> None:
+    from laddertron.models.megatron.layer import SpecError, wiring_of
+
+    with pytest.raises(SpecError, match="ladder_layers=2"):
+        wiring_of("ladder", LAYERS, 2)
+
+
 @pytest.mark.parametrize("wiring", ["parallel", "desync-2", "none", "no-communication", "sideways", "hybrid"])
 def test_other_wirings_are_refused_by_name(wiring: str) -> None:
     from laddertron.models.megatron.layer import SpecError, wiring_of
