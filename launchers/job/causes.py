@@ -69,6 +69,11 @@ CAUSES = (
     Cause(r"ImportError: cannot load MPI library.*|RuntimeError: cannot load MPI library.*"),
     # memory and disks of a host
     Cause(
+        rf"A daemon failed to report back after being spawned\..*\n{_GAP}Remote host: {_HOST}\nDaemon exit status: 213",
+        "mpirun's daemon ended there without a message",
+        "can it write to its TMPDIR (or /tmp)?",
+    ),
+    Cause(
         rf"It appears as if there is not enough space for (?P<file>\S+) .*\n{_GAP}Local host: {_HOST}\n"
         r"Space Requested: (?P<need>\d+) B\nSpace Available: (?P<have>\d+) B",
         "not enough space for {file}: {need} bytes requested, {have} available",

@@ -44,6 +44,7 @@ ADVICE = (
             "node4",
             "failed on node node4",
         ),
+        ((*ADVICE[:3], "  Daemon exit status: 213", ADVICE[3]), "node9", "can it write to its TMPDIR"),
         (('srun: error: Unable to resolve "node5": Unknown host',), "node5", "Unable to resolve"),
         (
             ("[proxy:0:1@node6] HYDU_create_process (utils/launch/launch.c:73): execvp error on file /opt/python "
