@@ -79,7 +79,7 @@ class Overview:
         }
 
     async def _batches(self, owner: str | None, now: float) -> list[dict[str, Any]]:
-        rows = await self._services.read(lambda db: records.list_batches(db, owner, _BATCHES, None))
+        rows = await self._services.read(lambda db: records.list_batches(db, owner, _BATCHES, None, damaged=[]))
         shown = []
         for row in (rows or [])[:_BATCHES]:
             names = ("id", "status", "total", "completed", "failed", "created_at")

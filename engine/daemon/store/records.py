@@ -216,8 +216,9 @@ def count_batches(db: sqlite3.Connection) -> dict[str, int]:
 
 
 def batch_view(db: sqlite3.Connection) -> BatchView:
-    query = f"SELECT total, completed, failed, created_at, expires_at FROM batches WHERE NOT {_HAS_ENDED}"
-    rows = [tuple(row) for row in db.execute(query)]
+    """The progress of the open batches whose rows are intact."""
+    batches = _intact(db.execute(f"SELECT * FROM batches WHERE NOT {_HAS_ENDED}"), _batch, [])
+    rows = [(batch.total, batch.completed, batch.failed, batch.created_at, batch.expires_at) for batch in batches]
     windows = tuple((max(0, total - completed - failed), expiry) for total, completed, failed, _, expiry in rows)
     left = sum(lines for lines, _ in windows)
     return BatchView(

@@ -349,6 +349,20 @@ def test_a_page_that_crosses_damaged_rows_is_complete(world: World) -> None:
             assert {file.id for file in daemon.client().files.list(limit=limit)} == intact
 
 
+def test_the_page_and_the_metrics_of_batches_need_no_intact_rows(world: World) -> None:
+    """Not even of the right types, which a bit in a row's header changes."""
+    damage_rows(world.data, "batches", world.first.id)
+    with world.daemon() as (daemon, _):
+        page: Any = daemon.client().get("/overview", cast_to=object)
+        assert [row["id"] for row in page["batches"]] == [world.big.id]
+        read = daemon.daemon.services.store.read
+        db = sqlite3.connect(world.data / "store.db", timeout=30)
+        with db:
+            db.execute("UPDATE batches SET status = 'in_progress', total = 'x' WHERE id = ?", (world.first.id,))
+        db.close()
+        assert daemon.on_loop(read(records.batch_view)).windows == ()
+
+
 def damage_rows(data: Path, table: str, *ids: str) -> None:
     """Damages rows, not in the key or in what selects them."""
     db = sqlite3.connect(data / "store.db")
