@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +26,12 @@ from .checkpoint import CheckpointError, StoredTensor, read_header, shown, weigh
 PAGE, PLACES = 4096, 3
 """Bytes of a fixed sample, and the number of them in a tensor; a tensor of at most so many pages is read whole."""
 BLOCK, SALTED = 1 << 16, 512
-"""Bytes of a salted sample, and the number of blocks of a tensor of which one is read; at least one in a tensor."""
+"""The most bytes of a salted sample, and the number of blocks of a tensor of which one is read; at least one in a
+tensor, whose blocks are the smallest, of a page or more, of which it has at most so many."""
 THREADS = 16
 """Concurrent reads of a rank: a file server answers each after a network round trip."""
 _PIECE = 64
+_DRAWS = struct.Struct("<8Q")
 _DIGITS = 8
 
 Place = tuple[int, int]
@@ -175,7 +178,10 @@ def salted_places(stored: StoredTensor, salt: bytes) -> list[Place]:
     """Places that depend on the salt and the name. None for a tensor that fixed_places read whole."""
     if _pages(stored, PAGE) <= PLACES:
         return []
-    return _places(stored, BLOCK, max(1, _pages(stored, BLOCK) // SALTED), salt)
+    size = PAGE
+    while size < BLOCK and _pages(stored, size) > SALTED:
+        size *= 2
+    return _places(stored, size, max(1, _pages(stored, size) // SALTED), salt)
 
 
 def _pages(stored: StoredTensor, size: int) -> int:
@@ -187,20 +193,22 @@ def _places(stored: StoredTensor, size: int, count: int, salt: bytes) -> list[Pl
     first, blocks = stored.begin // size, _pages(stored, size)
     if blocks <= count:
         return [(stored.begin, stored.end)] if blocks else []
-    numbers = (
-        low + drawn(stored.name, salt, i) % (high - low) for i, (low, high) in enumerate(equal_parts(blocks, count))
-    )
-    return [(max(stored.begin, (first + n) * size), min(stored.end, (first + n + 1) * size)) for n in numbers]
+    draws = zip(equal_parts(blocks, count), drawn(stored.name, salt, count), strict=True)
+    begins = ((first + low + number % (high - low)) * size for (low, high), number in draws)
+    return [(max(stored.begin, begin), min(stored.end, begin + size)) for begin in begins]
 
 
 def equal_parts(count: int, parts: int) -> list[tuple[int, int]]:
     return [(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
 
 
-def drawn(name: str, salt: bytes, number: int) -> int:
-    """A number of 64 bits that depends on all arguments."""
-    text = name.encode("utf-8", "surrogatepass") + b"\0%d" % number
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=salt[:64]).digest(), "little")
+def drawn(name: str, salt: bytes, count: int) -> list[int]:
+    """`count` numbers of 64 bits that depend on name and salt."""
+    text, numbers = name.encode("utf-8", "surrogatepass"), list[int]()
+    while len(numbers) < count:
+        digest = hashlib.blake2b(text + b"\0%d" % len(numbers), key=salt[:64]).digest()
+        numbers += _DRAWS.unpack(digest)
+    return numbers[:count]
 
 
 # reading

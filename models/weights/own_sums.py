@@ -73,7 +73,8 @@ def check_own(
 
 def _drawn(name: str, blocks: int, salt: bytes) -> list[int]:
     count = min(blocks, max(LEAST, blocks // SALTED)) if salt else 0
-    return [low + drawn(name, salt, i) % (high - low) for i, (low, high) in enumerate(equal_parts(blocks, count))]
+    draws = zip(equal_parts(blocks, count), drawn(name, salt, count), strict=True)
+    return [low + number % (high - low) for (low, high), number in draws]
 
 
 def _sum(file: Path, begin: int, end: int) -> str:
