@@ -255,10 +255,11 @@ def test_grammars_of_another_tokenizer_are_refused(model: Path) -> None:
 
 
 def test_a_tokenizer_that_changes_while_it_is_read_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def changing(folder: Path, config: Any) -> None:
+    def changing(folder: Path, config: Any) -> dict[str, str]:
         (folder / "tokenizer_config.json").write_text("{}")
+        return {}
 
-    monkeypatch.setattr("laddertron.engine.text.tokenizer.template_source", changing)
+    monkeypatch.setattr("laddertron.engine.text.tokenizer.template_sources", changing)
     with pytest.raises(TextError, match=r"tokenizer_config.json: changed while it was read"):
         TextModel.from_folder(model)
 

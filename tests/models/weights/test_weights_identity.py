@@ -125,7 +125,8 @@ def test_one_element_outside_the_fixed_samples_shows_in_some_launch(folder: Path
 
 
 @pytest.mark.parametrize(
-    ("size", "reads", "largest"), [(1025 * BLOCK, 2, BLOCK), (700 * PAGE, 1, 2 * PAGE), (40 * PAGE, 1, PAGE)]
+    ("size", "reads", "largest"),
+    [(1025 * BLOCK, 2, BLOCK), (700 * PAGE, 1, 2 * PAGE), (40 * PAGE, 1, PAGE), (BLOCK, 1, BLOCK)],
 )
 def test_every_byte_is_read_in_some_launch(size: int, reads: int, largest: int) -> None:
     """By salted samples of a tensor that begins anywhere in a block: of one with many blocks a launch reads several,
