@@ -27,8 +27,8 @@ PAGE, PLACES = 4096, 3
 """Bytes of a fixed sample, and the number of them in a tensor; a tensor of at most so many pages is read whole."""
 BLOCK, SALTED = 1 << 16, 512
 """The most bytes of a salted sample, and the number of blocks of a tensor of which one is read; at least one in a
-tensor, whose blocks are the smallest, of a page or more, of which it has at most so many. A tensor of at most so many
-bytes is read whole."""
+tensor, whose blocks are the smallest, of a page or more, of which it has at most so many. A tensor of at most twice so
+many bytes is read whole."""
 THREADS = 16
 """Concurrent reads of a rank: a file server answers each after a network round trip."""
 _PIECE = 64
@@ -179,7 +179,7 @@ def salted_places(stored: StoredTensor, salt: bytes) -> list[Place]:
     """Places that depend on the salt and the name. None for a tensor that fixed_places read whole."""
     if _pages(stored, PAGE) <= PLACES:
         return []
-    if stored.end - stored.begin <= BLOCK:
+    if stored.end - stored.begin <= 2 * BLOCK:
         return [(stored.begin, stored.end)]
     size = PAGE
     while size < BLOCK and _pages(stored, size) > SALTED:
