@@ -373,12 +373,12 @@ def types_of(schema: Any) -> list[str]:
 
 def parameter_types(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[str]]]:
     """The types of each tool's parameters."""
-    found = {}
+    types = {}
     for tool in tools:
         properties = (tool["function"].get("parameters") or {}).get("properties")
         named = properties if isinstance(properties, dict) else {}
-        found[tool["function"]["name"]] = {key: types_of(schema) for key, schema in named.items()}
-    return found
+        types[tool["function"]["name"]] = {key: types_of(schema) for key, schema in named.items()}
+    return types
 
 
 def message_of(parts: Iterable[Part]) -> Part:

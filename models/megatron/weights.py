@@ -72,13 +72,15 @@ def load_folder(model: Any, folder: Path) -> ModelConfig:
         raise SpecError(f"{folder}: tensors in {config.layout} layout: `laddertron convert` it to --format laddertron")
     with Reader() as reader:
         for fused in _checked(config, parameters):
-            whole = _fuse(fused, [reader.whole(stored[name]) for name in fused.tensors], config)
+            fused_rows = _fuse(fused, [reader.whole(stored[name]) for name in fused.tensors], config)
             parameter = parameters[fused.parameter]
             if fused.kind == "rows":
                 rows = parameter.shape[0] * group.size()
-                whole = torch.cat((whole, whole.new_zeros(rows - len(whole), *whole.shape[1:])))
+                fused_rows = torch.cat(
+                    (fused_rows, fused_rows.new_zeros(rows - len(fused_rows), *fused_rows.shape[1:]))
+                )
             with torch.no_grad():
-                parameter.copy_(_share(fused, whole, group.size(), group.rank()))
+                parameter.copy_(_share(fused, fused_rows, group.size(), group.rank()))
     return config
 
 
@@ -96,8 +98,8 @@ def export_folder(model: Any, folder: Path, like: Path) -> ModelConfig:
         nonlocal last
         fused = places[name]
         if last[0] != fused.parameter:
-            whole = _gathered(fused, parameters[fused.parameter].detach(), group).cpu()
-            last = fused.parameter, dict(zip(fused.tensors, _split(fused, whole, config), strict=True))
+            full = _gathered(fused, parameters[fused.parameter].detach(), group).cpu()
+            last = fused.parameter, dict(zip(fused.tensors, _split(fused, full, config), strict=True))
         return last[1][name]
 
     if group.rank() == 0:
@@ -169,19 +171,19 @@ def _fuse(fused: Fused, parts: list[Tensor], config: ModelConfig) -> Tensor:
     return torch.cat(parts)
 
 
-def _split(fused: Fused, whole: Tensor, config: ModelConfig) -> list[Tensor]:
+def _split(fused: Fused, full: Tensor, config: ModelConfig) -> list[Tensor]:
     """The way back from `_fuse`, without the rows that fill up the vocabulary."""
     if fused.kind == "qkv":
-        groups = whole.view(config.num_kv_heads, -1, config.head_dim, *whole.shape[1:])
+        groups = full.view(config.num_kv_heads, -1, config.head_dim, *full.shape[1:])
         sizes = [config.num_heads // config.num_kv_heads, 1, 1]
         return [part.flatten(0, 2) for part in torch.split(groups, sizes, 1)]
-    return [whole[: config.vocab_size]] if fused.kind == "rows" else list(whole.chunk(len(fused.tensors)))
+    return [full[: config.vocab_size]] if fused.kind == "rows" else list(full.chunk(len(fused.tensors)))
 
 
-def _share(fused: Fused, whole: Tensor, size: int, rank: int) -> Tensor:
+def _share(fused: Fused, full: Tensor, size: int, rank: int) -> Tensor:
     if fused.kind == "gated":
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    return whole if fused.axis is None else whole.chunk(size, fused.axis)[rank]
+        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+    return full if fused.axis is None else full.chunk(size, fused.axis)[rank]
 
 
 def _gathered(fused: Fused, share: Tensor, group: Any) -> Tensor:
@@ -191,5 +193,5 @@ def _gathered(fused: Fused, share: Tensor, group: Any) -> Tensor:
     shares = [torch.empty_like(share) for _ in range(group.size())]
     group.allgather([shares], [share.contiguous()]).wait()
     if fused.kind == "gated":
-        return torch.cat([half for number in (0, 1) for half in (each.chunk(2)[number] for each in shares)])
+        return torch.cat([half for number in (0, 1) for half in (part.chunk(2)[number] for part in shares)])
     return torch.cat(shares, fused.axis)

@@ -66,12 +66,12 @@ def draw() -> None:
         axes = figure.add_axes((box[0] + pad[0], box[1] + pad[1], box[2] - pad[0] - 0.012, box[3] - pad[1] - 0.012))
         axes.set_title(panel["title"], fontsize=7.5, loc="left")
         axes.tick_params(labelsize=6)
-        found = [
+        lines_drawn = [
             (_label(target["legendFormat"], series["metric"]), series["values"])
             for target in panel["targets"]
             for series in data["series"][target["expr"]]
         ]
-        {"stat": _stat, "timeseries": _lines}.get(panel["type"], _cells)(axes, panel, found, data["begin"])
+        {"stat": _stat, "timeseries": _lines}.get(panel["type"], _cells)(axes, panel, lines_drawn, data["begin"])
     figure.savefig(PICTURE, dpi=90, metadata={"Software": None})
 
 
@@ -90,9 +90,9 @@ def _color(panel: dict[str, Any], value: float) -> str:
     return COLORS[passed[-1]] if passed else "#33507a"
 
 
-def _stat(axes: Any, panel: dict[str, Any], found: list[Any], begin: float) -> None:
+def _stat(axes: Any, panel: dict[str, Any], series: list[Any], begin: float) -> None:
     factor, unit = UNITS.get(panel["fieldConfig"]["defaults"]["unit"], (1.0, ""))
-    last = [(label, float(values[-1][1])) for label, values in found]
+    last = [(label, float(values[-1][1])) for label, values in series]
     text = " ".join(f"{label} {_short(value * factor)}{unit}".strip() for label, value in last) or "no data"
     axes.text(0.5, 0.5, text, fontsize=13, ha="center", va="center", color=_color(panel, last[0][1] if last else 0.0))
     axes.axis("off")
@@ -102,19 +102,19 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
 
 
-def _lines(axes: Any, panel: dict[str, Any], found: list[Any], begin: float) -> None:
+def _lines(axes: Any, panel: dict[str, Any], series: list[Any], begin: float) -> None:
     factor, unit = UNITS.get(panel["fieldConfig"]["defaults"]["unit"], (1.0, ""))
-    for label, values in found:
+    for label, values in series:
         axes.plot([at - begin for at, _ in values], [float(value) * factor for _, value in values], lw=1, label=label)
     axes.set_ylabel(unit.strip(), fontsize=6)
     axes.set_ylim(bottom=0 if "min" in panel["fieldConfig"]["defaults"] else None)
-    if found:
+    if series:
         axes.legend(fontsize=5.5, frameon=False, loc="upper left", ncols=2)
 
 
-def _cells(axes: Any, panel: dict[str, Any], found: list[Any], begin: float) -> None:
+def _cells(axes: Any, panel: dict[str, Any], series: list[Any], begin: float) -> None:
     """One row a series, each cell in its threshold's colour."""
-    for number, (label, values) in enumerate(found):
+    for number, (label, values) in enumerate(series):
         for at, value in values:
             axes.barh(number, STEP_S, left=at - begin, color=_color(panel, float(value)))
         axes.text(1, number, label, fontsize=7, va="center")
