@@ -33,9 +33,9 @@ class Items:
             return
         reasons = "reasoning_content" in part
         kind = "reasoning" if reasons else "message"
-        head: dict[str, Any] = {"summary": []} if reasons else {"role": "assistant"}
+        fields: dict[str, Any] = {"summary": []} if reasons else {"role": "assistant"}
         if not (self._open and self.output[-1]["type"] == kind):
-            yield from self._begin(kind, "rs" if reasons else "msg", {**head, "content": []})
+            yield from self._begin(kind, "rs" if reasons else "msg", {**fields, "content": []})
             empty = {"type": "reasoning_text", "text": ""} if reasons else _output_text("")
             self.output[-1]["content"] = [empty]
             yield self._event("content_part.added", content_index=0, part=dict(empty))

@@ -82,7 +82,7 @@ def test_a_form_is_chosen_in_which_nothing_is_lost(source: str, fields: dict[str
     default = ChatShape()
     assert {n: getattr(shape, n) for n in names} == {**{n: getattr(default, n) for n in names}, **fields}
     text = TextModel.from_folder(write_folder(tmp_path, byte_level(), source))
-    chat = [
+    chat: list[dict[str, Any]] = [
         {"role": "system", "content": "rules"},
         {"role": "user", "content": PARTS},
         {"role": "assistant", "content": "peek", "tool_calls": [probe_call(0), probe_call(1)]},
@@ -160,7 +160,7 @@ def test_tools_choose_the_template_that_is_named_for_them(tmp_path: Path) -> Non
     assert any("tool_use.jinja" in name for name in TextModel.from_folder(tmp_path / "b").files)
 
 
-CHATS = [
+CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "hi"}],
     [{"role": "system", "content": "s"}, {"role": "user", "content": PARTS}],
     [*probe_chat(1, "x"), {"role": "assistant", "content": "end"}, {"role": "user", "content": "more"}],
