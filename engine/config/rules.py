@@ -222,6 +222,11 @@ RULES: tuple[Rule, ...] = (
         "placement needs launch.fabric, which lists the cores: set it, or bind_to: none",
     ),
     Rule(
+        ("launch.share_gpu", "parallel.require_transport"),
+        lambda d: d.launch.share_gpu and d.parallel.require_transport == "ib",
+        "ranks that share a GPU send over sockets: use share_gpu: false, or require_transport: any",
+    ),
+    Rule(
         ("launch.ranks_per_node", _TP),
         lambda d: (
             (per_node := d.launch.ranks_per_node) is not None

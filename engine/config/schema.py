@@ -226,6 +226,7 @@ class LaunchConfig:
     map_by: Text | None = None
     bind_to: Text = "none"  # PLACEMENT, or what mpirun --bind-to takes
     oversubscribe: bool | None = None
+    share_gpu: bool = False
     extra_args: tuple[Text, ...] = ()
     env: Mapping[EnvName, Annotated[str, Word(r"[^\x00]*", "text")]] = field(default_factory=dict)
     forward_env: tuple[EnvName, ...] = ()

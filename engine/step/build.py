@@ -45,6 +45,7 @@ from .kv_capacity import (
     check_memory,
     count_blocks,
     describe_budget,
+    sharers,
     working_bytes,
 )
 from .loading import give_back_freed, keep_freed, load_weights
@@ -174,7 +175,7 @@ def build(
             check_sums(communicator, share.config.hidden_size, keys.max_num_batched_tokens, share.dtype, device, True)
     keep_freed()
 
-    cache, num_blocks = _cache(share, keys, communicator, device, working, start_log)
+    cache, num_blocks = _cache(share, deployment, communicator, device, working, start_log)
     attention, why = make_attention(keys.attention, share.shard, cache, share.dtype, bool(parallel.deterministic))
     fallback = fell_back(device, keys.attention, attention.name != "torch")
     (start_log.warn if fallback else start_log.say)(f"attention: {why}")
@@ -291,7 +292,7 @@ def _check(
         check_alike(communicator, "engine.draft_model", "draft")
     if share.sharing.per_node:
         check_alike(communicator, "parallel.dense_path=node", "choose experts")
-    check_memory(keys, size, share.needed, available_bytes(device), working, device)
+    check_memory(keys, size, share.needed, available_bytes(device, sharers(deployment, device)), working, device)
     return working
 
 
@@ -320,14 +321,15 @@ def _model(share: ModelShare, parallel: ParallelConfig, communicator: Communicat
 
 def _cache(
     share: ModelShare,
-    keys: EngineConfig,
+    deployment: Deployment,
     communicator: Communicator,
     device: torch.device,
     working: Mapping[str, int],
     start_log: StartLog,
 ) -> tuple[KVCache, int]:
     """Allocates the KV cache in the free memory; returns it and the number of blocks for sequences."""
-    budget = agreed_budget(keys, communicator, device, working)
+    keys = deployment.engine
+    budget = agreed_budget(keys, communicator, device, working, sharers(deployment, device))
     one = block_bytes(share.shard, keys.block_size, share.kv_dtype)
     one += 0 if share.draft is None else share.draft.block_bytes(keys.block_size)
     # NOTE: on a GPU one block more, unassigned: padding rows of a recorded step write into it.

@@ -34,18 +34,26 @@ class Budget:
     fixes: str
 
 
-def available_bytes(device: torch.device) -> int:
-    """Free memory on this rank's device, in bytes."""
+def sharers(deployment: Deployment, device: torch.device) -> int:
+    """The ranks that share this rank's GPU (launch.share_gpu, of which all ranks are on one host)."""
+    if device.type != "cuda" or not deployment.launch.share_gpu:
+        return 1
+    gpus: int = torch.cuda.device_count()
+    return -(-deployment.parallel.world.size // gpus)
+
+
+def available_bytes(device: torch.device, share: int = 1) -> int:
+    """Free memory on this rank's device, in bytes; one of `share` equal parts of a GPU's."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        return int(torch.cuda.mem_get_info(device)[0]) // share
     if free := sysfs.available_bytes(sysfs.Sysfs()):
         return free
     raise CapacityError("/proc/meminfo has no MemAvailable: set engine.kv_cache_memory")
 
 
-def total_bytes(device: torch.device) -> int:
-    """Total memory of a CUDA device."""
-    return int(torch.cuda.get_device_properties(device).total_memory)
+def total_bytes(device: torch.device, share: int) -> int:
+    """Total memory of a CUDA device, one of `share` equal parts."""
+    return int(torch.cuda.get_device_properties(device).total_memory) // share
 
 
 def working_bytes(
@@ -114,14 +122,14 @@ def kv_budget(keys: EngineKeys, total: int | None, free: int, working: Mapping[s
 
 
 def agreed_budget(
-    keys: EngineKeys, communicator: Communicator, device: torch.device, working: Mapping[str, int]
+    keys: EngineKeys, communicator: Communicator, device: torch.device, working: Mapping[str, int], share: int = 1
 ) -> Budget:
-    """The smallest budget of the group's ranks, measured now."""
+    """The smallest budget of the group's ranks, measured now. share: of the ranks on its GPU, see `sharers`."""
     gpu = device.type == "cuda"
     if gpu:
         communicator.gather(np.zeros(1, np.uint8))  # allocate the collective's buffers before measuring
         torch.cuda.empty_cache()  # release temporary memory of loading
-    own = kv_budget(keys, total_bytes(device) if gpu else None, available_bytes(device), working)
+    own = kv_budget(keys, total_bytes(device, share) if gpu else None, available_bytes(device, share), working)
     every = communicator.gather(np.array([own.kv], np.int64).view(np.uint8))
     least = int(np.ascontiguousarray(every).view(np.int64).min())
     return own if least == own.kv else replace(own, kv=least, words=f"another rank has less than this one: {own.words}")

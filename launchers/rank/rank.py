@@ -37,6 +37,7 @@ from .agreement import agree
 from .load_tuning import backend_here, tuned_choice
 from .network import local_address, use_route
 from .rank_status import HealthWatch, Status, loading_words, make_look
+from .shared_gpu import gpu_index, node_names, separate
 from .shared_memory import require_shared_memory
 from .standing_by import Channel, require_memory, stand_by
 
@@ -92,6 +93,8 @@ def start_bootstrap(deployment: Deployment, identity: Identity) -> Bootstrap:
     """Starts MPI or the store, after what must precede it. Raises ValueError or RuntimeError."""
     require_shared_memory(identity, os.environ)
     use_route(deployment, os.environ)
+    if deployment.launch.share_gpu:
+        separate(identity, os.environ)
     return bootstrap_of(identity, os.environ)
 
 
@@ -102,14 +105,15 @@ def join_group(
     bootstrap = bootstrap or start_bootstrap(deployment, identity)
     places_sent = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
     places = [place.decode().partition(" ") for place in places_sent]
-    nodes = tuple(node for _, _, node in places)
-    observed = [(rank, node, int(local)) for rank, (local, _, node) in enumerate(places)]
+    hosts = [host for _, _, host in places]
+    observed = [(rank, host, int(local)) for rank, (local, _, host) in enumerate(places)]
     if (seats := os.environ.get(ENV_SEATS)) is not None:
         verify(expected(seats), observed, identity.launcher)
+    nodes = node_names(deployment.launch, hosts)
     world = deployment.parallel.world.on(nodes)
     stages = [world.layout(group) for group in world.groups_of(world.replica_of(bootstrap.rank)[0])]
     layout = stages[world.stage_of(bootstrap.rank)]
-    address = local_address(deployment, nodes)
+    address = local_address(deployment, hosts)
     if deployment.launch.port_range is not None and len(set(nodes)) > 1 and ENV_PORTS not in os.environ:
         log.warning("MPI, gloo and NCCL listen outside of launch.port_range: only `laddertron launch` restricts them")
     require_transport(deployment, backend_here(deployment), len(layout.nodes) > 1)
@@ -193,12 +197,13 @@ def choose_device(deployment: Deployment, identity: Identity) -> Any:
         log.warning("%s: %s", identity.node, choice.warning)
     if choice.device == "cpu":
         return torch.device("cpu")
-    if identity.local_rank >= torch.cuda.device_count():
+    index = gpu_index(identity.local_rank, torch.cuda.device_count(), deployment.launch.share_gpu)
+    if index is None:
         raise DeviceError(
             f"local rank {identity.local_rank} has no GPU: {identity.node} shows {torch.cuda.device_count()}; "
-            "start one rank a GPU"
+            "start one rank a GPU, or for a test set launch.share_gpu: true"
         )
-    device = torch.device("cuda", identity.local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

@@ -117,6 +117,15 @@ def unmeasured_weights(deployment: Deployment) -> str | None:
     return missing_record(folder, from_folder(folder)) if (folder / "config.json").is_file() else None
 
 
+def shared_gpu_warning(deployment: Deployment) -> str | None:
+    if not deployment.launch.share_gpu:
+        return None
+    return (
+        "launch.share_gpu=true: ranks share GPUs and send over sockets, which is slow and only tests the path between "
+        "nodes: use false to serve"
+    )
+
+
 def kernels_warning(deployment: Deployment) -> str | None:
     """A warning where this host has FlashInfer, which the deployment may use, and no way to its kernels."""
     from ....models.cuda.workspace import kernels_missing
@@ -400,7 +409,9 @@ def command(config: str, overrides: tuple[str, ...], no_model: bool) -> None:
         raise ConfigError(sorted(faults, key=by_line))
     if not no_model:
         d = loaded.deployment
-        for warning in filter(None, (unmeasured_weights(d), kernels_warning(d), *stack_warnings(d))):
+        for warning in filter(
+            None, (shared_gpu_warning(d), unmeasured_weights(d), kernels_warning(d), *stack_warnings(d))
+        ):
             show_warning(warning)
     click.echo(summary(loaded))
     click.echo(unchecked(loaded.deployment, no_model))
