@@ -8,14 +8,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ...models.transfer import Arriving
 from ...topology.comm.pipeline import Pipeline
 from ..batch import Batch, Chunk, NewSequence, StepResult, decode_result, encode_result, in_order
+from ..sampling.device_sampler import Fetch
 from .engine import Ahead
 from .runner import PendingStep, Runner
 
@@ -30,12 +34,31 @@ class NoDraws:
     def release(self, slot: int) -> None: ...
 
 
+CHECKS_BEHIND = 2
+"""Steps for which a stage does not wait for the device. More cannot be in flight: plans of attention wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """Which rows of a step are finite, in flight to the host; the sequence of each row, and the sequences' blocks."""
+
+    batch: Batch
+    began: float
+    read: Arriving
+    owners: NDArray[np.int64]
+    blocks: NDArray[np.int32]
+    num_blocks: NDArray[np.int64]
+
+
 class StageRunner(Runner):
     """`index`: the rank's index in its stage's group. Index 0 reports whole results, the others only ids."""
 
-    def __init__(self, *args: Any, pipeline: Pipeline, index: int, **keys: Any) -> None:
+    def __init__(self, *args: Any, pipeline: Pipeline, index: int, fetch: Fetch | None = None, **keys: Any) -> None:
+        """fetch: copies to the host without waiting, on a GPU whose attention reads nothing after a sequence's last
+        position; then rows are checked two steps later. None: a stage before the last waits for each of its steps."""
         super().__init__(*args, **keys)
-        self._pipeline, self._index = pipeline, index
+        self._pipeline, self._index, self._fetch = pipeline, index, fetch
+        self._checks: deque[_Check] = deque()
         self._in_flight: deque[PendingStep] = deque()
         # a wait between stages may include the steps of any of these sizes
         self._sizes: deque[int] = deque(maxlen=2 * pipeline.stages + 2)
@@ -57,8 +80,7 @@ class StageRunner(Runner):
                 self.sampler.flush()
         else:
             with torch.inference_mode():
-                result = self._run_chunks(batch)
-            self._observe(batch, began)
+                result = self._run_chunks(batch, began)
         if self._pipeline.last:
             self._pipeline.send_back(encode_result(result, ids_alone=self._index > 0))
         return result
@@ -76,12 +98,11 @@ class StageRunner(Runner):
             while self._in_flight and self._pipeline.arrived():
                 results.append(self._receive())
             with torch.inference_mode():
-                self._run_chunks(batch, None if ahead is None else lambda: ahead(results))
+                self._run_chunks(batch, began, None if ahead is None else lambda: ahead(results))
             slots = [chunk.slot for chunk in batch.chunks if chunk.samples]
             at = self._lengthen(slots)
             self._due[slots] = at
             self._in_flight.append(PendingStep(batch, slots, at, began))
-            self._observe(batch, began)
             return None
         while self._in_flight:
             results.append(self._receive())
@@ -89,17 +110,35 @@ class StageRunner(Runner):
             ahead(results)
         return decode_result(self._pipeline.receive_back())
 
-    def _run_chunks(self, batch: Batch, during_collective: Any = None) -> StepResult:
+    def _run_chunks(self, batch: Batch, began: float, during_collective: Any = None) -> StepResult:
         if self.timeouts is not None:
             self._sizes.append(batch.num_tokens)
             self.timeouts.before(max(self._sizes))
         chunks = in_order(batch.chunks)
         out = self._forward(chunks, during_collective, batch.split)
         if self._pipeline.last:
-            return self._draw(batch, chunks, out)
-        self._drain()  # the next line waits for the device without a timeout
-        self._zero_nonfinite(out, chunks)
+            result = self._draw(batch, chunks, out)
+            self._observe(batch, began)
+            return result
+        if self._fetch is None:
+            self._drain()  # the next line waits for the device without a timeout
+            self._zero_nonfinite(out, chunks)
+            self._observe(batch, began)
+            return StepResult(())
+        slots = np.array([chunk.slot for chunk in chunks])
+        owners = np.repeat(np.arange(len(slots)), [chunk.count for chunk in chunks])
+        read = self._fetch(torch.isfinite(out).all(-1))
+        self._checks.append(_Check(batch, began, read, owners, self.blocks[slots], self.num_blocks[slots]))
+        if len(self._checks) > CHECKS_BEHIND:
+            self._zero_blocks(self._checks.popleft())
         return StepResult(())
+
+    def _zero_blocks(self, check: _Check) -> None:
+        """_zero_nonfinite for a step whose blocks other sequences may use by now: they read no values of this one."""
+        finite = check.read()
+        self._observe(check.batch, check.began)
+        for row in set(check.owners[~finite].tolist()):
+            self.cache.zero_blocks(check.blocks[row, : check.num_blocks[row]].tolist())
 
     def _zero_nonfinite(self, hidden: Tensor, chunks: Sequence[Chunk]) -> None:
         """Zeroes non-finite keys and values of sequences with non-finite rows. The last stage reports these sequences,
