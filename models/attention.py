@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from .config.shapes import Shape
 from .ops import Norm, rms_norm, rotate
 from .pages import HugePages
 from .stages import RankShard
@@ -117,16 +118,26 @@ class AttentionBackend(Protocol):
         """A second backend over the same cache with its own plan, for a step's second stream."""
 
 
+class Captured(AttentionBackend, Protocol):
+    """A backend of a recorded step. `replayable`: whether the last plan launches what was captured; if not, the step
+    must be computed eagerly. Equal on all ranks."""
+
+    replayable: bool
+
+
 @runtime_checkable
 class Capturable(Protocol):
-    """A backend whose decode steps can be captured and replayed (engine/step/cuda_graphs.py). It reads nothing after a
+    """A backend whose steps can be captured and replayed (engine/step/cuda_graphs.py). It reads nothing after a
     sequence's last position, so a step may start before the previous step's ids, or NaN, are known
     (engine/step/runner.py)."""
 
-    def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
-        """Backends for steps of exactly so many decodes (`sizes`), with at most most_blocks blocks per sequence.
-        `prepare` is not captured: it is called before each replay, with the captured tensors of the tokens and a block
-        table on the host. `attend` is captured and may read only tensors with fixed addresses."""
+    def captured(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, Captured]:
+        """Backends for steps of exactly so many decodes and, if the second number is not 0, MOST_PROMPTS prompts
+        (workspace.py) of at most so many rows together, with at most most_blocks blocks per sequence. `prepare` is not
+        captured: it is called before each replay, with the captured tensors of the tokens and a block table on the
+        host, whose last row of a step with prompts is the scratch block's. The plan of the capture has all rows.
+        `attend` is captured and may read only tensors with fixed addresses; its output for rows after the last prompt
+        does not depend on earlier steps."""
 
 
 def rotate_and_store(

@@ -300,15 +300,19 @@ class LlamaModel(nn.Module):
             stream.attention.prepare(stream.layout, self.rotary.cos[positions], self.rotary.sin[positions])
         return self._run([(s.tokens, s.attention, s.rows) for s in streams], during_collective)
 
-    def compute(self, tokens: Tensor, attention: AttentionBackend) -> Tensor:
-        """`forward` of all rows, after the attention backend's `prepare`. It reads only tensors of the step, so that it
-        can be captured (engine/step/cuda_graphs.py)."""
-        return self._run([(tokens, attention, None)], None)
+    def compute(
+        self, tokens: Tensor, attention: AttentionBackend, rows: Tensor | None = None, padding: Tensor | None = None
+    ) -> Tensor:
+        """`forward` of `rows` (None: of all), after the attention backend's `prepare`. It reads only tensors of the
+        step, so that it can be captured (engine/step/cuda_graphs.py). padding [T]: which rows are not in the digest of
+        chosen experts."""
+        return self._run([(tokens, attention, rows)], None, padding)
 
     def _run(
         self,
         parts: Sequence[tuple[Tensor, AttentionBackend, Tensor | None]],
         during_collective: Callable[[], None] | None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         # The turn after the first sub-block's: by then every stream has an all-reduce in flight. At once if the
         # wiring has no all-reduces, because the host work is due all the same.
@@ -328,7 +332,10 @@ class LlamaModel(nn.Module):
                 middle = self._chosen[len(self._chosen) // 2][0]
                 rows = torch.cat([chosen.flatten() for layer, chosen in self._chosen if layer == middle])
                 self.on_rows(torch.bincount(rows, minlength=self.config.experts.count)[: self.config.experts.count])
-            self._follow(torch.cat([c.flatten() for _, c in self._chosen]))
+            every = torch.cat([c for _, c in self._chosen])
+            if padding is not None:
+                every = every.masked_fill(padding.repeat(len(self._chosen))[:, None], -1)
+            self._follow(every.flatten())
             self._chosen.clear()
         if self.boundary is not None and self.shard.per_node:
             self._pass_routing(self.boundary)

@@ -35,7 +35,7 @@ from ..sampling.sampler import OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
 from ..schedule.speculation import speculation_rule
 from ..schedule.split import SplitRule
-from .cuda_graphs import CudaRecorder, DecodeGraphs, collectives_refuse, experts_refuse, fell_back, graphed
+from .cuda_graphs import CudaRecorder, StepGraphs, collectives_refuse, experts_refuse, fell_back, graphed
 from .draft_model import check_alike
 from .engine import CollectiveTimeouts
 from .kv_capacity import (
@@ -49,7 +49,7 @@ from .kv_capacity import (
     working_bytes,
 )
 from .loading import give_back_freed, keep_freed, load_weights
-from .memory import graph_sizes
+from .memory import graph_shapes
 from .runner import Runner
 from .share import ModelShare, make_share
 from .stage_runner import NoDraws, StageRunner
@@ -107,7 +107,7 @@ def split_rule(
     communicator: Communicator,
     config: ModelConfig,
     device: torch.device,
-    graphs: DecodeGraphs | None,
+    graphs: StepGraphs | None,
 ) -> SplitRule | None:
     """The rule for steps in two streams; None if they are disabled, or `auto` expects no gain: inside a node an
     all-reduce takes less time than half a sub-block, and on GPUs split steps were never measured."""
@@ -187,7 +187,10 @@ def build(
     if share.draft is not None:
         draft = share.draft.load(share.length + 1, num_blocks, keys.block_size, keys.max_num_seqs, sampler.grammars)
     check_unchanged(share.stamps)
-    make = Runner if pipeline is None else partial(StageRunner, pipeline=pipeline, index=communicator.rank)
+    # NOTE: other attention may read what a step that is checked later left after a sequence's end.
+    overlaps = device.type == "cuda" and isinstance(attention, Capturable)
+    fetch = partial(download, wait=partial(communicator.wait_event, what="a stage's rows")) if overlaps else None
+    make = Runner if pipeline is None else partial(StageRunner, pipeline=pipeline, index=communicator.rank, fetch=fetch)
     runner = make(
         model,
         cache,
@@ -349,7 +352,7 @@ def _warmed_up(
     device: torch.device,
     reserved: int,
     start_log: StartLog,
-) -> DecodeGraphs | None:
+) -> StepGraphs | None:
     """Warms up, sets the collectives' timeouts and records graphs. reserved: bytes kept free for the graphs."""
     if compiles(device):
         # NOTE: compilation times differ between ranks: collectives still have the timeout of a load.
@@ -369,27 +372,28 @@ def make_graphs(
     communicator: Communicator,
     reserved: int | None = None,
     start_log: StartLog = StartLog(),
-) -> DecodeGraphs | None:
-    """Records decode steps, if the deployment and the device support it. The cache's last block must be unassigned.
+) -> StepGraphs | None:
+    """Records steps, if the deployment and the device support it. The cache's last block must be unassigned.
     emulated: whether collectives are emulated; reserved: bytes kept free for the graphs. Raises GraphsError."""
     model, attention, cache, sampler = runner.model, runner.attention, runner.cache, runner.sampler
     refused = collectives_refuse(communicator.backend, communicator.size, emulated) or experts_refuse(model.config)
     use, why = graphed(keys.cuda_graphs, runner.device.type, isinstance(attention, Capturable), attention.name, refused)
     if fell_back(runner.device, keys.cuda_graphs, use):
         start_log.warn(
-            f"CUDA graphs: {why}; each decode step is set off kernel by kernel, several times slower for few sequences"
+            f"CUDA graphs: {why}; each step is set off kernel by kernel, several times slower for few sequences"
         )
     elif runner.device.type == "cuda":
         start_log.say(f"CUDA graphs: {why}")
     if not use or not isinstance(attention, Capturable):
         return None
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         model,
         attention,
         CudaRecorder(runner.device, communicator.ledger),
-        graph_sizes(keys.max_num_seqs),
+        graph_shapes(keys.max_num_seqs, keys.max_num_batched_tokens),
         scratch_block=cache.num_blocks - 1,
         most_blocks=-(-len(model.rotary.cos) // cache.block_size),
+        block_size=cache.block_size,
         latest=sampler.latest,
         reserved=reserved,
         say=start_log.say,

@@ -1,12 +1,12 @@
-"""Decode steps as recorded graphs, one for each padded size: a replay costs the host one call. A graph covers token ids
-to logits, all-reduces included (their stream forks and joins by events). The attention plan and the copy of the step's
-integers into fixed buffers stay outside; steps with prompts run eagerly.
+"""Steps as recorded graphs, one for each padded shape: a replay costs the host one call. A graph covers token ids to
+logits, all-reduces included (their stream forks and joins by events). The attention plan and the copy of the step's
+integers into fixed buffers stay outside. A step with more prompt rows than the largest graph has runs eagerly: there
+the GPU, not the host, takes the time.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...models.attention import AttentionBackend, Capturable, StepLayout
+from ...models.attention import Capturable, StepLayout
 from ...models.config.json_fields import Refusal
 from ...models.config.model_config import ModelConfig
+from ...models.config.shapes import Shape
+from ...models.cuda.workspace import MOST_PROMPTS
 from ...models.llama import LlamaModel
 from ...models.transfer import stage
 from ...topology.comm.collectives import Boundary, Done, Pending
 from ...topology.comm.ledger import Ledger
 from ...topology.hardware.cuda_stack import triton_missing
+from ..batch import Chunk
 from ..sampling.device_sampler import Replay, feed
 from ..sampling.sampler import Sampler
 
@@ -33,8 +36,8 @@ class GraphsError(Refusal, ValueError):
 def graphed(
     setting: bool | str, device: str, capturable: bool, attention: str, collectives: str | None
 ) -> tuple[bool, str]:
-    """Whether to record decode steps, and the reason. wanted: engine.cuda_graphs; capturable: whether `attention` can
-    be recorded; collectives: the reason why the rest cannot, or None. Raises GraphsError if graphs are required but
+    """Whether to record steps, and the reason. setting: engine.cuda_graphs; capturable: whether `attention` can be
+    recorded; collectives: the reason why the rest cannot, or None. Raises GraphsError if graphs are required but
     impossible."""
     if setting is False:
         return False, "off, as configured"
@@ -150,63 +153,68 @@ class FixedBoundary:
             self._inner.send(x[:, :count].flatten(0, 1).clone(), self._own)
 
 
-class DecodeGraphs:
-    """The graphs of one rank. All ranks of a group record, and later replay, the same sizes in the same order."""
+class StepGraphs:
+    """The graphs of one rank. All ranks of a group record, and later replay, the same shapes in the same order."""
 
     def __init__(
         self,
         model: LlamaModel,
         attention: Capturable,
         recorder: CudaRecorder,
-        sizes: Sequence[int],
+        shapes: Sequence[Shape],
         *,
         scratch_block: int,
         most_blocks: int,
+        block_size: int,
         latest: Tensor | None = None,
         reserved: int | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """scratch_block: a block of the cache that no sequence uses, for the keys of padding. most_blocks: of one
-        sequence. latest: the last ids sampled on the device, by slot (Sampler.latest), from which steps may read their
-        ids. reserved: bytes kept free for the graphs. say: called with log lines."""
-        self.sizes = tuple(sorted(sizes))
+        """shapes: decodes and prompt rows of the steps to record. scratch_block: a block of the cache that no sequence
+        uses, for the keys of padding. most_blocks: of one sequence. latest: the last ids sampled on the device, by slot
+        (Sampler.latest), from which steps may read their ids. reserved: bytes kept free for the graphs. say: called
+        with log lines."""
+        self.shapes = sorted(shapes, key=lambda shape: shape[::-1])
+        self.sizes = tuple(decodes for decodes, rows in self.shapes if not rows)
         self._model, self._recorder, self._scratch, self._say = model, recorder, scratch_block, say
-        self._latest, self.reserved = latest, reserved
-        self._attention = attention.captured(self.sizes, most_blocks)
-        device, most = model.rotary.cos.device, self.sizes[-1]
-        # Token ids, positions, blocks and offsets of a step are contiguous: one copy.
-        self._staged = torch.zeros(4 * most, dtype=torch.int64)
-        self._inputs = torch.zeros(4 * most, dtype=torch.int64, device=device)
+        self._block_size, self._latest, self.reserved = block_size, latest, reserved
+        self._attention = attention.captured(self.shapes, most_blocks)
+        device, most = model.rotary.cos.device, max(map(sum, shapes))
+        sampled = max(map(_sampled_rows, shapes))
+        # Token ids, positions, blocks, offsets and the rows to sample of a step are contiguous: one copy.
+        self._staged = torch.zeros(4 * most + sampled, dtype=torch.int64)
+        self._inputs = torch.zeros(4 * most + sampled, dtype=torch.int64, device=device)
         table = model.rotary.cos
         self._cos, self._sin = (table.new_zeros((most, *table.shape[1:])) for _ in range(2))
-        logits = (len(model.shard.vocab), torch.float32)
-        width, dtype = logits if model.shard.samples else (model.config.hidden_size, model.dtype)
-        self._out = torch.zeros((most, width), dtype=dtype, device=device)
+        logits = (sampled, len(model.shard.vocab), torch.float32)
+        rows, width, dtype = logits if model.shard.samples else (most, model.config.hidden_size, model.dtype)
+        self._out = torch.zeros((rows, width), dtype=dtype, device=device)
         self._boundary = None if model.boundary is None else FixedBoundary(model.boundary, model, most)
-        self._replays: dict[int, Replay] = {}
+        self._replays: dict[Shape, Replay] = {}
         self._draws: dict[int, Replay] = {}
 
     def record(self, tell: Callable[[str], None] = lambda doing: None) -> None:
-        """Records all sizes, the largest first; required before `run`. tell: called with progress."""
+        """Records all shapes, the largest first; required before `run`. tell: called with progress."""
         before, began = self._recorder.memory(), time.monotonic()
         crossing, self._model.boundary = self._model.boundary, self._boundary
         with torch.inference_mode():
-            for count, size in enumerate(reversed(self.sizes), 1):
-                self._stage(self._padding(size), size)
-                self._replays[size] = self._recorder.record(partial(self._compute, size))
-                tell(f"recording CUDA graphs, {count} of {len(self.sizes)}")
+            for count, shape in enumerate(sorted(self.shapes, key=sum, reverse=True), 1):
+                self._stage(*self._padding(shape), shape)
+                self._replays[shape] = self._recorder.record(partial(self._compute, shape))
+                tell(f"recording CUDA graphs, {count} of {len(self.shapes)}")
         self._model.boundary = crossing
-        used_bytes, took = self._recorder.memory() - before, time.monotonic() - began
-        sizes = ", ".join(map(str, self.sizes))
-        room = self.room_text(used_bytes)
-        self._say(f"CUDA graphs: decode steps of {sizes} sequences, recorded in {took:.1f} s, {room}")
+        taken, took = self._recorder.memory() - before, time.monotonic() - began
+        words = f"CUDA graphs: {len(self.sizes)} of decode steps to {self.sizes[-1]} sequences"
+        if mixed := [shape for shape in self.shapes if shape[1]]:
+            words += f" and {len(mixed)} with prompts to {mixed[-1][1]} tokens"
+        self._say(f"{words}, recorded in {took:.1f} s, {self.room_text(taken)}")
 
-    def room_text(self, used_bytes: int) -> str:
-        words = f"{used_bytes >> 20} MiB"
+    def room_text(self, taken: int) -> str:
+        words = f"{taken >> 20} MiB"
         if self.reserved is None:
             return words
         words += f" of the {self.reserved >> 20} kept free for them"
-        return words if used_bytes <= self.reserved else f"{words}: too few; lower engine.gpu_memory_utilization"
+        return words if taken <= self.reserved else f"{words}: too few; lower engine.gpu_memory_utilization"
 
     def drop(self) -> None:
         """Waits for the device and frees the recordings."""
@@ -220,57 +228,104 @@ class DecodeGraphs:
             with torch.inference_mode():
                 self._draws = sampler.record(self._out, self.sizes, self._recorder.record)
 
-    def fits(self, sequences: int) -> bool:
-        """Whether `run` has a graph for a step of so many decodes."""
-        return sequences <= self.sizes[-1]
+    def shape(self, chunks: Sequence[Chunk]) -> Shape | None:
+        """The recorded shape for a step of these chunks (decodes first); None: no graph has room for them, or prompts
+        are to be scored. The chunks alone decide, so all ranks replay the same graph."""
+        prompts = [chunk.count for chunk in chunks if chunk.count > 1]
+        decodes, rows = len(chunks) - len(prompts), sum(prompts)
+        if len(prompts) > MOST_PROMPTS or (prompts and any(chunk.prompt_logprobs for chunk in chunks)):
+            return None
+        fitting = (s for s in self.shapes if s[0] >= decodes and s[1] >= rows and bool(s[1]) == bool(rows))
+        return next(fitting, None)
 
-    def run(self, layout: StepLayout, tokens: Tensor) -> Tensor:
-        """Starts a decode-only step from its layout and token ids [B] (or placeholders for device_draw.feed) on the
-        host. Returns the result of LlamaModel.forward for all rows on the device; the next run overwrites it."""
-        count = layout.decode
-        size = self.sizes[bisect_left(self.sizes, count)]
-        staged = self._part(self._staged, size)
+    def run(self, shape: Shape, layout: StepLayout, tokens: Tensor, rows: Tensor) -> Tensor | None:
+        """Starts a step of `shape` from its layout, token ids [T] (or placeholders for device_draw.feed) and rows whose
+        logits are needed [R], all on the host. Returns on the device the result of LlamaModel.forward, of a step
+        without prompts for all rows; the next run overwrites it. None: attention's plan differs from the captured one,
+        and the step must be computed eagerly."""
+        (decodes, prompts), decode, total = shape, layout.decode, layout.query_start[-1]
+        fields, sampled = self._parts(self._staged, shape)
+        end = decodes + total - decode
         for row, values, padding in zip(
-            staged, (tokens, layout.positions, layout.blocks, layout.offsets), (0, 0, self._scratch, 0), strict=True
+            fields, (tokens, layout.positions, layout.blocks, layout.offsets), (0, 0, self._scratch, 0), strict=True
         ):
-            row[:count] = values
-            row[count:] = padding
-        padding_rows = size - count
-        table = torch.nn.functional.pad(layout.block_table, (0, 0, 0, padding_rows), value=self._scratch)
-        self._stage((layout.kv_len + [1] * padding_rows, table), size)
+            row.fill_(padding)
+            row[:decode], row[decodes:end] = values[:decode], values[decode:]
+        sampled.zero_()
+        if prompts:
+            sampled[: len(rows)] = torch.where(rows < decode, rows, rows + decodes - decode)
+        if not self._stage(*self._padded(layout, shape), shape):
+            return None
+        # Rows between stages are those of the graph, if prompts follow padding.
+        crossing = decodes + prompts if prompts else decode
         if self._boundary is not None:
-            self._boundary.take(count)
-        self._replays[size]()
+            self._boundary.take(crossing)
+        self._replays[shape]()
         if self._boundary is not None:
-            self._boundary.hand_on(count)
-        return self._out[:count]
+            self._boundary.hand_on(crossing)
+        if not prompts:
+            return self._out[:decode]
+        if self._model.shard.samples:
+            return self._out[: len(rows)]
+        return torch.cat((self._out[:decode], self._out[decodes:end]))
 
-    def _padding(self, size: int) -> tuple[list[int], Tensor]:
-        """Lengths and block table of a step that has only padding."""
-        staged = self._part(self._staged, size)
-        staged.zero_()
-        staged[2] = self._scratch
-        return [1] * size, torch.full((size, 1), self._scratch)
+    def _padded(self, layout: StepLayout, shape: Shape) -> tuple[list[int], list[int], Tensor]:
+        """Query starts, lengths and block table of a step with its padding: decodes and, with prompts, prompts of no
+        rows over the scratch block, of which the table then has one row more."""
+        (decodes, prompts), decode, table = shape, layout.decode, layout.block_table
+        count, most = len(layout.kv_len), decodes + (MOST_PROMPTS if prompts else 0)
+        width = max(table.shape[1], -(-prompts // self._block_size))
+        padded = table.new_full((most + bool(prompts), width), self._scratch)
+        padded[:decode, : table.shape[1]] = table[:decode]
+        padded[decodes : decodes + count - decode, : table.shape[1]] = table[decode:]
+        starts = [*range(decodes), *(start + decodes - decode for start in layout.query_start[decode:])]
+        lengths = [*layout.kv_len[:decode], *[1] * (decodes - decode), *layout.kv_len[decode:]]
+        absent = most - len(lengths)
+        return starts + starts[-1:] * absent, lengths + [1] * absent, padded
+
+    def _padding(self, shape: Shape) -> tuple[list[int], list[int], Tensor]:
+        """Like _padded, of a step that has only padding, of which prompts' rows belong to one prompt."""
+        fields, sampled = self._parts(self._staged, shape)
+        fields.zero_()
+        fields[2] = self._scratch
+        sampled.zero_()
+        decodes, prompts = shape
+        absent = max(0, MOST_PROMPTS - 1) if prompts else 0
+        starts = [*range(decodes + 1), *[decodes + prompts] * ((1 + absent) if prompts else 0)]
+        lengths = [1] * decodes + ([prompts] + [1] * absent if prompts else [])
+        width = max(1, -(-prompts // self._block_size))
+        return starts, lengths, torch.full((len(lengths) + bool(prompts), width), self._scratch)
 
     @staticmethod
-    def _part(buffer: Tensor, size: int) -> Tensor:
-        """The part [4, size] of a buffer: ids, positions, blocks, offsets."""
-        return buffer[: 4 * size].view(4, size)
+    def _parts(buffer: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+        """The parts [4, T] of a buffer (ids, positions, blocks, offsets), and [R] (rows to sample)."""
+        end = 4 * sum(shape)
+        return buffer[:end].view(4, -1), buffer[end : end + _sampled_rows(shape)]
 
-    def _stage(self, sequences: tuple[list[int], Tensor], size: int) -> None:
-        """Copies the staged integers and makes the plan, before a replay."""
-        stage(self._inputs[: 4 * size], self._staged[: 4 * size])
-        _, positions, blocks, offsets = self._part(self._inputs, size)
-        kv_len, table = sequences
-        layout = StepLayout(positions, list(range(size + 1)), kv_len, table, blocks, offsets, size)
-        self._attention[size].prepare(layout, self._cos[:size], self._sin[:size])
+    def _stage(self, starts: list[int], lengths: list[int], table: Tensor, shape: Shape) -> bool:
+        """Copies the staged integers and makes the plan, before a replay. Returns whether the graph fits the plan."""
+        size = sum(shape)
+        end = 4 * size + _sampled_rows(shape)
+        stage(self._inputs[:end], self._staged[:end])
+        _, positions, blocks, offsets = self._parts(self._inputs, shape)[0]
+        layout = StepLayout(positions, starts, lengths, table, blocks, offsets, shape[0])
+        attention = self._attention[shape]
+        attention.prepare(layout, self._cos[:size], self._sin[:size])
+        return attention.replayable
 
-    def _compute(self, size: int) -> None:
-        tokens, positions, _, _ = self._part(self._inputs, size)
+    def _compute(self, shape: Shape) -> None:
+        (tokens, positions, blocks, _), sampled = self._parts(self._inputs, shape)
+        size, model = sum(shape), self._model
         if self._latest is not None:
             tokens = feed(tokens, self._latest)
-        rotary = self._model.rotary
-        torch.index_select(rotary.cos, 0, positions, out=self._cos[:size])
-        torch.index_select(rotary.sin, 0, positions, out=self._sin[:size])
-        backend: AttentionBackend = self._attention[size]
-        self._out[:size].copy_(self._model.compute(tokens, backend))
+        torch.index_select(model.rotary.cos, 0, positions, out=self._cos[:size])
+        torch.index_select(model.rotary.sin, 0, positions, out=self._sin[:size])
+        padding = None if model.config.experts is None else blocks == self._scratch
+        rows = sampled if shape[1] and model.shard.samples else None
+        out = model.compute(tokens, self._attention[shape], rows, padding)
+        self._out[: len(out)].copy_(out)
+
+
+def _sampled_rows(shape: Shape) -> int:
+    """The most rows of a recorded step that are sampled."""
+    return shape[0] + (MOST_PROMPTS if shape[1] else 0)

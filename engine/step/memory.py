@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ...models.config.latent import EXPANDED_SPACE, Expansion
 from ...models.config.model_config import ModelConfig
-from ...models.config.shapes import WHOLE, Sharing
-from ...models.cuda.workspace import expert_bytes, latent_workspace_bytes, workspace_bytes
+from ...models.config.shapes import WHOLE, Shape, Sharing
+from ...models.cuda.workspace import MOST_PROMPTS, expert_bytes, latent_workspace_bytes, workspace_bytes
 from ...models.residual import lag_of
 from ...models.stages import RankShard
 
@@ -22,6 +22,8 @@ MOST_GRAPHED = 512
 GRAPH_BYTES = 32 << 20
 """For each recorded size: the driver's own record and what the allocator rounds up to. Reports of other engines say 6
 to 28 MiB; what ours hold is logged when they are recorded, with what was kept free for them."""
+MIXED_DECODES, MIXED_PROMPTS = (8, 64, 256), (128, 256, 512, 1024)
+"""Decodes and prompt rows of recorded steps with prompts. With more prompt rows the GPU takes longer than the host."""
 STANDBY_RANK = 300 * MIB
 """The most host memory of a standby rank: Python, torch and its group, without weights."""
 
@@ -33,6 +35,16 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     powers = [1 << k for k in range(most.bit_length())]
     halves = [power * 3 // 2 for power in powers if power >= 16]
     return tuple(sorted({most, *powers, *(half for half in halves if half <= most)}))
+
+
+def graph_shapes(most: int, tokens: int) -> tuple[Shape, ...]:
+    """The shapes of recorded steps: of 1 to `most` sequences without prompts, and with up to `tokens` prompt rows."""
+    sizes = graph_sizes(most)
+    decodes = [*(size for size in MIXED_DECODES if size < sizes[-1]), sizes[-1]]
+    prompts = [rows for rows in MIXED_PROMPTS if rows < tokens]
+    if 1 < tokens <= MIXED_PROMPTS[-1]:
+        prompts.append(tokens)
+    return (*((size, 0) for size in sizes), *((size, rows) for rows in prompts for size in decodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,7 @@ class MemoryKeys:
     kv_cache_memory: int | None = None
     gpu: bool = True
     graphs: bool = True
-    """Whether decode steps are recorded as CUDA graphs; requires flashinfer."""
+    """Whether steps are recorded as CUDA graphs; requires flashinfer."""
     flashinfer: bool = True
     """Whether FlashInfer computes attention on a GPU."""
     replicate_embedding: bool = False
@@ -100,25 +112,29 @@ def working_memory(
     if keys.deterministic and size > 1:
         # One message at a time is gathered from every rank and summed in fp32.
         parts["all-reduces in flight"] += int(tokens * d * (size * value_bytes + 2 * 4))
-    sizes = graph_sizes(keys.max_num_seqs) if keys.graphs and keys.flashinfer else ()
+    recorded = keys.graphs and keys.flashinfer
+    shapes = graph_shapes(keys.max_num_seqs, keys.max_num_batched_tokens) if recorded else ()
     windows = len(set(config.sliding_window or (None,)))
     most_blocks = -(-(keys.max_model_len + 1) // keys.block_size)
     if config.latent is not None:
-        workspace = latent_workspace_bytes(config.latent.rank, sizes, most_blocks)
+        workspace = latent_workspace_bytes(config.latent.rank, shapes, most_blocks)
     else:
         shape = shard.num_heads, shard.num_kv_heads, config.head_dim
-        workspace = workspace_bytes(shape, windows, sizes, most_blocks)
+        workspace = workspace_bytes(shape, windows, shapes, most_blocks, keys.deterministic)
     parts["attention workspace"] = workspace if keys.flashinfer else 0
     # One product's weight is widened at a time; the largest is queries, keys and values, or gate and up.
     widened = int(d * max(outputs, 2 * shard.ffn_size) * value_bytes) if keys.widens_fp8 else 0
     if widened:
         parts["widened fp8 weights"] = widened
-    # Graphs share the activations of the largest one and three copies of its logits: before, during and after the
-    # conversion to fp32.
+    # Graphs share the activations of the largest one, attention's outputs, sums in flight, and three copies of its
+    # logits: before, during and after the conversion to fp32.
     parts["CUDA graphs"] = 0
-    if sizes:
-        largest = sizes[-1] * (per_token + 3 * logits) + _of_experts(shard, sizes[-1], value_bytes)
-        parts["CUDA graphs"] = int(len(sizes) * GRAPH_BYTES + largest) + widened
+    if shapes:
+        sampled, largest = max(decodes for decodes, _ in shapes) + MOST_PROMPTS, max(map(sum, shapes))
+        sums = in_flight * d if size > 1 or copies > 1 else 0
+        graph = largest * (per_token + (outputs + sums) * value_bytes) + sampled * 3 * logits
+        graph += _of_experts(shard, largest, value_bytes)
+        parts["CUDA graphs"] = int(len(shapes) * GRAPH_BYTES + graph) + widened
     return parts
 
 

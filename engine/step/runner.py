@@ -25,7 +25,7 @@ from ..sampling.device_sampler import fed_by, feed
 from ..sampling.drafts import look_up
 from ..sampling.sampler import Sampled, Sampler
 from ..schedule.sequence import end_position
-from .cuda_graphs import DecodeGraphs
+from .cuda_graphs import StepGraphs
 from .draft_model import DraftModel
 from .engine import Ahead, CollectiveTimeouts
 
@@ -83,7 +83,7 @@ class Runner:
         self._speculated = False
         self._unseen = set[int]()  # slots whose last chunk sampled nothing
 
-    def warmed_up(self, timeouts: CollectiveTimeouts | None, graphs: DecodeGraphs | None) -> None:
+    def warmed_up(self, timeouts: CollectiveTimeouts | None, graphs: StepGraphs | None) -> None:
         """Sets timeouts and graphs after warm-up: earlier steps compiled kernels, so their times are not used."""
         self.timeouts, self._graphs = timeouts, graphs
 
@@ -170,16 +170,17 @@ class Runner:
     def _forward(self, chunks: list[Chunk], during_collective: Callable[[], None] | None, split: int = 0) -> Tensor:
         """Computes the logits [R, V / tp] of the rows that are sampled or scored."""
         graphs, self._replayed = self._graphs, False
-        if graphs is None or chunks[-1].count != 1 or not graphs.fits(len(chunks)):
-            parts = zip(streams(chunks, split) if split else [chunks], self._attentions(), strict=False)
-            return self.model.forward_streams([self._stream(*part) for part in parts], during_collective)
-        layout, tokens, rows = self.layout_of(chunks, _HOST)
-        logits = graphs.run(layout, tokens)
-        if during_collective is not None:
-            during_collective()  # the whole step is queued on the device
-        all_rows = len(rows) == len(chunks) or not self.model.shard.samples
-        self._replayed = all_rows
-        return logits if all_rows else logits[upload(rows.numpy(), self.device)]
+        shape = None if graphs is None or split else graphs.shape(chunks)
+        if graphs is not None and shape is not None:
+            layout, tokens, rows = self.layout_of(chunks, _HOST)
+            logits = graphs.run(shape, layout, tokens, rows)
+            if logits is not None:
+                if during_collective is not None:
+                    during_collective()  # the whole step is queued on the device
+                self._replayed = len(rows) == len(logits) or not self.model.shard.samples
+                return logits if self._replayed else logits[upload(rows.numpy(), self.device)]
+        parts = zip(streams(chunks, split) if split else [chunks], self._attentions(), strict=False)
+        return self.model.forward_streams([self._stream(*part) for part in parts], during_collective)
 
     def _attentions(self) -> Iterator[AttentionBackend]:
         yield self.attention

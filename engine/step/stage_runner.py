@@ -58,7 +58,7 @@ class StageRunner(Runner):
         position; then rows are checked two steps later. None: a stage before the last waits for each of its steps."""
         super().__init__(*args, **keys)
         self._pipeline, self._index, self._fetch = pipeline, index, fetch
-        self._checks: deque[_Check] = deque()
+        self.checks: deque[_Check] = deque()
         self._in_flight: deque[PendingStep] = deque()
         # a wait between stages may include the steps of any of these sizes
         self._sizes: deque[int] = deque(maxlen=2 * pipeline.stages + 2)
@@ -128,9 +128,9 @@ class StageRunner(Runner):
         slots = np.array([chunk.slot for chunk in chunks])
         owners = np.repeat(np.arange(len(slots)), [chunk.count for chunk in chunks])
         read = self._fetch(torch.isfinite(out).all(-1))
-        self._checks.append(_Check(batch, began, read, owners, self.blocks[slots], self.num_blocks[slots]))
-        if len(self._checks) > CHECKS_BEHIND:
-            self._zero_blocks(self._checks.popleft())
+        self.checks.append(_Check(batch, began, read, owners, self.blocks[slots], self.num_blocks[slots]))
+        if len(self.checks) > CHECKS_BEHIND:
+            self._zero_blocks(self.checks.popleft())
         return StepResult(())
 
     def _zero_blocks(self, check: _Check) -> None:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from .json_fields import Refusal
 from .model_config import ModelConfig
 
+Shape = tuple[int, int]
+"""Decodes and prompt rows of a recorded step; a step without prompts has 0."""
 REPLICATED_LIMIT = 64 << 20
 """Bytes of an embedding table beyond which no rank holds a whole copy unasked."""
 

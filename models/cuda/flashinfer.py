@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import AttentionBackend, KVCache, StepLayout, TorchAttention, rotate_and_store
+from ..attention import Captured, KVCache, StepLayout, TorchAttention, rotate_and_store
+from ..config.shapes import Shape
 from ..ops import Norm
 from ..transfer import carry, pinned, upload
-from .workspace import HEAD_DIMS, TENSOR_CORES_FROM, partial_bytes
+from .workspace import HEAD_DIMS, MOST_PROMPTS, TENSOR_CORES_FROM, partial_bytes
 
 OLDEST = 0, 7, 2
 """The first version whose partial results fit into workspace.py's reserve and that has MLAPlanMetadata."""
@@ -99,6 +100,11 @@ class FlashInferAttention(TorchAttention):
     name = "flashinfer"
     by_row = False
     """Whether every token is computed as a decode of its own."""
+    replayable = True
+    _out: Tensor | None = None
+    """The outputs of a recorded step with prompts, for all layers in turn: rows after the last prompt stay zero."""
+    _captured: list[list[int]] | None = None
+    """The plans for prompts with which a step was recorded."""
 
     def __init__(
         self,
@@ -117,13 +123,13 @@ class FlashInferAttention(TorchAttention):
         self._shape = heads, kv_heads, dim, cache.block_size
         self._dtypes = {"q_data_type": dtype, "kv_data_type": cache.keys[0].dtype}
         self._tensor_cores = self.by_row or heads // kv_heads >= TENSOR_CORES_FROM
-        self._workspace = self._room(0)
+        self._workspace = self._room()
         self._make_wrappers()
 
-    def _room(self, sequences: int) -> Tensor:
+    def _room(self, *recorded: int) -> Tensor:
         """Allocates the workspace for partial results, of partial_bytes."""
         device = self.cache.keys[0].device
-        size = partial_bytes(*self._shape[:3], sequences) if device.type == "cuda" else 1024
+        size = partial_bytes(*self._shape[:3], *recorded) if device.type == "cuda" else 1024
         return torch.zeros(size, dtype=torch.uint8, device=device)
 
     def _make_wrappers(self) -> None:
@@ -159,13 +165,23 @@ class FlashInferAttention(TorchAttention):
             self._plan_decodes((rows[:decode], lengths[:decode]))
         if decode < sequences:
             after = rows[decode:], lengths[decode:]
-            table = pages(layout.block_table, after, self.cache.block_size, device)
+            indptr, indices, last_page = pages(layout.block_table, after, self.cache.block_size, device)
             starts = np.asarray(layout.query_start[decode:], np.int32) - layout.query_start[decode]
-            given = pinned(starts, device), *table, *self._shape
+            given = pinned(starts, device), indptr, carry(indices, device), last_page, *self._shape
             seq_lens = pinned(lengths[decode:].astype(np.int32), device)  # else the wrapper computes and copies its own
             for window, wrapper in self._prefillers.items():
                 wrapper.plan(*given, causal=True, seq_lens=seq_lens, **self._options(window))
+        if self._out is not None:
+            self._compare_plans(layout.query_start[-1])
         self._note_plan()
+
+    def _compare_plans(self, tokens: int) -> None:
+        assert self._out is not None
+        self._out[tokens:].zero_()
+        plans = [list(map(int, wrapper._plan_info)) for wrapper in self._prefillers.values()]
+        if self._captured is None:
+            self._captured = plans
+        self.replayable = plans == self._captured
 
     def _wait_for_last_plan(self) -> None:
         """Waits until the last plan was copied from the wrappers' pinned memory, which the next plan overwrites: the
@@ -190,39 +206,77 @@ class FlashInferAttention(TorchAttention):
         decode, angles = layout.decode, (self._cos, self._sin)
         q = self.store(self.cache, layer, qkv, (q_norm, k_norm), angles, layout.blocks, layout.offsets)
         stored = self.cache.keys[layer], self.cache.values[layer]
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if self._out is None else self._out
         if decode:
             self._decoders[window].run(q[:decode], stored, out=out[:decode])
         if decode < tokens:
             self._prefillers[window].run(q[decode:], stored, out=out[decode:])
         return out.flatten(1)
 
-    def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
-        """Makes a backend for each size: steps of exactly that many decodes, of at most most_blocks blocks a sequence.
-        They share their buffers, so prepare and replay one step at a time. Between replays only `prepare` changes the
-        buffers."""
-        most, device = max(sizes), self.cache.keys[0].device
-        indptr = torch.zeros(most + 1, dtype=torch.int32, device=device)
-        indices = torch.zeros(most * most_blocks, dtype=torch.int32, device=device)
-        last_page = torch.ones(most, dtype=torch.int32, device=device)
-        recording = copy.copy(self)
-        if device.type == "cuda" and partial_bytes(*self._shape[:3], most) > len(self._workspace):
-            recording._workspace = self._room(most)
+    def captured(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, Captured]:
+        """Makes a backend for each shape. They share their buffers, so prepare and replay one step at a time. Between
+        replays only `prepare` changes the buffers."""
+        decodes, prompts = (max(numbers) for numbers in zip(*shapes, strict=True))
+        recording, device = copy.copy(self), self.cache.keys[0].device
+        if device.type == "cuda" and partial_bytes(*self._shape[:3], decodes, prompts) > len(self._workspace):
+            recording._workspace = self._room(decodes, prompts)
+        decoders = recording._captured_decoders({size for size, _ in shapes}, most_blocks)
+        prefillers = recording._captured_prefillers({rows for _, rows in shapes if rows}, most_blocks)
+        heads, _, dim, _ = self._shape
+        out = torch.zeros(
+            (max(map(sum, shapes)) if prompts else 0, heads, dim), dtype=self._dtypes["q_data_type"], device=device
+        )
 
-        def decoder(size: int) -> Any:
-            return recording._decoder(
-                use_cuda_graph=True,
-                paged_kv_indptr_buffer=indptr[: size + 1],
-                paged_kv_indices_buffer=indices,
-                paged_kv_last_page_len_buffer=last_page[:size],
-            )
-
-        def of(size: int) -> FlashInferAttention:
+        def of(size: int, rows: int) -> FlashInferAttention:
             recorded = copy.copy(recording)
-            recorded._decoders = {window: decoder(size) for window in self._decoders}
+            recorded._decoders = decoders[size]
+            if rows:
+                recorded._prefillers, recorded._out = prefillers[rows], out[: size + rows]
             return recorded
 
-        return {size: of(size) for size in sizes}
+        return {shape: of(*shape) for shape in shapes}
+
+    def _table_buffers(self, most: int, most_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+        device = self.cache.keys[0].device
+        indptr, indices = (torch.zeros(n, dtype=torch.int32, device=device) for n in (most + 1, most * most_blocks))
+        return indptr, indices, torch.ones(most, dtype=torch.int32, device=device)
+
+    def _captured_decoders(self, sizes: set[int], most_blocks: int) -> dict[int, dict[int | None, Any]]:
+        indptr, indices, last_page = self._table_buffers(max(sizes), most_blocks)
+        return {
+            size: {
+                window: self._decoder(
+                    use_cuda_graph=True,
+                    paged_kv_indptr_buffer=indptr[: size + 1],
+                    paged_kv_indices_buffer=indices,
+                    paged_kv_last_page_len_buffer=last_page[:size],
+                )
+                for window in self._decoders
+            }
+            for size in sizes
+        }
+
+    def _captured_prefillers(self, sizes: set[int], most_blocks: int) -> dict[int, dict[int | None, Any]]:
+        """A wrapper takes as many rows as its first plan has, which therefore must have all."""
+        if not sizes:
+            return {}
+        indptr, indices, last_page = self._table_buffers(MOST_PROMPTS, most_blocks)
+        starts = torch.zeros_like(indptr)
+        return {
+            size: {
+                window: self._library.BatchPrefillWithPagedKVCacheWrapper(
+                    self._workspace,
+                    "HND",
+                    use_cuda_graph=True,
+                    qo_indptr_buf=starts,
+                    paged_kv_indptr_buf=indptr,
+                    paged_kv_indices_buf=indices,
+                    paged_kv_last_page_len_buf=last_page,
+                )
+                for window in self._prefillers
+            }
+            for size in sizes
+        }
 
 
 class FlashInferRows(FlashInferAttention):
@@ -236,8 +290,17 @@ class FlashInferRows(FlashInferAttention):
         return {**super()._options(window), "disable_split_kv": True}
 
     def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
-        tokens = layout.query_start[-1]
+        tokens = len(layout.positions)
         self.layout, self._cos, self._sin = replace(layout, decode=tokens), cos, sin
+        rows, lengths = contexts_of_tokens(layout)
+        if padding := tokens - len(rows):  # of a recorded step with prompts: each attends to the scratch block alone
+            scratch = len(layout.block_table) - 1
+            rows = np.concatenate((rows, np.full(padding, scratch)))
+            lengths = np.concatenate((lengths, np.ones(padding, np.int64)))
         self._wait_for_last_plan()
-        self._plan_decodes(contexts_of_tokens(layout))
+        self._plan_decodes((rows, lengths))
         self._note_plan()
+
+    def captured(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, Captured]:
+        alone = super().captured([(sum(shape), 0) for shape in shapes], most_blocks)
+        return {shape: alone[sum(shape), 0] for shape in shapes}

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import AttentionBackend, StepLayout
+from ..attention import Captured, StepLayout
 from ..config.latent import Latent
+from ..config.shapes import Shape
 from ..latent import LatentAttention, LatentCache
 from ..ops import Norm
 from ..transfer import carry, pinned
-from .flashinfer import contexts, pages, unfit_device
-from .workspace import latent_partial_bytes, latent_unfit
+from .flashinfer import Contexts, contexts, pages, unfit_device
+from .workspace import MOST_PROMPTS, latent_partial_bytes, latent_unfit
 
 Store = Callable[[LatentCache, int, Tensor, Norm, tuple[Tensor, Tensor], Tensor, Tensor], Tensor]
 """A replacement of LatentAttention._rotate_and_store; it may overwrite the given queries with the rotated ones."""
@@ -35,6 +36,11 @@ def unfit(
 
 class FlashInferLatent(LatentAttention):
     name = "flashinfer, latent"
+    replayable = True
+    _padding: Tensor | None = None
+    """Which rows of a recorded step with prompts are padding, [T, 1, 1]: their outputs are zeroed."""
+    _captured: list[int] | None = None
+    """The plan with which it was recorded."""
 
     def __init__(
         self,
@@ -81,13 +87,21 @@ class FlashInferLatent(LatentAttention):
     def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
         self.layout, self._cos, self._sin = layout, cos, sin
         device, read_contexts = self._workspace.device, contexts(layout)
+        starts = np.asarray(layout.query_start, np.int32)
+        if self._padding is not None:
+            read_contexts, starts = _with_padding(layout, read_contexts, len(self._padding))
+            tokens = layout.query_start[-1]
+            self._padding[:tokens], self._padding[tokens:] = False, True
         if self._planned is not None:
             self._planned.synchronize()  # until the last plan was copied from its pinned memory
         indptr, indices, _ = pages(layout.block_table, read_contexts, self.cache.block_size, device)
-        starts = pinned(np.asarray(layout.query_start, np.int32), device)
         lengths = pinned(read_contexts[1].astype(np.int32), device)
-        table = self._mla.MLAPlanMetadata.csr(starts, indptr, carry(indices, device), lengths)
+        table = self._mla.MLAPlanMetadata.csr(pinned(starts, device), indptr, carry(indices, device), lengths)
         self._wrapper.plan(metadata=table, **self._options)
+        if self._padding is not None:
+            plan = list(map(int, self._wrapper._plan_info))
+            self._captured = self._captured or plan
+            self.replayable = plan == self._captured
         if self._planned is not None:
             self._planned.record()
 
@@ -101,16 +115,19 @@ class FlashInferLatent(LatentAttention):
             q = self._store(self.latents, layer, qkv, k_norm, angles, layout.blocks, layout.offsets)
         out = q.new_empty((*q.shape[:2], self._rank))
         self._wrapper.run(query=q, kv_cache=latents, out=out)
-        return out.flatten(1)
+        return (out if self._padding is None else out.masked_fill_(self._padding, 0.0)).flatten(1)
 
-    def captured(self, sizes: Sequence[int], most_blocks: int) -> dict[int, AttentionBackend]:
-        """Like FlashInferAttention.captured."""
-        most, device = max(sizes), self._workspace.device
+    def captured(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, Captured]:
+        """Like FlashInferAttention.captured, with padding as one more prompt."""
+        sequences = {(size, rows): size + (MOST_PROMPTS + 1 if rows else 0) for size, rows in shapes}
+        most, device = max(sequences.values()), self._workspace.device
         starts, indptr, lengths = (torch.zeros(most + 1, dtype=torch.int32, device=device) for _ in range(3))
         indices = torch.zeros(most * most_blocks, dtype=torch.int32, device=device)
 
-        def of(size: int) -> FlashInferLatent:
-            recorded = copy.copy(self)
+        def of(shape: Shape) -> FlashInferLatent:
+            recorded, size = copy.copy(self), sequences[shape]
+            if shape[1]:
+                recorded._padding = torch.zeros((sum(shape), 1, 1), dtype=torch.bool, device=device)
             recorded._wrapper = self._mla.BatchMLAPagedAttentionWrapper(
                 self._workspace,
                 use_cuda_graph=True,
@@ -122,4 +139,15 @@ class FlashInferLatent(LatentAttention):
             )
             return recorded
 
-        return {size: of(size) for size in sizes}
+        return {shape: of(shape) for shape in shapes}
+
+
+def _with_padding(
+    layout: StepLayout, read_contexts: Contexts, rows: int
+) -> tuple[Contexts, np.ndarray[Any, np.dtype[np.int32]]]:
+    """Contexts and query starts with the padding up to `rows` rows as one more prompt over the scratch block. The
+    library chooses its kernel by the average number of rows, which is then equal in all steps of a shape."""
+    tokens, scratch = layout.query_start[-1], len(layout.block_table) - 1
+    indices, lengths = read_contexts
+    contexts = np.append(indices, scratch), np.append(lengths, max(1, rows - tokens))
+    return contexts, np.array([*layout.query_start, rows], np.int32)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..config.shapes import Shape
+
 MULTIPROCESSORS = 192
 """Upper bound of a GPU's multiprocessors."""
 TENSOR_CORES_FROM = 4
@@ -21,6 +23,8 @@ LATENT_RANKS = (128, 256, 512)
 """Widths of latents for which FlashInfer has kernels."""
 LATENT_ITEMS = 16_384
 """The most work items in a plan of attention over latents, a constant of the library."""
+MOST_PROMPTS = 8
+"""Prompts of a recorded step."""
 _MIB = 1 << 20
 EXPERT_SPACE = 256 * _MIB
 """Limit of the buffers of experts' outputs: steps that need more compute their pairs in pieces."""
@@ -65,14 +69,16 @@ def expert_bytes(rows: int, slots: int, width: int, inner: int, itemsize: int) -
     return int(at_once * (width + inner) * itemsize + pairs * 6 * 4 + sums)
 
 
-def partial_bytes(heads: int, kv_heads: int, head_dim: int, sequences: int = 0) -> int:
+def partial_bytes(heads: int, kv_heads: int, head_dim: int, sequences: int = 0, prompt_rows: int = 0) -> int:
     """Bytes for the partial results of contexts that FlashInfer splits among multiprocessors: one buffer for all
     wrappers. Each multiprocessor runs two programs of at most 128 rows; a row is one query head of one token.
-    sequences: of the largest recorded step; with tensor cores it has one program a tile of rows if those are more."""
+    sequences, prompt_rows: of the largest recorded steps; they have one program a tile of rows if those are more, but
+    decodes only with tensor cores."""
     group = heads // kv_heads
     tile = 16 if group <= 16 else 64 if group <= 64 else 128
     tiles = -(-sequences * group // tile) + sequences if group >= TENSOR_CORES_FROM else 0
-    rows = max(2 * MULTIPROCESSORS * 128, tiles * tile * kv_heads)
+    prompt_tiles = -(-prompt_rows * group // 128) + MOST_PROMPTS if prompt_rows else 0
+    rows = max(2 * MULTIPROCESSORS * 128, tiles * tile * kv_heads, prompt_tiles * 128 * kv_heads)
     return -(-rows * (head_dim + 1) * 4 // _MIB) * _MIB  # + 1: each row's sum of weights
 
 
@@ -112,19 +118,27 @@ def too_many_latent_items(tokens: int, sequences: int, heads: int) -> str | None
     )
 
 
-def latent_workspace_bytes(rank: int, sizes: Sequence[int], most_blocks: int) -> int:
+def latent_workspace_bytes(rank: int, shapes: Sequence[Shape], most_blocks: int) -> int:
     """Like workspace_bytes: a wrapper for all eager steps, twice for split steps, each with two plans in memory (a new
-    plan is allocated before the last is freed), and one for each recorded size."""
-    tables = 2 * 4 * max(sizes) * (most_blocks + 3) if sizes else 0
-    return latent_partial_bytes(rank) + (4 + len(sizes)) * WRAPPER_BYTES + tables
+    plan is allocated before the last is freed), and one for each recorded shape."""
+    sequences = max((decodes + (MOST_PROMPTS + 1 if rows else 0) for decodes, rows in shapes), default=0)
+    tables = 2 * 4 * sequences * (most_blocks + 3)
+    return latent_partial_bytes(rank) + (4 + len(shapes)) * WRAPPER_BYTES + tables
 
 
-def workspace_bytes(shape: tuple[int, int, int], windows: int, sizes: Sequence[int], most_blocks: int) -> int:
+def workspace_bytes(
+    shape: tuple[int, int, int], windows: int, shapes: Sequence[Shape], most_blocks: int, by_row: bool = False
+) -> int:
     """Bytes of attention workspace on a rank. shape: query heads, KV heads, head dimension; windows: distinct window
-    sizes among the layers. Each window has a wrapper for prompts and one for decodes, both twice for split steps, and
-    one for each size of recorded step. Recorded steps also need page tables of `most_blocks` blocks a sequence, in the
-    persistent buffers and in the staging copy."""
-    wrappers = windows * (4 + len(sizes))
-    tables = 2 * 4 * max(sizes) * (most_blocks + 2) if sizes else 0
-    plain, recorded = partial_bytes(*shape), partial_bytes(*shape, max(sizes, default=0))
+    sizes among the layers. Each window has a wrapper for prompts and one for decodes, both twice for split steps, one
+    for each number of decodes and one for each number of prompt rows of a recorded step (by_row: for each sum).
+    Recorded steps also need page tables of `most_blocks` blocks a sequence (by_row: a row), in the persistent buffers
+    and in the staging copy."""
+    decodes = {sum(shape) if by_row else shape[0] for shape in shapes}
+    prompts = set() if by_row else {rows for _, rows in shapes if rows}
+    wrappers = windows * (4 + len(decodes) + len(prompts))
+    sequences = max(decodes, default=0) + (MOST_PROMPTS if prompts else 0)
+    tables = 2 * 4 * sequences * (most_blocks + 2)
+    plain = partial_bytes(*shape)
+    recorded = partial_bytes(*shape, max(decodes, default=0), max(prompts, default=0))
     return plain + (recorded if recorded > plain else 0) + wrappers * WRAPPER_BYTES + tables

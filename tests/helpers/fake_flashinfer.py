@@ -28,9 +28,10 @@ def paged_attention(
     causal: bool,
     window_left: int,
     scale: float,
+    noise: float,
 ) -> None:
     """q, out [T, H, C]; k, v [pages, K, page size, C]. Query row i of a sequence stands at position
-    kv_len - queries + i."""
+    kv_len - queries + i. Rows after the last sequence are not written."""
     size, group = k.shape[2], q.shape[1] // k.shape[1]
     for i in range(len(last_page_len)):
         first, last = int(qo_indptr[i]), int(qo_indptr[i + 1])
@@ -47,16 +48,32 @@ def paged_attention(
             seen &= position >= at - window_left
         scores = (q[first:last].transpose(0, 1).float() @ keys.transpose(1, 2)) * scale
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
-        out[first:last] = (weights @ values).transpose(0, 1).to(out.dtype)
+        out[first:last] = (weights @ values).transpose(0, 1).to(out.dtype) + noise
+
+
+MATCHES = True
+"""Whether `run` compares the rows with the plan's, as the library does but for a replay."""
 
 
 class _Wrapper:
     invariant = False
+    planned = (0,)
+    """What a plan decides about the launches."""
 
-    def __init__(self, workspace: Tensor, kv_layout: str, graph: bool, buffers: tuple[Tensor | None, ...]) -> None:
+    def __init__(
+        self,
+        workspace: Tensor,
+        kv_layout: str,
+        graph: bool,
+        buffers: tuple[Tensor | None, ...],
+        starts: Tensor | None = None,
+    ) -> None:
+        """starts: with a graph, the buffer of the query starts, if sequences have other numbers of rows than one."""
         if kv_layout != "HND" or workspace.dtype != torch.uint8:
             raise ValueError(f"layout {kv_layout}, workspace of {workspace.dtype}")
-        self._graph, self._buffers, self._planned = graph, buffers, False
+        self._graph, self._buffers, self._starts, self._planned = graph, buffers, starts, False
+        self._most_rows = 0
+        self._plan_info = list[int]()
         if graph:
             indptr, indices, last = buffers
             if indptr is None or indices is None or last is None or len(indptr) != len(last) + 1:
@@ -83,9 +100,15 @@ class _Wrapper:
             held[1][: len(indices)].copy_(indices)
             held[2].copy_(last)
             self._table = tuple(held)
+            rows = int(qo[-1])
+            self._most_rows = self._most_rows or rows
+            if rows > self._most_rows:
+                raise ValueError(f"{rows} rows, the first plan had {self._most_rows}")
         else:
             self._table = tuple(x.clone() for x in table)
-        self._qo, self._shape, self._types, self._planned = qo.clone(), (heads, kv_heads, dim, size), types, True
+        self._qo = qo.clone() if self._starts is None else self._starts.copy_(qo)
+        self._plan_info = list(self.planned)
+        self._shape, self._types, self._planned = (heads, kv_heads, dim, size), types, True
 
     def _run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor | None, causal: bool) -> Tensor:
         assert self._planned, "run before plan"
@@ -97,12 +120,14 @@ class _Wrapper:
         assert k.shape[1:] == v.shape[1:] == (kv_heads, size, dim)
         assert q.shape[1:] == (heads, dim)
         assert q.is_contiguous()
+        assert len(q) == int(self._qo[-1]) or not MATCHES
         out = torch.empty_like(q) if out is None else out
         assert out.shape == q.shape
         assert out.dtype == q.dtype
-        paged_attention(out, q, k, v, self._qo, *self._table, causal, self._window, self._scale)
         # Contexts are split by how full the device is, so that bits depend on the batch.
-        return out if self.invariant else out.add_(1e-7 * len(q))
+        noise = 0.0 if self.invariant else 1e-7 * len(q)
+        paged_attention(out, q, k, v, self._qo, *self._table, causal, self._window, self._scale, noise)
+        return out
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -149,8 +174,18 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
-        super().__init__(float_workspace_buffer, kv_layout, False, ())
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+    ) -> None:
+        buffers = paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, qo_indptr_buf)
 
     def plan(
         self,
@@ -217,7 +252,7 @@ class BatchMLAPagedAttentionWrapper(_Wrapper):
         backend: str = "auto",
     ) -> None:
         assert backend in ("fa2", "fa3")
-        super().__init__(float_workspace_buffer, "HND", use_cuda_graph, (kv_indptr, kv_indices, kv_len_arr))
+        super().__init__(float_workspace_buffer, "HND", use_cuda_graph, (kv_indptr, kv_indices, kv_len_arr), qo_indptr)
         assert not use_cuda_graph or qo_indptr is not None
 
     def plan(

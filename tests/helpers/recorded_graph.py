@@ -17,17 +17,22 @@ from fake_flashinfer import LIBRARY
 from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.step import share
 from laddertron.engine.step.build import Built
-from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs
-from laddertron.engine.step.memory import graph_sizes
+from laddertron.engine.step.cuda_graphs import CudaRecorder, StepGraphs
+from laddertron.engine.step.memory import graph_shapes
 from laddertron.models.attention import KVCache
 from laddertron.models.cuda.flashinfer import FlashInferAttention
+from laddertron.models.llama import LlamaModel
 from laddertron.models.ops import TorchOps
+from laddertron.models.transfer import download
 from laddertron.topology.comm.collectives import Collective, Pending
 from overlapped import overlap, sampler, told
 from rank_pool import Rank
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+BATCHED = 64
+"""engine.max_num_batched_tokens of engine_cases.deployment."""
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -114,13 +119,13 @@ def generate(
     prompts: list[list[int]],
     how: str,
     params: dict[str, Any],
-    sizes: list[int] | None = None,
+    shapes: list[tuple[int, int]] | None = None,
     stages: int = 1,
 ) -> dict[str, Any] | None:
     """Answers by request, of 4 lengths, so that few and many run at once. how: "portable" as built, "eager" with the
-    FlashInfer backend (its stand-in), "recorded" with its decode steps recorded, "overlapped" with these drawn on the
-    device and set off ahead of the ids before. On rank 0, with how often steps were computed and replayed, and what
-    the host waited for."""
+    FlashInfer backend (its stand-in), "recorded" with its steps recorded (shapes: which), "overlapped" with these drawn
+    on the device and set off ahead of the ids before. On rank 0, with how often steps were computed for a recording,
+    replayed and computed eagerly, and what the host waited for."""
     if stages > 1:
         rank.close_kept()
     communicator, recorder = rank.connect(stages=stages) if stages > 1 else rank.communicator, TapeRecorder()
@@ -129,17 +134,18 @@ def generate(
     with patch.object(share, "make_ops", lambda *_: TorchOps()):  # C kernels are no torch operators
         built = engine_cases.build_on(rank, d, communicator)
     notes: list[str] = []
+    eager = _count_calls(built.runner.model)
     if how != "portable":
         parts: dict[str, Any] = parts_of(built)
         if how == "overlapped":
             parts["sampler"] = sampler(built, communicator, notes)
-        graphs = None if how == "eager" else _graphs(built, recorder, sizes or graph_sizes(5), **parts)
+        graphs = None if how == "eager" else _graphs(built, recorder, shapes or graph_shapes(5, BATCHED), **parts)
         if how == "overlapped":
             built, _ = overlap(built, communicator, notes, **parts)
         else:
             own, most = built.runner.sampler, built.limits.max_model_len
             if communicator.pipeline is not None:
-                parts |= {"pipeline": communicator.pipeline, "index": communicator.rank}
+                parts |= {"pipeline": communicator.pipeline, "index": communicator.rank, "fetch": download}
             runner = type(built.runner)(built.runner.model, sampler=own, max_slots=5, max_model_len=most, **parts)
             built = replace(built, runner=runner)
         built.runner.warmed_up(None, graphs)
@@ -149,7 +155,21 @@ def generate(
     if stages > 1:
         communicator.close()
     counts = {"computed": recorder.computed, "replayed": recorder.replayed, "steps": told(notes)}
-    return {"answers": answers, **counts}
+    return {"answers": answers, "eager": len(eager), **counts}
+
+
+def _count_calls(model: LlamaModel) -> list[None]:
+    """The steps that are computed eagerly from now on."""
+    steps: list[None] = []
+    forward: Any = model.forward_streams
+
+    def counted(*arguments: Any) -> Tensor:
+        steps.append(None)
+        out: Tensor = forward(*arguments)
+        return out
+
+    model.forward_streams = counted  # type: ignore[method-assign]
+    return steps
 
 
 def parts_of(built: Built) -> dict[str, Any]:
@@ -165,16 +185,25 @@ def parts_of(built: Built) -> dict[str, Any]:
 def _graphs(
     built: Built,
     recorder: TapeRecorder,
-    sizes: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
     cache: KVCache,
     attention: FlashInferAttention,
     sampler: Sampler | None = None,
-) -> DecodeGraphs:
+) -> StepGraphs:
     model = built.runner.model
     model.all_reduce = Noted(model.all_reduce, recorder)
     latest = None if sampler is None else sampler.latest
     scratch, most = cache.num_blocks - 1, built.runner.blocks.shape[1]
-    graphs = DecodeGraphs(model, attention, recorder, sizes, scratch_block=scratch, most_blocks=most, latest=latest)
+    graphs = StepGraphs(
+        model,
+        attention,
+        recorder,
+        [(decodes, rows) for decodes, rows in shapes],
+        scratch_block=scratch,
+        most_blocks=most,
+        block_size=cache.block_size,
+        latest=latest,
+    )
     graphs.record()
     if sampler is not None:
         sampler.record(graphs._out, graphs.sizes, lambda compute: compute)  # gathers are no operators

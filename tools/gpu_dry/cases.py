@@ -40,6 +40,15 @@ class Case:
         return self.recorded and self.stages == 1 and not self.parallel.get("deterministic")
 
     @property
+    def mixes(self) -> bool:
+        """Whether its steps with prompts are CUDA graphs too."""
+        return self.recorded and "split_steps" not in self.parallel
+
+    @property
+    def dense(self) -> bool:
+        return not self.words and not self.parallel.get("deterministic")
+
+    @property
     def seats(self) -> int:
         return int(self.engine.get("max_num_seqs", 256))
 

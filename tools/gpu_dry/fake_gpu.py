@@ -60,6 +60,7 @@ class FakeGpu(_DISPATCH):  # type: ignore[misc]
         self.collectives: list[tuple[Any, ...]] = []
         self.forbidden: list[str] = []
         self.graphs: list[Graph] = []
+        self.replayed: list[Graph] = []
         self.live = self.peak = 0
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._sizes: dict[int, int] = {}
@@ -103,6 +104,7 @@ class FakeGpu(_DISPATCH):  # type: ignore[misc]
 
     def replay(self, graph: Graph) -> None:
         self.note("replay", "replay")
+        self.replayed.append(graph)
         reads, writes = (
             [x for ref in accesses.values() if (x := ref()) is not None] for accesses in (graph.reads, graph.writes)
         )

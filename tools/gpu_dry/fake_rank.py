@@ -41,6 +41,7 @@ from laddertron.topology.placement.layout import GroupLayout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 builder: Any = _build
+BATCHED = 4096
 _SIZES = {"BF16": 2, "F8_E4M3": 1, "F32": 4}
 
 
@@ -96,7 +97,9 @@ def deployment_of(case: Case, folder: Path) -> Deployment:
     return Deployment(
         ModelSection(str(folder), max_model_len=case.length),
         parallel=ParallelConfig(**{**sizes, "backend": "nccl", **case.parallel}),
-        engine=EngineConfig(**{"device": "cuda", "max_num_seqs": 256, "max_num_batched_tokens": 4096, **case.engine}),
+        engine=EngineConfig(
+            **{"device": "cuda", "max_num_seqs": 256, "max_num_batched_tokens": BATCHED, **case.engine}
+        ),
     )
 
 
@@ -227,18 +230,20 @@ def build(gpu: FakeGpu, deployment: Deployment, group: Communicator, memory: Mem
         return builder.build(deployment, group, DEVICE)
 
 
-def start(gpu: FakeGpu, case: Case, rank: int, folder: Path) -> tuple[list[Any], list[Memory], Plans]:
-    """Every stage's `rank`, built. A later stage comes first: what its warm-up draws is sent back to the first one."""
+def start(gpu: FakeGpu, case: Case, rank: int, folder: Path) -> tuple[list[Any], list[Memory], Plans, list[int]]:
+    """Every stage's `rank`, built, and the number of its first graph. A later stage comes first: what its warm-up draws
+    is sent back to the first one."""
     near, far = socket.socketpair()
     for end in (near, far):
         end.setblocking(False)
     plans, built = Plans(), dict[int, Any]()
-    memories = [Memory() for _ in range(case.stages)]
+    memories, first_graphs = [Memory() for _ in range(case.stages)], [0] * case.stages
     if dist.is_initialized():
         dist.destroy_process_group()
     for stage in reversed(range(case.stages)):
         group = communicator(gpu, case, rank, stage, near if stage == 0 else far, plans)
+        first_graphs[stage] = len(gpu.graphs)
         built[stage] = build(gpu, deployment_of(case, folder), group, memories[stage])
         if stage:
             plans.others.append(built[stage].runner.run)
-    return [built[stage] for stage in range(case.stages)], memories, plans
+    return [built[stage] for stage in range(case.stages)], memories, plans, first_graphs

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from stand_ins import FakeDriver, compiled, install, spilled, use_flashinfer  # 
 
 GPU = install()  # before laddertron is imported
 
-from fake_rank import deployment_of, start, write_checkpoint  # noqa: E402
+from fake_rank import BATCHED, deployment_of, start, write_checkpoint  # noqa: E402
 from laddertron.engine.request import Request, SamplingParams  # noqa: E402
 from laddertron.engine.schedule.scheduler import Scheduler  # noqa: E402
 from laddertron.engine.step.engine import Engine, StepProgress, drain  # noqa: E402
 from laddertron.engine.step.kv_capacity import working_bytes  # noqa: E402
+from laddertron.engine.step.memory import graph_shapes  # noqa: E402
 from laddertron.models.cuda import megatron_layers  # noqa: E402, F401
 from laddertron.models.weights.tensor_reader import FP8  # noqa: E402
 
@@ -35,6 +37,8 @@ torch.set_num_threads(1)
 DRIVER, ASKED = FakeDriver(GPU), use_flashinfer(GPU)
 
 PROMPT, ANSWER, STEPS = 15, 8, 2
+OUTSIDE_LAYERS = 20
+"""The most launches of a recorded step outside its layers."""
 KINDS = ("launch", "to_device", "to_host", "wait")
 
 
@@ -57,8 +61,8 @@ class Rank:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
-        built, self.memories, plans = start(GPU, case, 0, folder)
-        first = built[0]
+        built, self.memories, plans, self.first_graphs = start(GPU, case, 0, folder)
+        self.stages, first = built, built[0]
         self.engine = Engine(Scheduler(first.scheduler_limits), first.runner, plans, StepProgress())
         self.working = [
             working_bytes(
@@ -113,10 +117,13 @@ def measure(case: Case, folder: Path, driver: FakeDriver, asked: Counter[str]) -
         expected = STEPS * (case.stages * case.recorded + (name != "top_p" and case.draws_recorded))
         if (recorded := _sum(counts, "replay")) != expected:
             result.faults.append(f"{name}: {recorded} replays in {STEPS} decode steps, not {expected}")
-    largest = GPU.graphs[:: max(1, len(GPU.graphs) // case.stages)]  # each stage records its largest size first
-    for kind in ("launch", "collective"):
-        result.rows[f"recorded {kind}"] = sum(_sum(graph.counts, kind) for graph in largest)
-    draws = GPU.graphs[len(GPU.graphs) // 2 :][:1] if case.draws_recorded else []
+    check_mixed(result, rank)
+    shapes = recorded_shapes(case)
+    for name, shape in (("recorded", (case.seats, 0)), ("recorded mixed", max(shapes, key=sum, default=(0, 0)))):
+        for kind in ("launch", "collective"):
+            graphs = [GPU.graphs[first + shapes.index(shape)] for first in rank.first_graphs if shapes]
+            result.rows[f"{name} {kind}"] = sum(_sum(graph.counts, kind) for graph in graphs)
+    draws = GPU.graphs[len(shapes) :][:1] if case.draws_recorded else []
     result.rows["drawn launch"] = sum(_sum(graph.counts, "launch") for graph in draws)
     for seats in (1, 3, 16, 33):  # sizes and lengths that no step had before
         rank.add(min(seats, case.seats), 7 * seats, 3, temperature=0.7, top_k=5)
@@ -130,6 +137,49 @@ def measure(case: Case, folder: Path, driver: FakeDriver, asked: Counter[str]) -
     result.faults += [f"unordered: {what} ({n} times)" for what, n in Counter(GPU.order.faults).most_common(8)]
     weigh(result, rank, most)
     return result
+
+
+def recorded_shapes(case: Case) -> list[tuple[int, int]]:
+    """The shapes of a stage's recorded steps, in the order in which it records them."""
+    if not case.recorded:
+        return []
+    shapes = sorted(graph_shapes(case.seats, BATCHED), key=lambda shape: shape[::-1])
+    return sorted(shapes, key=sum, reverse=True)
+
+
+def check_mixed(result: CaseResult, rank: Rank) -> None:
+    """Steps of decodes with up to eight prompts of at most 1,024 rows are replays, of two graphs where rows are drawn
+    in one: none is computed eagerly; a layer of a dense model launches at most twelve kernels."""
+    case, eager = rank.case, list[int]()
+    if not case.mixes:
+        return
+    for stage in rank.stages:
+        model = stage.runner.model
+        model.forward_streams = partial(_counted, eager, model.forward_streams)
+    GPU.replayed.clear()
+    replays = steps = 0
+    for count, prompt in ((8, 15), (8, 16), (1, 2), (3, 80), (1, 500), (2, 512)):
+        rank.add(count, prompt, temperature=0.8, answer=40)
+        replays += _sum(rank.steps(4)[0], "replay")
+        steps += 4
+    for _ in drain(rank.engine):
+        pass
+    if eager:
+        result.faults.append(f"{len(eager)} steps with at most 1,024 prompt rows were computed eagerly")
+    if replays != (per_step := case.stages + case.draws_recorded) * steps:
+        result.faults.append(f"{replays} replays in {steps} steps with prompts, not {per_step * steps}")
+    shapes = recorded_shapes(case)
+    mixed = {id(GPU.graphs[first + at]) for first in rank.first_graphs for at, s in enumerate(shapes) if s[1]}
+    if len(used := mixed.intersection(map(id, GPU.replayed))) < 4 * case.stages:
+        result.faults.append(f"{len(used)} graphs of steps with prompts were used")
+    launches = max(_sum(GPU.graphs[first].counts, "launch") for first in rank.first_graphs)
+    if case.dense and launches > 12 * case.layers // case.stages + OUTSIDE_LAYERS:
+        result.faults.append(f"{launches} launches in a recorded step with prompts of {case.layers} layers")
+
+
+def _counted(steps: list[int], forward: Any, *arguments: Any) -> Any:
+    steps.append(len(arguments))
+    return forward(*arguments)
 
 
 def weigh(result: CaseResult, rank: Rank, step: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from laddertron.engine.config.schema import CPU_KV_CACHE_MEMORY, Deployment, EngineConfig, ModelSection
 from laddertron.engine.step import kv_capacity as capacity
-from laddertron.engine.step.cuda_graphs import DecodeGraphs, GraphsError
+from laddertron.engine.step.cuda_graphs import GraphsError, StepGraphs
 from laddertron.engine.step.kv_capacity import (
     Budget,
     CapacityError,
@@ -28,7 +28,7 @@ from laddertron.engine.step.memory import (
     GRAPH_BYTES,
     NCCL_BUFFERS,
     MemoryKeys,
-    graph_sizes,
+    graph_shapes,
     working_memory,
 )
 from laddertron.models.attention import KVCache
@@ -248,17 +248,17 @@ class _Counting:
 def test_the_workspace_is_that_of_the_wrappers_made(windows: tuple[int | None, ...]) -> None:
     """Each wrapper holds the library's 8 MiB, all share one buffer, and those of recorded steps one set of tables."""
     shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=len(windows), head_dim=8), num_kv_heads=1)
-    library, sizes = _Counting(), graph_sizes(64)
+    library, recorded = _Counting(), graph_shapes(64, 300)
     cache = KVCache(shard, 4, 4, torch.float32, CPU)
     attention = FlashInferAttention(cache, windows, 1.0, 1, torch.float32, library)
     attention.twin()
-    attention.captured(sizes, 100)
+    attention.captured(recorded, 100)
     assert len(library.workspaces) == 1
-    tables = 2 * 4 * (64 * 100 + 2 * 64)
+    tables = 2 * 4 * (72 * 100 + 2 * 72)
     kinds = len(set(windows))
     shape = 1, 1, 8
     room = partial_bytes(*shape)
-    assert workspace_bytes(shape, kinds, sizes, 100) == room + library.made * WRAPPER_BYTES + tables
+    assert workspace_bytes(shape, kinds, recorded, 100) == room + library.made * WRAPPER_BYTES + tables
     assert workspace_bytes(shape, kinds, (), 100) == room + 4 * kinds * WRAPPER_BYTES
 
 
@@ -271,15 +271,18 @@ def test_partial_results_have_the_room_that_the_library_takes() -> None:
     assert partial_bytes(32, 32, 128, 512) == partial_bytes(32, 32, 128)  # no tensor cores: it splits contexts alone
     largest = (512 + 512 - 1) * 16 * 8 * 129 * 4
     assert largest <= partial_bytes(128, 8, 128, 512) < largest + (2 << 20)
+    for heads, kv_heads in ((32, 32), (128, 8)):  # 128 packed rows a tile, and each prompt may begin one
+        tiles = 1024 * heads // kv_heads // 128 + 7
+        assert tiles * 128 * kv_heads * 129 * 4 <= partial_bytes(heads, kv_heads, 128, 256, 1024)
     shape = 128, 8, 128
     both = partial_bytes(*shape) + partial_bytes(*shape, 512)
-    tables = workspace_bytes(shape, 1, (512,), 100) - both - 5 * WRAPPER_BYTES
+    tables = workspace_bytes(shape, 1, ((512, 0),), 100) - both - 5 * WRAPPER_BYTES
     assert tables == 2 * 4 * 512 * 102
 
 
 def test_what_graphs_hold_is_told_beside_what_was_kept() -> None:
     """Measured once they are recorded."""
-    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    graphs = StepGraphs.__new__(StepGraphs)
     graphs.reserved = 3 * GRAPH_BYTES
     assert graphs.room_text(GRAPH_BYTES) == "32 MiB of the 96 kept free for them"
     assert graphs.room_text(4 * GRAPH_BYTES).endswith("too few; lower engine.gpu_memory_utilization")
@@ -303,8 +306,8 @@ def test_the_group_agrees_on_the_least(monkeypatch: pytest.MonkeyPatch, least: b
             other = payload.view(np.int64) + (GIB if least else -GIB)
             return np.stack([payload, other.view(np.uint8)])
 
-    monkeypatch.setattr(capacity, "available_bytes", lambda device: free[0])
-    monkeypatch.setattr(capacity, "total_bytes", lambda device: 80 * GIB)
+    monkeypatch.setattr(capacity, "available_bytes", lambda device, share: free[0])
+    monkeypatch.setattr(capacity, "total_bytes", lambda device, share: 80 * GIB)
     pair: Any = Pair()
     own = kv_budget(EngineConfig(), 80 * GIB, 60 * GIB, WORKING)
     agreed = agreed_budget(EngineConfig(), pair, CUDA, WORKING)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laddertron.engine.step.cuda_graphs import CudaRecorder, GraphsError, collectives_refuse, graphed
-from laddertron.engine.step.memory import MOST_GRAPHED, graph_sizes
+from laddertron.engine.batch import Chunk
+from laddertron.engine.step.cuda_graphs import CudaRecorder, GraphsError, StepGraphs, collectives_refuse, graphed
+from laddertron.engine.step.memory import MOST_GRAPHED, graph_shapes, graph_sizes
 from laddertron.topology.comm.ledger import Ledger
-from recorded_graph import TapeRecorder
+from recorded_graph import BATCHED, TapeRecorder
 
 Ranks = Callable[..., list[Any]]
 
@@ -33,7 +34,36 @@ def test_every_step_has_a_size(most: int, data: st.DataObject) -> None:
     assert size - count <= (size / 3 if count >= 16 else count - 1)
 
 
+@given(st.integers(1, 2000), st.integers(1, 8192), st.integers(0, 600), st.lists(st.integers(2, 600), max_size=12))
+def test_which_steps_are_recorded(seats: int, most: int, decodes: int, prompts: list[int]) -> None:
+    """Every step of at most 512 decodes, 1,024 prompt rows and eight prompts that score no prompt, and no other; in the
+    smallest shape that has room, which two ranks with the same chunks therefore share."""
+    decodes = min(decodes, seats)
+    while decodes + sum(prompts) > most or not decodes + len(prompts):
+        decodes, prompts = (1, []) if not prompts else (decodes, prompts[1:])
+        decodes = min(decodes, most)
+    graphs = StepGraphs.__new__(StepGraphs)
+    graphs.shapes = sorted(graph_shapes(seats, most), key=lambda shape: shape[::-1])
+    chunks = [Chunk(slot, 5, 1, True) for slot in range(decodes)]
+    chunks += [Chunk(1000 + slot, 0, count, True) for slot, count in enumerate(prompts)]
+    shape = graphs.shape(chunks)
+    recorded = decodes <= MOST_GRAPHED and sum(prompts) <= 1024 and len(prompts) <= 8
+    assert (shape is not None) == recorded
+    if shape is not None:
+        assert shape[0] >= decodes
+        assert shape[1] >= sum(prompts)
+        assert (shape[1] == 0) == (not prompts)
+        smaller = [s for s in graph_shapes(seats, most) if s[0] >= decodes and (s[1] >= sum(prompts) > 0 or s[1] == 0)]
+        assert prompts == [] or shape[1] == min(rows for _, rows in smaller if rows)
+        scored = chunks[-1]._replace(prompt_logprobs=True)
+        assert (graphs.shape([*chunks[:-1], scored]) is None) == bool(prompts)
+
+
 def test_sizes_by_example() -> None:
+    assert graph_shapes(5, 64) == ((1, 0), (2, 0), (4, 0), (5, 0), (5, 64))
+    mixed = [(d, c) for c in (128, 256, 512, 1024) for d in (8, 64, 256)]
+    assert graph_shapes(256, 4096)[-12:] == tuple(mixed)
+    assert graph_shapes(600, 300)[-12:] == tuple((d, c) for c in (128, 256, 300) for d in (8, 64, 256, 512))
     assert graph_sizes(1) == (1,)
     assert graph_sizes(5) == (1, 2, 4, 5)
     assert graph_sizes(256) == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -100,11 +130,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def test_ids_are_the_same_with_and_without_graphs(
     ranks: Ranks, checkpoint: Callable[[str], Path], recipe: str, size: int
 ) -> None:
-    """Nine requests of different lengths through five slots: steps of one to five decodes, padded and not, mixed with
-    prompts that run eagerly. The same answers as without graphs and as the portable backend gives; every step computed
-    while serving was one with a prompt, all others were replays. fp32; greedy on two ranks, drawn on one. The same
-    again where ids stay on the device: the graphs take them from there, and no step waits for those of the one
-    before."""
+    """Nine requests of different lengths through five slots: steps of one to five decodes, padded and not, with and
+    without prompts. The same answers as without graphs and as the portable backend gives; every step was a replay.
+    fp32; greedy on two ranks, drawn on one. The same again where ids stay on the device: the graphs take them from
+    there, and no step waits for those of the one before."""
     folder, prompts = str(checkpoint(recipe)), checkpoints.prompts(9, seed=4)
     params = {"temperature": 0.8, "n": 2, "max_tokens": 5} if size == 1 else {"max_tokens": 5}
     args = {"folder": folder, "prompts": prompts, "params": params}
@@ -113,13 +142,24 @@ def test_ids_are_the_same_with_and_without_graphs(
         for how in ("portable", "eager", "recorded", "overlapped")
     )
     assert overlapped["answers"] == recorded["answers"] == eager["answers"] == portable["answers"]
-    assert eager["replayed"] == 0
+    assert (eager["replayed"], recorded["eager"], overlapped["eager"]) == (0, 0, 0)
+    assert recorded["replayed"] == eager["eager"]
     assert overlapped["replayed"] == recorded["replayed"]
     # Every result but the last was read when the next step had been set off, from ids that no host had seen.
     assert overlapped["steps"] == {"late": overlapped["steps"]["late"], "waited": 1, "host": 0}
-    assert overlapped["steps"]["late"] > recorded["replayed"]
     assert recorded["replayed"] >= 14
-    assert recorded["computed"] == 2 * len(graph_sizes(5))
+    assert recorded["computed"] == 2 * len(graph_shapes(5, BATCHED))
+
+
+def test_random_mixes_give_the_same_ids(ranks: Ranks, checkpoint: Callable[[str], Path], run_seed: int) -> None:
+    """Prompts of any length, through graphs of several sizes: prompts alone, with few and many decodes, in pieces."""
+    folder, prompts = str(checkpoint("llama")), checkpoints.prompts(12, seed=run_seed)
+    args = {"folder": folder, "prompts": prompts, "params": {"max_tokens": 4}}
+    shapes = [(1, 0), (3, 0), (5, 0), *((decodes, rows) for rows in (5, 12, 33, 64) for decodes in (1, 3, 5))]
+    eager = ranks(1, "recorded_graph:generate", args | {"how": "eager"})[0]
+    found = ranks(1, "recorded_graph:generate", args | {"how": "overlapped", "shapes": shapes})[0]
+    assert found["answers"] == eager["answers"]
+    assert (found["eager"], found["replayed"]) == (0, eager["eager"])
 
 
 @pytest.mark.parametrize(
@@ -143,14 +183,15 @@ def test_stages_record_their_steps(
     assert found[0]["answers"] == plain["answers"]
     assert {each["replayed"] for each in found} == {found[0]["replayed"]}
     assert found[0]["replayed"] >= 14
-    assert {each["computed"] for each in found} == {2 * len(graph_sizes(5))}
+    assert {each["eager"] for each in found} == {0}
+    assert {each["computed"] for each in found} == {2 * len(graph_shapes(5, BATCHED))}
 
 
 def test_steps_beyond_the_largest_graph_run_eagerly(ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:
     folder, prompts = str(checkpoint("llama")), checkpoints.prompts(5, seed=6)
     args = {"folder": folder, "prompts": prompts, "params": {"max_tokens": 6}}
     plain = ranks(1, "recorded_graph:generate", args | {"how": "eager"})[0]
-    found = ranks(1, "recorded_graph:generate", args | {"how": "recorded", "sizes": [1, 2]})[0]
+    found = ranks(1, "recorded_graph:generate", args | {"how": "recorded", "shapes": [(1, 0), (2, 0)]})[0]
     assert found["answers"] == plain["answers"]
     assert 0 < found["replayed"] < 18
 

@@ -20,7 +20,7 @@ def test_a_step_is_checked_when_later_ones_are_queued() -> None:
     read: list[int] = []
 
     def fetch(x: Tensor) -> Arriving:
-        step = len(read) + len(runner._checks)
+        step = len(read) + len(runner.checks)
 
         def arrive() -> Any:
             read.append(step)
@@ -37,7 +37,7 @@ def test_a_step_is_checked_when_later_ones_are_queued() -> None:
             zeroed.append(blocks)
 
     rotary = SimpleNamespace(cos=torch.ones(32, 1, 2))
-    model: Any = SimpleNamespace(rotary=rotary)
+    model: Any = SimpleNamespace(rotary=rotary, forward_streams=lambda streams, during_collective: hidden)
     sampler: Any = SimpleNamespace(latest=None, release=lambda slot: None)
     pipeline: Any = SimpleNamespace(stages=2, last=False, first=False)
     cache: Any = Cache()
@@ -51,7 +51,6 @@ def test_a_step_is_checked_when_later_ones_are_queued() -> None:
         fetch=fetch,
     )  # fmt: skip
     hidden = torch.zeros(4, 8)
-    runner._forward = lambda *_: hidden  # type: ignore[method-assign]
     chunks = (Chunk(0, 3, 1, True), Chunk(2, 0, 3, True))
     runner.run(Batch(0, blocks=((0, (7,)), (2, (5, 6))), chunks=chunks))
     hidden[2, 1] = torch.nan
@@ -61,5 +60,5 @@ def test_a_step_is_checked_when_later_ones_are_queued() -> None:
     assert (read, zeroed) == ([0], [])
     runner.run(Batch(3, chunks=chunks))
     assert (read, zeroed) == ([0, 1], [[5, 6]])
-    assert len(runner._checks) == CHECKS_BEHIND
+    assert len(runner.checks) == CHECKS_BEHIND
     assert np.array_equal(runner.blocks[2, :1], [1])

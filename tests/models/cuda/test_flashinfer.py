@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import fake_flashinfer
 import pytest
@@ -26,8 +27,10 @@ from laddertron.models.cuda.flashinfer import (
     pages,
     unfit,
 )
+from laddertron.models.cuda.workspace import MOST_PROMPTS
 from laddertron.models.ops import Norm
 from laddertron.models.weights.tensor_reader import FP8
+from torch import Tensor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -184,9 +187,95 @@ def test_a_step_must_be_planned() -> None:
     backend = FlashInferAttention(cache, (None, None), 1.0, 1, torch.float32, fake_flashinfer.LIBRARY)
     assert isinstance(backend, Capturable)
     assert not isinstance(TorchAttention(cache, (None, None), 1.0), Capturable)
-    for each in (backend, backend.captured([1], 1)[1]):
+    for each in (backend, backend.captured([(1, 0)], 1)[1, 0]):
         with pytest.raises(RuntimeError, match="before plan"):
             each.attend(0, torch.ones(1, 24), None, None)
+
+
+def padded(layout: StepLayout, decodes: int, rows: int, scratch: int, size: int) -> tuple[StepLayout, Tensor]:
+    """The layout as engine/step/cuda_graphs.py gives it to a recorded step, and where its rows are."""
+    decode, tokens, sequences = layout.decode, len(layout.positions), len(layout.kv_len)
+    at = torch.cat((torch.arange(decode), torch.arange(decodes, decodes + tokens - decode)))
+
+    def spread(values: Tensor, padding: int) -> Tensor:
+        out = torch.full((decodes + rows,), padding)
+        out[at] = values
+        return out
+
+    absent = MOST_PROMPTS - (sequences - decode)
+    starts = [*range(decodes), *(start + decodes - decode for start in layout.query_start[decode:])]
+    lengths = [*layout.kv_len[:decode], *[1] * (decodes - decode), *layout.kv_len[decode:], *[1] * absent]
+    width = max(layout.block_table.shape[1], -(-rows // size))
+    table = torch.full((decodes + MOST_PROMPTS + 1, width), scratch)
+    table[:decode, : layout.block_table.shape[1]] = layout.block_table[:decode]
+    table[decodes : decodes + sequences - decode, : layout.block_table.shape[1]] = layout.block_table[decode:]
+    made = StepLayout(
+        spread(layout.positions, 0), starts + starts[-1:] * absent, lengths, table, spread(layout.blocks, scratch),
+        spread(layout.offsets, 0), decodes,
+    )  # fmt: skip
+    return made, at
+
+
+def full(decodes: int, rows: int, scratch: int, size: int) -> StepLayout:
+    """The layout of a capture: all rows, of one prompt."""
+    starts = [*range(decodes + 1), *[decodes + rows] * MOST_PROMPTS]
+    table = torch.full((decodes + MOST_PROMPTS + 1, -(-rows // size)), scratch)
+    lengths = [1] * decodes + [rows] + [1] * (MOST_PROMPTS - 1)
+    zeros = torch.zeros(decodes + rows, dtype=torch.int64)
+    return StepLayout(zeros, starts, lengths, table, zeros + scratch, zeros, decodes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps.filter(lambda step: any(count > 1 for count, _ in step)), st.integers(0, 3), st.integers(0, 9), st.data())
+def test_a_recorded_step_with_prompts(
+    step: list[tuple[int, int]], more_decodes: int, more_rows: int, data: st.DataObject
+) -> None:
+    """The captured backend, planned for all rows and then for a step with padding, attends as the portable one does;
+    rows after the last prompt are zero although another step had used them; plans launch what was captured."""
+    kind = data.draw(st.sampled_from([FlashInferAttention, FlashInferRows]))
+    layout, size = make_layout([count for count, _ in step], [before for _, before in step], 4, CPU), 4
+    layout.block_table[layout.block_table == 10**6] = 0
+    scratch, tokens = int(layout.block_table.max()) + 1, len(layout.positions)
+    decodes, rows = max(1, layout.decode) + more_decodes, tokens - layout.decode + more_rows
+    caches = [make_cache(2, 8, scratch + 1, size, torch.float32, CPU) for _ in range(2)]
+    dice = torch.Generator().manual_seed(3)
+    qkv, angle = torch.randn(tokens, 64, generator=dice), torch.rand(tokens, 1, 4, generator=dice)
+    plain = TorchAttention(caches[0], (None, 3), 0.3)
+    plain.prepare(layout, angle.cos(), angle.sin())
+    backend = kind(caches[1], (None, 3), 0.3, 4, torch.float32, fake_flashinfer.LIBRARY)
+    shape = decodes, rows
+    recorded = backend.captured([(decodes, 0), shape], 100)[shape]
+    made, at = padded(layout, decodes, rows, scratch, size)
+    wide, angles = torch.randn(sum(shape), 64, generator=dice), torch.zeros(sum(shape), 1, 4)
+    cos, sin = angles.cos(), angles.sin()
+    recorded.prepare(full(decodes, rows, scratch, size), cos, sin)
+    recorded.attend(0, wide, None, None)
+    wide[at], cos[at], sin[at] = qkv, angle.cos(), angle.sin()
+    recorded.prepare(made, cos, sin)
+    assert recorded.replayable
+    for layer in range(2):
+        want = plain.attend(layer, qkv, None, None)
+        got = replayed(recorded, layer, wide)
+        assert (got[at] - want).abs().max() < 1e-5
+        if kind is FlashInferAttention:
+            assert not got[decodes + tokens - layout.decode :].any()
+
+
+def replayed(backend: Any, layer: int, qkv: Tensor) -> Tensor:
+    """attend as a graph repeats it: with the number of rows of the capture, which Python then compared."""
+    with patch.object(fake_flashinfer, "MATCHES", False):
+        out: Tensor = backend.attend(layer, qkv, None, None)
+    return out
+
+
+def test_a_plan_that_launches_something_else_is_not_replayed() -> None:
+    cache = make_cache(1, 8, 3, 4, torch.float32, CPU)
+    backend = FlashInferAttention(cache, (None, None), 1.0, 1, torch.float32, fake_flashinfer.LIBRARY)
+    recorded: Any = backend.captured([(1, 0), (1, 8)], 4)[1, 8]
+    for plan, replayable in (([1, 2], True), ([1, 2], True), ([1, 3], False), ([1, 2], True)):
+        with patch.object(fake_flashinfer.BatchPrefillWithPagedKVCacheWrapper, "planned", plan):
+            recorded.prepare(full(1, 8, 2, 4), torch.ones(9, 1, 4), torch.ones(9, 1, 4))
+        assert recorded.replayable == replayable
 
 
 def test_where_it_cannot_serve() -> None:
@@ -222,6 +311,7 @@ def test_the_installed_library_takes_what_is_given(name: str) -> None:
     for method in ("__init__", "plan", "run"):
         used = set(inspect.signature(getattr(fake_flashinfer.LIBRARY.__dict__[name], method)).parameters)
         assert used <= _parameters(tree, name, method), method
+    assert "self._plan_info = " in source.read_text()
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from laddertron.models.cuda.flashinfer_latent import FlashInferLatent, unfit
 from laddertron.models.cuda.workspace import LATENT_ITEMS, MULTIPROCESSORS, latent_items, too_many_latent_items
 from laddertron.models.latent import LatentAttention, LatentCache
 from laddertron.models.ops import Norm
-from test_flashinfer import CPU, CUDA, _parameters, make_layout
+from test_flashinfer import CPU, CUDA, _parameters, full, make_layout, padded
 
 RANK, ROTARY, HEADS, SIZE = 24, 8, 3, 4
 SIZES = Latent(RANK, ROTARY, 12, 10, 0, False)
@@ -39,12 +39,11 @@ def make_cache(blocks: int) -> LatentCache:
     ("counts", "before"), [([1, 1, 5, 9, 3], [7, 0, 0, 6, 20]), ([1, 1, 1], [0, 63, 5]), ([6], [0])]
 )
 def test_the_same_attention_as_the_portable_one(counts: list[int], before: list[int], recorded: bool) -> None:
-    """Decodes, prompts and pieces of prompts in scattered blocks; as a recorded step of decodes."""
+    """Decodes, prompts and pieces of prompts in scattered blocks; as a recorded step, with padding if it has prompts,
+    whose output is zero."""
     layout = make_layout(counts, before, SIZE, CPU)
     layout.block_table.clamp_(max=int(layout.blocks.max()))
-    if recorded and layout.decode < len(counts):
-        pytest.skip("recorded steps are decodes alone")
-    blocks = int(layout.block_table.max()) + 1
+    blocks = int(layout.block_table.max()) + 2
     dice, tokens = torch.Generator().manual_seed(2), len(layout.positions)
     rows = torch.randn(tokens, (HEADS + 1) * (RANK + ROTARY), generator=dice)
     norm, angle = Norm(torch.rand(RANK, generator=dice) + 0.5, 1e-6), torch.rand(tokens, 1, ROTARY // 2, generator=dice)
@@ -52,13 +51,25 @@ def test_the_same_attention_as_the_portable_one(counts: list[int], before: list[
     plain = LatentAttention(caches[0], 0.3)
     latents = FlashInferLatent(caches[1], 0.3, HEADS, torch.float32, SIZES, fake_flashinfer.LIBRARY)
     assert isinstance(latents, Capturable)
-    ours: Any = latents.captured([len(counts)], 40)[len(counts)] if recorded else latents.twin()
-    found = []
-    for backend in (plain, ours):
-        backend.prepare(layout, angle.cos(), angle.sin())
-        found.append(backend.attend(1, rows.clone(), None, norm))
-    assert (found[0] - found[1]).abs().max() < 1e-5
-    assert torch.equal(caches[0].latents[1], caches[1].latents[1])
+    plain.prepare(layout, angle.cos(), angle.sin())
+    want, decode = plain.attend(1, rows.clone(), None, norm), layout.decode
+    shape, at = (len(counts), 0), torch.arange(tokens)
+    if recorded and decode < len(counts):
+        shape = max(1, decode) + 2, tokens - decode + 5
+        layout, at = padded(layout, *shape, blocks - 1, SIZE)
+    ours: Any = latents.captured([shape], 40)[shape] if recorded else latents.twin()
+    wide, angles = torch.zeros(len(layout.positions), rows.shape[1]), torch.zeros(len(layout.positions), 1, ROTARY // 2)
+    if shape[1]:
+        ours.prepare(full(*shape, blocks - 1, SIZE), angles.cos(), angles.sin())
+    wide[at], angles[at] = rows, angle
+    ours.prepare(layout, angles.cos(), angles.sin())
+    got = ours.attend(1, wide, None, norm)
+    assert (want - got[at]).abs().max() < 1e-5
+    if shape[1]:
+        assert ours.replayable
+        assert not got[shape[0] + tokens - decode :].any()
+        assert got[at].any()
+    assert torch.equal(caches[0].latents[1][:-1], caches[1].latents[1][:-1])
 
 
 def test_where_it_cannot_serve() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from laddertron.engine.step.cuda_graphs import DecodeGraphs
+from laddertron.engine.step.cuda_graphs import StepGraphs
 from laddertron.topology.comm import nccl
 from laddertron.topology.comm.collectives import Alone, AloneGather, CollectiveTimeout, PeerLost
 from laddertron.topology.comm.groups import Communicator, TorchGroups
@@ -205,7 +205,7 @@ class Recorder:
         self._log.append("device")
 
 
-def graphs_of(log: list[str]) -> DecodeGraphs:
+def graphs_of(log: list[str]) -> StepGraphs:
     """A recorded step and a recorded draw that say when the last reference to one is gone."""
 
     class Graph:
@@ -214,7 +214,7 @@ def graphs_of(log: list[str]) -> DecodeGraphs:
         def __del__(self) -> None:
             log.append("graph")
 
-    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    graphs = StepGraphs.__new__(StepGraphs)
     recorder: Any = Recorder(log)
     graphs._recorder, graphs._replays, graphs._draws = recorder, {1: Graph()}, {1: Graph()}
     return graphs

@@ -114,7 +114,7 @@ def make_runner(
     on_device, _ = drawn_on_device(communicator, device, backend, deterministic=False)
     sampler = Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device, on_device=on_device)
     runner = Runner(model, cache, backend, sampler, max_slots=seats, max_model_len=length)
-    keys = EngineConfig(max_num_seqs=seats, cuda_graphs=cuda_graphs)
+    keys = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=step_tokens, cuda_graphs=cuda_graphs)
     runner.warmed_up(None, make_graphs(runner, keys, False, communicator))
     limits = SchedulerLimits(
         max_num_seqs=seats, max_num_batched_tokens=step_tokens, max_model_len=length, block_size=BLOCK,

@@ -24,7 +24,7 @@ from common import numbers, say
 from emulated_gpu import EmulatedOnGpu
 from gpu_model import BLOCK, NAMES, TINY, device_of, make_model, of_layers, predicted_ms, rewired, wait_for
 from gpu_shard_report import shard_table
-from laddertron.engine.step.cuda_graphs import CudaRecorder, DecodeGraphs
+from laddertron.engine.step.cuda_graphs import CudaRecorder, StepGraphs
 from laddertron.engine.step.share import DTYPES
 from laddertron.models.attention import AttentionBackend, Capturable, KVCache, StepLayout
 from laddertron.models.attention_choice import make_attention
@@ -116,12 +116,19 @@ class Rank:
         """Makes the function that computes one step's logits as the engine does, from a CUDA graph if available."""
         if recorder is not None and isinstance(self.attention, Capturable):
             most = -(-self.context // BLOCK)
-            graphs = DecodeGraphs(
-                model, self.attention, recorder, [batch], scratch_block=self.cache.num_blocks - 1, most_blocks=most
-            )
+            graphs = StepGraphs(
+                model, self.attention, recorder, [(batch, 0)], scratch_block=self.cache.num_blocks - 1,
+                most_blocks=most, block_size=self.cache.block_size,
+            )  # fmt: skip
             graphs.record()
             layout, tokens = self.layout(batch, torch.device("cpu"))
-            return lambda: graphs.run(layout, tokens)
+
+            def replay() -> Tensor:
+                out = graphs.run((batch, 0), layout, tokens, tokens)
+                assert out is not None
+                return out
+
+            return replay
         layout, tokens = self.layout(batch, self.device)
         rows = torch.arange(batch, device=self.device)
         return lambda: model.forward(tokens, layout, self.attention, rows)
