@@ -39,7 +39,7 @@ TESTS = (
     "tests/topology/comm/test_stream_order.py",
 )
 COLUMNS = (
-    "case", "recorded decodes, with prompts: launches", "collectives", "recorded draw: launches",
+    "case", "recorded step: launches, collectives", "recorded draw: launches",
     "outside them, greedy / temperature / top_p: launches",
     "copies to, from the device", "waits", "prompts: launches, waits", "step, of reserved [MiB]",
     "graphs, of reserved [MiB]",
@@ -101,8 +101,7 @@ def row(result: dict[str, Any]) -> str:
         return f"{memory[name] >> 20}, {memory[f'{name} kept'] >> 20}"
 
     parts = (
-        result["name"], f"{r['recorded launch']}, {r['recorded mixed launch']}",
-        f"{r['recorded collective']}, {r['recorded mixed collective']}", f"{r['drawn launch']}", each("launch"),
+        result["name"], f"{r['recorded launch']}, {r['recorded collective']}", f"{r['drawn launch']}", each("launch"),
         f"{each('to_device')}, {each('to_host')}", each("wait"), f"{r['prompts launch']}, {r['prompts wait']}",
         of("step"), of("recorded"),
     )  # fmt: skip
