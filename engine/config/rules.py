@@ -45,10 +45,6 @@ def _where_not(fine: Callable[[Deployment], bool], key: str) -> Callable[[Deploy
     return lambda d: not fine(d) and attrgetter(key)(d)
 
 
-def _stages(d: Deployment) -> int:
-    return d.parallel.world.stages
-
-
 def _duplicate_hosts(d: Deployment) -> str:
     names = [host.partition(":")[0] for host in (*d.launch.hosts, *d.launch.spare_hosts)]
     return ", ".join(sorted({name for name in names if names.count(name) > 1}))
