@@ -168,7 +168,7 @@ def _count_calls(model: LlamaModel) -> list[None]:
         out: Tensor = forward(*arguments)
         return out
 
-    model.forward_streams = counted  # type: ignore[method-assign]
+    model.forward_streams = counted  # type: ignore[method-assign, assignment]
     return steps
 
 

@@ -18,6 +18,8 @@ def test_a_step_is_checked_when_later_ones_are_queued() -> None:
     later, although its slot has other blocks by then; nothing waits for the device before."""
     zeroed: list[list[int]] = []
     read: list[int] = []
+    runner: StageRunner
+    hidden: Tensor
 
     def fetch(x: Tensor) -> Arriving:
         step = len(read) + len(runner.checks)

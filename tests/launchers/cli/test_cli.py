@@ -92,7 +92,7 @@ def test_help_teaches_by_role_and_lists_only_what_exists() -> None:
 
 def test_every_command_teaches() -> None:
     """Each command has a help text of its own, of at most 80 columns with its examples, which click does not wrap."""
-    paths = [[]] + [[name] for name in cli.group.list_commands(None)]  # type: ignore[arg-type]
+    paths: list[list[str]] = [[], *([name] for name in cli.group.list_commands(None))]  # type: ignore[arg-type]
     for path in paths:
         command = cli.group.get_command(None, path[0]) if path else None  # type: ignore[arg-type]
         if isinstance(command, click.Group):
@@ -275,8 +275,8 @@ def test_check_splits_no_wiring_that_overlaps_by_itself(capsys: pytest.CaptureFi
 
 def test_check_counts_the_ports_of_a_host(capsys: pytest.CaptureFixture[str]) -> None:
     """A range that is too small for the host with most ranks: the line has the sum, and that many are enough."""
-    words = ("--set", "launch.launcher=openmpi", "--set", "launch.hosts=[a:4, b:4]")
-    words += ("--set", "parallel.replicas=4", "--set")
+    words = ["--set", "launch.launcher=openmpi", "--set", "launch.hosts=[a:4, b:4]"]
+    words += ["--set", "parallel.replicas=4", "--set"]
     assert cli.main(["check", str(CONFIGS / "demo.yaml"), *words, "launch.port_range=40000-40010"]) == 2
     line = next(one for one in capsys.readouterr().err.splitlines() if "launch.port_range" in one)
     assert "11 ports" in line

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from laddertron.launchers.control.messages import Beat, Failure
 from laddertron.launchers.control.reach import LARGE, SMALL, Unreached, listening, peers_of, reach
+from laddertron.launchers.job.detect import Evidence
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.rank_board import RankBoard
 from laddertron.topology.placement.world import World
@@ -137,5 +138,6 @@ def test_a_rank_that_waits_for_what_was_sent_is_not_the_one_to_blame(waiting: st
     board.heard(0, Beat(step=3, collective=7, busy_s=400.0, waiting="collective 7", step_tokens=1), 11.0)
     board.heard(1, Beat(step=3, collective=6, busy_s=400.0, waiting=waiting, step_tokens=1), 11.0)
     (evidence,) = board.look(11.1)
+    assert isinstance(evidence, Evidence)
     assert (evidence.kind, evidence.rank) == ("stalled", blamed)
     assert evidence.text.startswith("nothing arrives at rank 1 (node node-1, pid 101) from node-0") == bool(waiting)

