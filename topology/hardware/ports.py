@@ -35,7 +35,8 @@ def listen(address: str, ports: range = ANY_PORT, backlog: int = 512) -> socket.
             except OSError as error:
                 door.close()
                 if error.errno != errno.EADDRINUSE:
-                    raise
+                    where = f"{socket.gethostname()} cannot listen at {address}, port {port}"
+                    raise OSError(error.errno, f"{where}: {error.strerror}") from error
     raise OSError(
         errno.EADDRINUSE,
         f"{socket.gethostname()}: no port of launch.port_range={ports[0]}-{ports[-1]} is free at {address}: enlarge "
