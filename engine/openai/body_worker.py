@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from ..request import SamplingParams, params_to_json
@@ -22,6 +23,8 @@ from .validators import parsed
 MODULE = __name__
 MAX_IDS = 1 << 22
 """The prompts' ids of one large body, if the model's context is not longer: the daemon's event loop reads them all."""
+MAX_STRINGS = 4096
+"""Parameters of tools whose types the event loop reads."""
 Prepared = tuple[Body, list[tuple[int, ...]]]
 
 
@@ -190,11 +193,25 @@ def packed(body: Body) -> dict[str, Any]:
         texts = body.truncate_prompt_tokens is None and isinstance(body.prompts[0], str)
         rest["prompts"] = body.prompts if texts else [()] * len(body.prompts)
     if body.tools:
-        rest["tools"] = [
-            {"function": {"name": name, "parameters": {"properties": {key: {"type": t} for key, t in types.items()}}}}
-            for name, types in parameter_types(body.tools).items()
-        ]
+        rest["tools"] = _packed_tools(body.tools)
     return rest
+
+
+def _packed_tools(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The tools' names, and the types of parameters that may be strings: the others are read as JSON anyway. Raises
+    ApiError for more than MAX_STRINGS of these."""
+    strings = {
+        name: {key: {"type": types} for key, types in parameters.items() if "string" in types}
+        for name, parameters in parameter_types(tools).items()
+    }
+    if (count := sum(map(len, strings.values()))) > MAX_STRINGS:
+        raise ApiError(
+            f"tools have {count} parameters that are strings, at most {MAX_STRINGS} are allowed", param="tools"
+        )
+    return [
+        {"function": {"name": name} | ({"parameters": {"properties": properties}} if properties else {})}
+        for name, properties in strings.items()
+    ]
 
 
 def _bound(value: Any, max_ids: int) -> None:

@@ -373,11 +373,10 @@ class TextPool:
             formats = f"tools {self.chat.tool_format or 'none'}, reasoning {self.chat.reasoning or 'none'}"
             log.info("chat template: %s; formats: %s", self.chat.shape, formats, extra={"event": "chat_template"})
         if kinds := [*self.chat.lost, *self.chat.refused]:
-            log.warning(
-                "chat template: cannot render %s: such chats are refused",
-                ", ".join(kinds),
-                extra={"event": "chat_template"},
-            )
+            # Many templates know no tools; one that loses a text is a surprise.
+            level = logging.INFO if all("tool" in kind for kind in kinds) else logging.WARNING
+            text = "chat template: cannot render %s: such chats are refused"
+            log.log(level, text, ", ".join(kinds), extra={"event": "chat_template"})
 
     def _check_files(self, files: Mapping[str, str] | None) -> None:
         """Compares what a worker read with what this process and the other workers read. Raises TextError."""

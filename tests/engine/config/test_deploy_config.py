@@ -267,6 +267,11 @@ RULE_CASES = (
     ("metrics: {port: 8000}", "metrics.port", "the daemon's"),
     ("launch: {hosts: [a], hostfile: f}", "launch.hostfile", "keep one of them"),
     ("launch: {bind_to: placement}", "launch.bind_to", "needs launch.fabric"),
+    (
+        "launch: {share_gpu: true}\nparallel: {require_transport: ib}\nengine: {device: cuda}",
+        "launch.share_gpu",
+        "ranks that share a GPU",
+    ),
     ("launch: {hosts: [a, b], spare_hosts: [b]}", "launch.hosts", "duplicate host b"),
     ("launch: {ranks_per_node: 8}\nparallel: {tensor_parallel_size: 12}", "launch.ranks_per_node", "divisor of 12"),
     (

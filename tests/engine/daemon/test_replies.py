@@ -75,6 +75,7 @@ def test_a_stream_that_failed_before_its_first_event_leaves_nothing_waiting(monk
         def flight_of(*_: object) -> tuple[Any, _Reply]:
             reply = _Reply(BODY, SERVICES, Unread(UnreadAnswers(1 << 30), ""), None)
             answer = SimpleNamespace(
+                unparsed_calls=0,
                 error=ApiError("as the test says", "engine_error", status=500),
                 place=0,
                 prompt_tokens=0,

@@ -269,6 +269,7 @@ def test_the_observer_passes_everything_on(clock: Clock) -> None:
 def test_the_stores_batches_in_one_query() -> None:
     """Only batches under way count; one whose lines are all answered has no age."""
     db = sqlite3.connect(":memory:")
+    db.row_factory = sqlite3.Row
     migrate(db)
     row = (
         "INSERT INTO batches (id, owner, endpoint, input_file_id, completion_window, status, total, completed, failed, "

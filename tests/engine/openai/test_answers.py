@@ -211,7 +211,10 @@ def test_events_are_the_chunks_rendered(text: TextModel, make: Any, usage: bool)
             assert expected is not None
             assert delta is not None
             chunks = long.chunks(expected)
-            rendered = [json.dumps(chunk, ensure_ascii=False, separators=(",", ":")) for chunk in chunks]
+            rendered = [
+                json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).replace("\u2028", "\\u2028")
+                for chunk in chunks
+            ]
             assert writer.of(short, delta) == "".join(f"data: {one}\n\n" for one in rendered).encode()
             for part in (chunk["choices"][0] for chunk in chunks):
                 said[choice] += part["text"] if "text" in part else part["delta"].get("content", "")

@@ -139,6 +139,20 @@ def test_a_body_from_a_worker_is_the_one_that_was_checked(body: Body) -> None:
     assert made == body._replace(tools=tools, messages=last, prompts=sent, template_variables=None)
 
 
+def test_types_of_parameters_that_are_strings_are_kept_and_bounded() -> None:
+    """The event loop needs no other types, and reads only so many."""
+
+    def tools(count: int) -> list[Any]:
+        properties = {str(n): {"type": ["string", "null"]} for n in range(count)} | {"n": {"type": "integer"}}
+        return [{"type": "function", "function": {"name": "a", "parameters": {"properties": properties}}}]
+
+    (sent,) = body_worker.packed(chat(tools=tools(2)))["tools"]
+    assert sent["function"]["parameters"]["properties"] == {str(n): {"type": ["string", "null"]} for n in range(2)}
+    with pytest.raises(ApiError) as refused:
+        body_worker.packed(chat(tools=tools(body_worker.MAX_STRINGS + 1)))
+    assert refused.value.param == "tools"
+
+
 def test_parameters_that_all_prompts_repeat_are_bounded() -> None:
     body = completion(prompt=["x"] * 100, allowed_token_ids=[1] * 16_384)
     most = MAX_VALUES // 16_384

@@ -83,7 +83,6 @@ def test_routes_that_there_are_not_name_those_that_there_are(client: OpenAI) -> 
     for call, kind in (
         (lambda: client.embeddings.create(model=NAME, input="x"), "embeddings"),
         (lambda: client.moderations.create(input="x"), "moderations"),
-        (lambda: client.responses.create(model=NAME, input="x"), "responses"),
     ):
         with pytest.raises(openai.NotFoundError, match=rf"{kind} are not supported; there are /.*/v1/completions, "):
             call()
