@@ -43,7 +43,7 @@ def mark_of(raw: bytes) -> Mark:
 
 def _named(answers: Path) -> Path:
     """The output itself, whose other files are where it is, by whatever symbolic link it was named."""
-    return answers.resolve() if answers.is_symlink() else answers
+    return answers.resolve() if answers.is_symlink() or not answers.name else answers
 
 
 def journal_of(answers: Path) -> Path:
