@@ -38,13 +38,15 @@ class Answer:
         created: int,
     ) -> None:
         self.body, self.requests, self.created = body, tuple(requests), created
-        self.answer_id = f"{'chatcmpl' if body.endpoint == CHAT else 'cmpl'}-{answer_id}"
+        self.base_id = answer_id
+        """The answer's id without the prefix of its kind."""
         self.error: ApiError | None = None
         self._text = text
         self._names: Names = TokenIds(text.pieces) if body.return_tokens_as_token_ids else text.pieces
         last = body.messages[-1] if body.messages else {"role": "", "content": ""}
         # NOTE: a grammar leaves no room for reasoning
         self._reasoning = text.chat.reasoning if body.params.grammar is None else None
+        self._parameter_types = parameter_types(body.tools)
         self.divided = body.endpoint == CHAT and (bool(body.tools) or self._reasoning is not None)
         """Whether a chat's text is split into reasoning, content and calls."""
         self._role = "assistant" if body.add_generation_prompt else last["role"]
@@ -68,7 +70,7 @@ class Answer:
     def copied(self, answer_id: str) -> Answer:
         """This answer for another line, whose prompt was not computed."""
         other = copy.copy(self)
-        other.answer_id = f"{self.answer_id.partition('-')[0]}-{answer_id}"
+        other.base_id = answer_id
         other._cached = [len(request.prompt) for request in self.requests]
         return other
 
@@ -86,6 +88,10 @@ class Answer:
 
     def _offsets(self) -> Offsets:
         return Offsets(self._text.pieces.stream(self.body.skip_special_tokens, continues=not self.body.echo))
+
+    @property
+    def answer_id(self) -> str:
+        return f"{'chatcmpl' if self.body.endpoint == CHAT else 'cmpl'}-{self.base_id}"
 
     @property
     def done(self) -> bool:
@@ -234,9 +240,9 @@ class Answer:
             prompt = self._text.decode(request.prompt[-_OPENING:], skip_special=False)
             thinking = prompt.rstrip().endswith(REASONING_FORMATS[self._reasoning][0])
         return ChatParts(
-            lambda number: f"call_{self.answer_id.partition('-')[2]}_{index}_{number}",
+            lambda number: f"call_{self.base_id}_{index}_{number}",
             tool_format,
-            parameter_types(body.tools),
+            self._parameter_types,
             body.tool_name,
             self._reasoning,
             thinking,
@@ -363,6 +369,15 @@ class EventWriter:
             return b""
         before, after = self._frames.get(delta.choice) or self._cut(answer, delta.choice)
         return before + one_line(quoted(delta.text)).encode() + after
+
+    def end(self, answer: Answer) -> bytes:
+        """The last events: the error, or the usage if the body asks for it; then [DONE]."""
+        last = b""
+        if answer.error is not None:
+            last = event(answer.error.to_json())
+        elif answer.body.include_usage:
+            last = event(answer.usage_chunk())
+        return last + DONE
 
     def _cut(self, answer: Answer, choice: int) -> tuple[bytes, bytes]:
         (chunk,) = answer.chunks(Delta(choice, _MARK))

@@ -83,7 +83,7 @@ def response_of(answer: Answer, output: list[dict[str, Any]], status: str) -> di
     usage, error = answer.usage(), answer.error
     details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
     return {
-        "id": f"resp_{answer.answer_id.partition('-')[2]}",
+        "id": f"resp_{answer.base_id}",
         "object": "response",
         "created_at": answer.created,
         "status": status,
@@ -109,7 +109,7 @@ def response_of(answer: Answer, output: list[dict[str, Any]], status: str) -> di
 def whole_response(answer: Answer) -> dict[str, Any]:
     """The response of a finished answer."""
     message = answer.response()["choices"][0]["message"]
-    items = Items(answer.answer_id.partition("-")[2])
+    items = Items(answer.base_id)
     parts: list[Part] = [{"reasoning_content": message["reasoning_content"]}] if "reasoning_content" in message else []
     parts += [{"content": message["content"]}] if message["content"] else []
     parts += [{"tool_calls": [call]} for call in message.get("tool_calls", ())]
@@ -148,7 +148,7 @@ class ResponseWriter:
     def _begun(self, answer: Answer) -> bytes:
         if self._items is not None:
             return b""
-        self._items = Items(answer.answer_id.partition("-")[2])
+        self._items = Items(answer.base_id)
         response = response_of(answer, [], "in_progress")
         names = ("response.created", "response.in_progress")
         return b"".join(self._event({"type": name, "response": response}) for name in names)

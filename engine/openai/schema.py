@@ -20,6 +20,7 @@ COMPLETIONS: Endpoint = "/v1/completions"
 Route = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 RESPONSES: Route = "/v1/responses"
 """A chat in another form, interactive only: it is no endpoint of batches."""
+GENERATING: tuple[Route, ...] = (CHAT, COMPLETIONS, RESPONSES)
 
 MAX_PROMPTS = 1024
 

@@ -22,7 +22,7 @@ from ...openai.choice import Delta
 from ...openai.errors import ApiError
 from ...openai.responses import ResponseWriter, whole_response
 from ...openai.responses_body import ResponsesFields
-from ...openai.schema import CHAT, COMPLETIONS, RESPONSES, Route, json_schema
+from ...openai.schema import CHAT, COMPLETIONS, GENERATING, RESPONSES, Route, json_schema
 from ...openai.to_engine import RequestOrigin, to_requests
 from ...openai.validators import json_schema as schema_of
 from ...openai.validators import takes
@@ -76,14 +76,8 @@ class _Reply(FlightOwner):
     def finished(self, flight: Flight) -> None:
         answer = flight.answer
         self.over = True
-        if self.body.stream and isinstance(self._writer, ResponseWriter):
+        if self.body.stream:
             self._events.append(self._writer.end(answer))
-        elif self.body.stream:
-            if answer.error is not None:
-                self._events.append(event(answer.error.to_json()))
-            elif self.body.include_usage:
-                self._events.append(event(answer.usage_chunk()))
-            self._events.append(DONE)
         self._wake()
         times = (self.arrived, self.submitted, self.first, self.now())
         tokens = (answer.prompt_tokens, answer.completion_tokens)
@@ -333,9 +327,7 @@ class Direct:
 
     def __init__(self, app: ASGIApp, generator: Generator) -> None:
         self._app, self._generator = app, generator
-        self._routes: dict[str, tuple[Route, Any]] = {
-            path: (path, SimpleNamespace(path=path)) for path in (CHAT, COMPLETIONS, RESPONSES)
-        }
+        self._routes: dict[str, tuple[Route, Any]] = {path: (path, SimpleNamespace(path=path)) for path in GENERATING}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None

@@ -20,7 +20,7 @@ from ...metrics.observer import Observer
 from ...openai.answers import DONE, event
 from ...openai.body import TOKENIZE
 from ...openai.errors import ApiError
-from ...openai.schema import CHAT, COMPLETIONS, RESPONSES
+from ...openai.schema import GENERATING
 from ..usage import Usage
 from .authority import check_local
 from .bodies import SMALL_BYTES, Unread, UnreadAnswers
@@ -83,7 +83,7 @@ class Guard:
             key: Key | None = scope["state"]["key"]
             exchange.unread.owner = asker = "" if key is None else key.id
             if self._usage is not None and scope["method"] == "POST":
-                self._usage.enter(asker, scope["path"] in (CHAT, COMPLETIONS, RESPONSES))
+                self._usage.enter(asker, scope["path"] in GENERATING)
                 owner = asker
             exchange.key, exchange.secret = key, scope["state"].get("secret", "")
             if scope["path"] not in OPEN:
@@ -134,7 +134,7 @@ class Guard:
         most = SMALL_BYTES
         if path == _FILES:
             most = self._limits.max_body_bytes + _MULTIPART
-        elif path in (CHAT, COMPLETIONS, RESPONSES, TOKENIZE):
+        elif path in (*GENERATING, TOKENIZE):
             most = self._limits.max_line_bytes
         if length.isdecimal() and int(length[:20]) > most:
             raise too_large(most)

@@ -122,10 +122,10 @@ def lost(call: Any) -> None:
     began = time.perf_counter()
     try:
         call()
-        said = "nothing"
+        outcome = "nothing"
     except CommunicationError as error:
-        said = f"{type(error).__name__}: {error}"
-    say(part="lost", said=said, seconds=round(time.perf_counter() - began, 2))
+        outcome = f"{type(error).__name__}: {error}"
+    say(part="lost", outcome=outcome, seconds=round(time.perf_counter() - began, 2))
     os._exit(0)
 
 
