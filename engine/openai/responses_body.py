@@ -126,12 +126,22 @@ def _messages(fields: ResponsesFields) -> list[dict[str, Any]]:
             output = _content(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "reasoning":
-            texts = [part.get("text", "") for part in item.get("content") or item.get("summary") or ()]
-            _append(messages, {"role": "assistant", "reasoning_content": "\n".join(texts)})
+            _append(messages, {"role": "assistant", "reasoning_content": _reasoning(item, place)})
         else:
-            known = "message, function_call, function_call_output, reasoning"
-            raise ApiError(f"{place}.type={show(kind)}: supported: {known}", "unsupported_value", f"{place}.type")
+            kinds = "message, function_call, function_call_output, reasoning"
+            raise ApiError(f"{place}.type={show(kind)}: supported: {kinds}", "unsupported_value", f"{place}.type")
     return messages
+
+
+def _reasoning(item: dict[str, Any], place: str) -> str:
+    name = "content" if item.get("content") else "summary"
+    parts = item.get(name) or []
+    if not isinstance(parts, list):
+        raise ApiError(f"{place}.{name}={show(parts)}: must be an array of parts with text", param=f"{place}.{name}")
+    for part in parts:
+        if not (isinstance(part, dict) and isinstance(part.get("text", ""), str)):
+            raise ApiError(f"{place}.{name}: the part {show(part)} has no text", param=f"{place}.{name}")
+    return "\n".join(part.get("text", "") for part in parts)
 
 
 def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,6 +126,26 @@ def test_what_needs_a_store_or_a_server_s_tool_is_refused_by_name(fields: dict[s
     with pytest.raises(ApiError) as caught:
         check_body({"model": "m", "input": "x", **fields}, RESPONSES)
     assert caught.value.param == param
+
+
+SHAPES: tuple[Any, ...] = (7, "x", {"a": 1}, [1], [None], [[]], [{"text": 5}], [{"text": None}], [{"type": []}])
+
+
+@pytest.mark.parametrize("kind", ["message", "function_call", "function_call_output", "reasoning", [], 3])
+@pytest.mark.parametrize("name", ["role", "content", "summary", "name", "arguments", "call_id", "output"])
+def test_an_item_of_any_shape_is_taken_or_refused(kind: Any, name: str) -> None:
+    """An error of Python's own would be a fault of the server's to the client."""
+    for value in SHAPES:
+        body = {"model": "m", "input": [{"type": kind, name: value}, {"role": "user", "content": "x"}]}
+        with contextlib.suppress(ApiError):
+            check_body(body, RESPONSES)
+
+
+def test_reasoning_without_text_is_refused_by_its_place() -> None:
+    for name, value in (("content", "abc"), ("summary", [{"text": 5}])):
+        with pytest.raises(ApiError) as caught:
+            check_body({"model": "m", "input": [{"type": "reasoning", name: value}]}, RESPONSES)
+        assert caught.value.param == f"input[0].{name}"
 
 
 def test_fields_become_those_of_a_chat() -> None:
