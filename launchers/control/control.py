@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar, cast
 
 from ...engine.daemon.http.logs import Sparse
-from ...topology.hardware.ports import ANY_PORT, listen
+from ...topology.hardware.ports import ANY_PORT, listen, require_one_address
 from ...topology.json_codec import ReadError
 from . import frames, messages
 from .frames import FrameError
@@ -83,8 +83,7 @@ class ControlServer:
         handshake_s: float = HANDSHAKE_S,
         ports: range = ANY_PORT,
     ) -> None:
-        if host in ("", "0.0.0.0", "::"):  # noqa: S104
-            raise ValueError(f"control_host={host!r} listens on every network: name one address of this host")
+        require_one_address(host)
         self.handler, self.secret, self.welcome, self.handshake_s = handler, secret, welcome, handshake_s
         self._host, self._ports = host, ports
         self._server: asyncio.Server | None = None

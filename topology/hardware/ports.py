@@ -4,7 +4,9 @@ the reading of messages of known length from those that connect.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import socket
 
 ANY_PORT = range(1)
@@ -18,10 +20,24 @@ def port_range(text: str) -> range:
     return range(int(low), int(high) + 1)
 
 
+def require_one_address(address: str) -> None:
+    """Raises ValueError for an address that means every interface of the host. A name is not resolved."""
+    every = not address
+    with contextlib.suppress(ValueError):  # a name
+        every = every or ipaddress.ip_address(address).is_unspecified
+    if every:
+        raise ValueError(
+            f"address {address!r} would listen on every interface: name one address of this host, such as 127.0.0.1 or "
+            "10.0.0.5"
+        )
+
+
 def listen(address: str, ports: range = ANY_PORT, backlog: int = 512) -> socket.socket:
     """A TCP socket that listens at `address` on the first free one of the ports. Raises OSError, which names host and
-    range if none is free."""
+    range if none is free, and ValueError for an address that means every interface."""
+    require_one_address(address)
     family, kind, protocol, _, (host, _, *scope) = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    require_one_address(host)
     # NOTE: first a port that no socket has: with reuse two processes could bind it, and the later one not listen.
     for reuse in (False, True):
         for port in ports:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comm.bootstrap import Bootstrap
-from ..hardware.ports import ANY_PORT, listen, receive
+from ..hardware.ports import ANY_PORT, listen, receive, require_one_address
 from ..placement.layout import GroupLayout
 from ..placement.machines import boot_id
 from .callers import HELLO, MAGIC, PROOF, Callers, proof
@@ -130,8 +130,10 @@ def _meet(
     """The sockets between the ranks of `nodes`. near: who is reached over a unix socket, as `nodes` has it; None:
     the ranks on this host."""
     ranks = tuple(rank for node in nodes for rank in node)
-    if address in ("", "0.0.0.0", "::"):  # noqa: S104 (refused here)
-        raise MeshError(f"address {address!r} would listen on every interface: name one, e.g. 127.0.0.1 or 10.0.0.5")
+    try:
+        require_one_address(address)
+    except ValueError as error:
+        raise MeshError(str(error)) from error
     with listen(address, ports) as tcp, socket.socket(socket.AF_UNIX) as unix:
         name = f"laddertron-{secrets.token_hex(16)}"
         unix.bind(f"\0{name}")

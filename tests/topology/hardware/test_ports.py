@@ -48,3 +48,9 @@ def test_ports_in_use_are_skipped_and_the_last_one_is_missed() -> None:
 
 def test_a_range_contains_both_ends() -> None:
     assert port_range("40000-40002") == range(40000, 40003)
+
+
+@pytest.mark.parametrize("address", ["", "0.0.0.0", "0", "::", "::0", "0:0:0:0:0:0:0:0", "0x0"])  # noqa: S104
+def test_no_spelling_of_every_interface_is_listened_on(address: str) -> None:
+    with pytest.raises(ValueError, match="every interface"):
+        listen(address)
