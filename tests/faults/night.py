@@ -85,6 +85,7 @@ class Night:
             f"daemon.data_dir={folder / 'data'}",
             f"daemon.port={self.port}",
             "daemon.limits.min_free_disk=0",
+            "batch.deduplicate=false",  # faults meet equal lines one by one
             *sets,
         )
         if real:

@@ -72,3 +72,32 @@ def test_a_killed_rank_is_relaunched_during_a_flood_of_connections(night: Night)
         until("the failure", lambda: night.events("failure"), HANG_S)
         night.ready(HANG_S)
     assert night.stop() == 0
+
+
+def test_equal_lines_that_share_a_computation_survive_kills(tmp_path: Path) -> None:
+    """A rank is killed, then the daemon, while one computation is for 40 lines: each has one answer, the same."""
+    night = Night(tmp_path, real=False, sets=("batch.deduplicate=true",))
+    try:
+        night.start()
+        night.ready()
+        batch_id = night.submit([line(f"line-{n}", 400, n) for n in range(40)])
+        until("a line in the engine", lambda: night.starts.read_bytes(), HANG_S)
+        assert night.strike("rank", random.Random(1)) is not None
+        until("the failure", lambda: night.events("failure"), HANG_S)
+        night.ready(HANG_S)
+        assert night.committed() == set()
+        assert night.strike("daemon", random.Random(1)) is not None
+        night.process.wait()
+        night.start()
+        night.ready()
+        until("the batch's end", lambda: night.batch(batch_id)["status"] == "completed", HANG_S)
+        rows = night.rows(night.batch(batch_id), "output")
+        assert sorted(row["custom_id"] for row in rows) == sorted(f"line-{n}" for n in range(40))
+        assert len({row["response"]["body"]["choices"][0]["text"] for row in rows}) == 1
+        assert len({row["response"]["body"]["id"] for row in rows}) == 40
+        usage = [row["response"]["body"]["usage"] for row in rows]
+        shared = [u for u in usage if u["prompt_tokens_details"]["cached_tokens"] == u["prompt_tokens"]]
+        assert len(shared) == 39
+        assert night.stop() == 0
+    finally:
+        night.close()
