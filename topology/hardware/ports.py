@@ -37,7 +37,7 @@ def listen(address: str, ports: range = ANY_PORT, backlog: int = 512) -> socket.
     range if none is free, and ValueError for an address that means every interface."""
     require_one_address(address)
     family, kind, protocol, _, (host, _, *scope) = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    require_one_address(host)
+    require_one_address(str(host))
     # NOTE: first a port that no socket has: with reuse two processes could bind it, and the later one not listen.
     for reuse in (False, True):
         for port in ports:
