@@ -270,10 +270,9 @@ def read_sample(
     own = list(in_order(tables))[part::parts]
     pieces = [own[i : i + _PIECE] for i in range(0, len(own), _PIECE)]
     with ExitStack() as stack, ThreadPoolExecutor(max(1, min(threads, len(pieces))), "samples") as pool:
-        files = {stored.file: stack.enter_context(stored.file.open("rb", buffering=0)) for stored in own}
-        for file in files.values():
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        numbers = {path: file.fileno() for path, file in files.items()}
+        numbers = {path: stack.enter_context(path.open("rb", buffering=0)).fileno() for path in {t.file for t in own}}
+        for number in numbers.values():
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_RANDOM)
         sums = [pair for piece in pool.map(lambda piece: _sums(numbers, piece, salt), pieces) for pair in piece]
     headers = {table.name: table.header for table in tables}
     fixed, salted = ("".join(column) for column in (zip(*sums, strict=True) if sums else ("", "")))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import torch
 from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.stages import RankShard
@@ -70,6 +72,18 @@ def unsampled(folder: Path, draw: random.Random) -> tuple[int, StoredTensor, int
         if not any(begin <= at < end for begin, end in fixed_places(stored))
     ]
     return draw.choice(places)
+
+
+def test_descriptors_are_needed_by_file_and_not_by_tensor(tmp_path: Path) -> None:
+    """A shell's limit of 1,024 is less than the tensors of a model of 126 layers."""
+    save_file({f"model.layers.{i}.w": torch.full((4,), i) for i in range(600)}, tmp_path / "model.safetensors")
+    tables = tables_in(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 100, hard))
+    try:
+        assert len(read_sample(tables).fixed) == 8 * 600
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_another_value_of_any_tensor_is_another_model(folder: Path) -> None:
