@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from ...engine import child
 from ..control.reach import listening
 
-AFTER_S = 4.0
+AFTER_S = 3.0
 """Seconds after the launch at which hosts are asked."""
-TEST_S, ANSWER_S = 7.0, 12.0
-"""Limits for each step of the test there, and for its answer."""
+TEST_S, ANSWER_S = 5.0, 12.0
+"""Limits for each step of the test there, in which the kernel tries a connection three times, and for its answer."""
 ASKED = 16
 """Hosts that are asked at most."""
 _MODULE = "laddertron.launchers.control.reach"

@@ -32,6 +32,7 @@ from ..control.reach import Unreached, listening, peers_of, reach
 from ..rank import load_tuning as tuned
 from ..rank.network import local_address, use_route
 from ..rank.rank import choose_device, comm_options, set_threads
+from ..rank.shared_memory import require_shared_memory
 from .preflight_job import MEET_S, START_S, Watch, sign
 from .preflight_links import SLACK_S, measure_links, report, sweep, unconnected
 from .preflight_plan import (
@@ -131,6 +132,7 @@ def run_preflight(
         give_up(words)
 
     watch = Watch(limit_s, end)
+    require_shared_memory(identity, os.environ)
     use_route(deployment, os.environ)
     return _measure(deployment, identity, watched_bootstrap(identity, watch), watch)
 

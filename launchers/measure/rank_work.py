@@ -17,13 +17,15 @@ from ...topology.comm.groups import Communicator
 from ...topology.placement.identity import Identity, IdentityError, identify
 from ..control.processes import die_with_parent
 from ..rank.rank import choose_device, join_group, set_threads
+from ..rank.shared_memory import require_shared_memory
 from .answers import say
 
 
 def _be_rank(identity: Identity, path: Path, work: Callable[[Any, Communicator], None]) -> None:
+    deployment = deploy.from_json(json.loads(path.read_text()))
+    require_shared_memory(identity, os.environ)
     from ...engine.step.build import build
 
-    deployment = deploy.from_json(json.loads(path.read_text()))
     set_threads(deployment, identity)
     with join_group(deployment, identity) as communicator:
         built = build(deployment, communicator, choose_device(deployment, identity))

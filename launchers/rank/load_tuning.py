@@ -23,7 +23,6 @@ from ...topology.hardware.discover import discover, gather
 from ...topology.hardware.fabric import Fabric
 from ...topology.placement.layout import GroupLayout
 from ...topology.placement.placement import Placement, place
-from ...topology.transport import transport
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,8 @@ def backend_here(deployment: Deployment) -> Backend:
 
         if torch.cuda.is_available():
             return "nccl"
+    from ...topology.transport import transport  # imports torch
+
     return "native" if transport.available() else "gloo"
 
 

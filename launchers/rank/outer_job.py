@@ -33,6 +33,7 @@ from ..job.detect import SAME_FILES
 from .network import local_address
 from .rank import run_rank, start_bootstrap
 from .rank_status import Status
+from .shared_memory import require_shared_memory
 
 LEAVING_S = 10.0
 LOOPBACK = "127.0.0.1"
@@ -220,6 +221,7 @@ def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
     bootstrap: Bootstrap | None = None
     host = LOOPBACK
     if several:
+        require_shared_memory(identity, os.environ)
         bootstrap = start_bootstrap(deployment, identity)
         nodes = [name.decode() for name in bootstrap.all_gather(identity.node.encode())]
         host = local_address(deployment, nodes) if identity.rank == 0 else ""

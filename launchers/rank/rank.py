@@ -1,4 +1,6 @@
-"""Runs one rank: connects the group, loads, steps until shutdown; for the daemon, `run` and an outer mpirun alike."""
+"""Runs one rank: connects the group, loads, steps until shutdown; for the daemon, `run` and an outer mpirun alike.
+Imports torch, which takes longest, only after it has tested the host.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...engine.config import load as deploy
 from ...engine.config.rules import emulated_link
@@ -20,7 +22,6 @@ from ...engine.step.engine import Engine, follow
 from ...models.config.json_fields import Refusal
 from ...topology.comm.bootstrap import Bootstrap, bootstrap_of
 from ...topology.comm.groups import CommOptions, Communicator
-from ...topology.connect import connect
 from ...topology.hardware.cpu_quota import cpu_quota, usable_cpus
 from ...topology.hardware.cpu_tier import TierError, limit_libraries
 from ...topology.hardware.cpu_tier import current as current_tier
@@ -40,6 +41,9 @@ from .rank_status import HealthWatch, Status, loading_words, make_look
 from .shared_gpu import gpu_index, node_names, separate
 from .shared_memory import require_shared_memory
 from .standing_by import Channel, require_memory, stand_by
+
+if TYPE_CHECKING:
+    from ...engine.step.build import Built
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +95,6 @@ def require_transport(deployment: Deployment, backend: str, spans: bool) -> None
 
 def start_bootstrap(deployment: Deployment, identity: Identity) -> Bootstrap:
     """Starts MPI or the store, after what must precede it. Raises ValueError or RuntimeError."""
-    require_shared_memory(identity, os.environ)
     use_route(deployment, os.environ)
     if deployment.launch.share_gpu:
         separate(identity, os.environ)
@@ -102,6 +105,8 @@ def join_group(
     deployment: Deployment, identity: Identity, secret: bytes = b"", bootstrap: Bootstrap | None = None
 ) -> Communicator:
     """Connects this rank's group. Raises ValueError, MeshError or RuntimeError."""
+    from ...topology.connect import connect  # imports torch
+
     bootstrap = bootstrap or start_bootstrap(deployment, identity)
     places_sent = bootstrap.all_gather(f"{identity.local_rank} {identity.node}".encode())
     places = [place.decode().partition(" ") for place in places_sent]
@@ -166,16 +171,16 @@ def set_threads(deployment: Deployment, identity: Identity) -> None:
     if deployment.launch.bind_to == PLACEMENT:
         bind(seat_cores(identity))
         sharers = 1
-    import torch
-
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     cores, cpus = len(os.sched_getaffinity(0)), usable_cpus(identity.local_size)
     threads = deployment.engine.threads or max(1, min(cores // sharers, cpus))
-    torch.set_num_threads(threads)
     if (quota := cpu_quota()) is not None and quota < cores:
         text = "%s: the CPU quota of the cgroup is %g of %d processors, for %s on this host"
         words = counted(threads, "compute thread"), quota, cores, counted(identity.local_size, "rank")
         log.log(logging.WARNING if threads > cpus else logging.INFO, text, *words)
+    import torch
+
+    torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
 
 
@@ -258,6 +263,12 @@ def _loading(say: Callable[[messages.StateMessage], None]) -> Callable[[int, int
     return loaded
 
 
+def files_of(deployment: Deployment) -> messages.Announce:
+    """What a rank reports of the deployment and of the model's files on its host. Raises OSError."""
+    digests = {"config": deploy.digest(deployment), **small_files(deployment)}
+    return messages.Announce(digests, headers_of(deployment))
+
+
 def run_rank(
     deployment: Deployment,
     identity: Identity,
@@ -275,6 +286,10 @@ def run_rank(
     say = channel.send_state if channel is not None else lambda message: None
     if standby:
         require_memory(available_bytes(Sysfs()), identity.local_size)
+    else:
+        say(files_of(deployment))
+    if bootstrap is None:
+        require_shared_memory(identity, os.environ)
     say(messages.Loading(0.0, "importing"))
     set_threads(deployment, identity)
     import torch
@@ -304,8 +319,7 @@ def run_rank(
             if retained_fd is None:
                 return
             weights_file = retained_fd
-        announced = {"config": deploy.digest(deployment)}
-        say(messages.Announce(announced | small_files(deployment), headers_of(deployment)))
+            say(files_of(deployment))
         built = build(
             deployment,
             communicator,
@@ -315,16 +329,14 @@ def run_rank(
             weights_file,
             salt,
         )
-        announced |= {"model config": config_digest(built.config), **small_files(deployment)}
-        announces = [announce := messages.Announce(announced, built.samples)]
+        digests = {"config": deploy.digest(deployment), **small_files(deployment)}
+        announces = [messages.Announce({**digests, "model config": config_digest(built.config)}, built.samples)]
         if reports_for_all:
-            announces = agree(communicator, deployment, identity.node, announce)
+            announces = agree(communicator, deployment, identity.node, announces[0])
             status.computes_with = tuple(
                 tuple(row.decode().split()) for row in communicator.collect(" ".join(mine).encode())
             )
-        ready = messages.Ready(built.limits, built.weights_file)
-        leads = communicator.leads
-        for warning in built.warnings if leads else ():
+        for warning in built.warnings if communicator.leads else ():
             log.warning("%s", warning)
         status.count_experts(built.runner.model, built.config)
         # Exempt all existing objects from garbage collection, which would delay a step.
@@ -332,19 +344,26 @@ def run_rank(
         gc.freeze()
         for announce in announces:
             say(announce)
-        if not leads:
+        ready = messages.Ready(built.limits, built.weights_file)
+        if communicator.leads:
+            _serve(built, communicator, channel, status, ready)
+        else:
             say(ready)
             follow(built.runner, communicator.plans, status.progress)
-            return
-        if channel is None:
-            raise RuntimeError("rank 0 has no channel to take requests from")
-        engine = Engine(
-            Scheduler(built.scheduler_limits),
-            built.runner,
-            communicator.plans,
-            status.progress,
-            lambda started, parked: say(messages.Running(tuple(started), tuple(parked))),
-        )
-        say(ready)
-        lead(engine, channel, status)
-        engine.close()
+
+
+def _serve(
+    built: Built, communicator: Communicator, channel: Channel | None, status: Status, ready: messages.Ready
+) -> None:
+    if channel is None:
+        raise RuntimeError("rank 0 has no channel to take requests from")
+    engine = Engine(
+        Scheduler(built.scheduler_limits),
+        built.runner,
+        communicator.plans,
+        status.progress,
+        lambda started, parked: channel.send_state(messages.Running(tuple(started), tuple(parked))),
+    )
+    channel.send_state(ready)
+    lead(engine, channel, status)
+    engine.close()

@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _run(client: ControlClient, identity: Identity, status: Status, secret: bytes) -> None:
-    from .rank import run_rank  # imports torch: only once the channel sends heartbeats
+    from .rank import run_rank  # imports numpy: only once the channel sends heartbeats
 
     deployment = deploy.from_json(json.loads(client.config))
     require_world(identity, deployment.parallel.world.one_replica())

@@ -22,7 +22,16 @@ from laddertron.engine.config.load import load
 from laddertron.engine.config.schema import Deployment, EngineConfig, LaunchConfig, ModelSection, ParallelConfig
 from laddertron.engine.step.share import has_room
 from laddertron.launchers.compose.rank_mapping import ENV_CORES
-from laddertron.launchers.control.messages import Command, Drain, HeldWeights, Load, Shutdown, Standing, StateMessage
+from laddertron.launchers.control.messages import (
+    Announce,
+    Command,
+    Drain,
+    HeldWeights,
+    Load,
+    Shutdown,
+    Standing,
+    StateMessage,
+)
 from laddertron.launchers.control.processes import start_time
 from laddertron.launchers.rank import rank
 from laddertron.launchers.rank.rank import (
@@ -33,6 +42,7 @@ from laddertron.launchers.rank.rank import (
     set_threads,
 )
 from laddertron.launchers.rank.rank_status import Status
+from laddertron.launchers.rank.shared_memory import SharedMemoryTooSmall
 from laddertron.launchers.rank.standing_by import StandbyRefused, stand_by
 from laddertron.topology.comm.bootstrap import StoreBootstrap, bootstrap_of, open_store, require_own_hostnames
 from laddertron.topology.comm.groups import CommOptions
@@ -56,6 +66,7 @@ def deployment(wanted: Literal["any", "ib", "socket"]) -> Deployment:
     ("modules", "never"),
     [
         ("launchers.rank.worker", {"torch", "mpi4py", "megatron", "pydantic.v1", "rich", "click", "fastapi"}),
+        ("launchers.rank.rank", {"torch", "mpi4py", "megatron", "transformers"}),
         (
             "launchers.rank.rank engine.step.build",
             {
@@ -71,7 +82,7 @@ def deployment(wanted: Literal["any", "ib", "socket"]) -> Deployment:
             },
         ),
     ],
-    ids=["before its channel", "in all"],
+    ids=["before its channel", "before it has tested its host", "in all"],
 )
 def test_a_rank_imports_what_it_uses(modules: str, never: set[str]) -> None:
     """Each start waits for it. torch itself comes after the channel, by which the rank says that it lives."""
@@ -107,6 +118,26 @@ def test_sockets_are_refused_where_infiniband_is_required(backend: str) -> None:
         require_transport(deployment("ib"), backend, True)
     require_transport(deployment("ib"), backend, False)
     require_transport(deployment("socket"), backend, True)
+
+
+def test_a_host_is_tested_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a dozen ranks on few cores torch takes a minute, and another model or a small /dev/shm is known before."""
+    shared = SharedMemoryTooSmall("n1: /dev/shm has 64 KiB")
+    reports: list[StateMessage] = []
+    channel: Any = SimpleNamespace(send_state=reports.append)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(rank, "require_shared_memory", lambda identity, environ: raising(shared))
+    monkeypatch.setattr(rank, "set_threads", lambda deployment, identity: pytest.fail("it imports torch"))
+    keys = replace(deployment("any"), model=ModelSection(path=str(tmp_path)))
+    with pytest.raises(SharedMemoryTooSmall):
+        run_rank(keys, ME, channel, Status())
+    (announce,) = reports
+    assert isinstance(announce, Announce)
+    assert announce.digests.keys() >= {"config", "config.json"}
+
+
+def raising(error: Exception) -> None:
+    raise error
 
 
 def test_devices_are_counted_in_pci_order(monkeypatch: pytest.MonkeyPatch) -> None:
