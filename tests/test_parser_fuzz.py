@@ -23,8 +23,8 @@ import pytest
 from laddertron.engine.config.load import ConfigError
 from laddertron.engine.config.load import load as load_deployment
 from laddertron.engine.daemon.http.connections import ServerOptions, Slot
+from laddertron.engine.daemon.http.forms import FormReader
 from laddertron.engine.daemon.http.server import make_server
-from laddertron.engine.daemon.http.upload import FormParser
 from laddertron.engine.openai.batch_input import check_line
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.text.tokenizer import TextError, TextModel
@@ -244,7 +244,7 @@ FORM = (
 
 
 def form(data: bytes, _: Path) -> None:
-    parser = FormParser(b"b", lambda part: None)
+    parser = FormReader(b"b", lambda part: None)
     for at in range(0, len(data), 7):
         parser.feed(data[at : at + 7])
     parser.close()

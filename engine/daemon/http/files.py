@@ -22,9 +22,9 @@ from ..store.rows import FileRow, new_id
 from ..store.store import StoreUnavailable
 from ..store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged
 from .errors import damaged, not_found, unstored
+from .forms import FormReader, boundary_of
 from .reservations import Reservation
 from .state import Services, audit, owner_of, reach_of
-from .upload import FormParser, boundary_of
 
 _CHUNK = 1 << 18
 T = TypeVar("T")
@@ -214,7 +214,7 @@ async def _store(services: Services, request: Request) -> FileRow:
             await reservation.grow(length)
             async with store.new_file(file_id) as file:
                 into = _Upload(services, file, reservation)
-                form = FormParser(boundary, into.take)
+                form = FormReader(boundary, into.take)
                 received = 0
                 async for chunk in request.stream():
                     received += len(chunk)
@@ -234,7 +234,7 @@ async def _store(services: Services, request: Request) -> FileRow:
     return row
 
 
-def _row(form: FormParser, file_id: str, owner: str, now: int) -> FileRow:
+def _row(form: FormReader, file_id: str, owner: str, now: int) -> FileRow:
     purpose = form.fields.pop("purpose", None)
     if purpose is None:
         raise ApiError("purpose is missing", "missing_required_parameter", "purpose")

@@ -155,6 +155,7 @@ def set_up(stream: TextIO, level: str, audit_file: Path | None = None, watch: Di
     handler.setFormatter(TextFormatter() if stream.isatty() else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # the refusal of a form gives its reason
     if audit_file is not None:
         audit = logging.getLogger("laddertron.audit")
         for old in list(audit.handlers):

@@ -20,6 +20,7 @@ import openai
 import pytest
 from daemon_tools import NAME, Served, deployment, line, served, submit, wait_batch
 from laddertron.engine.config.schema import LimitsConfig
+from laddertron.engine.daemon.http.forms import FormError, FormReader, boundary_of, clean_name
 from laddertron.engine.daemon.http.keys import (
     KeyFileError,
     KeyRing,
@@ -29,7 +30,6 @@ from laddertron.engine.daemon.http.keys import (
     revoke_key,
     rotate_key,
 )
-from laddertron.engine.daemon.http.upload import FormError, FormParser, boundary_of, clean_name
 from laddertron.engine.job import Culprit, JobState
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.text.tokenizer import TextModel
@@ -235,7 +235,7 @@ def test_a_form_may_come_in_any_pieces(cut: int) -> None:
     data = b"-B\n\r\n-\r\n--\r\n--A\r\n\r\n--\r\n" * 3  # beginnings of a boundary, and none of them one
     body, kind = form(data)
     got: list[bytes] = []
-    parser = FormParser(boundary_of(kind), got.append)
+    parser = FormReader(boundary_of(kind), got.append)
     for at in range(0, len(body), cut):
         parser.feed(body[at : at + cut])
     parser.close()
@@ -243,28 +243,94 @@ def test_a_form_may_come_in_any_pieces(cut: int) -> None:
     assert (parser.filename, parser.fields) == ("a.jsonl", {"purpose": "batch"})
 
 
-def test_broken_forms_say_so() -> None:
-    good, kind = form(b"x\n")
-    for bad in (
-        good[:-4],
-        b"junk" + good,
-        good.replace(b'name="file"', b'name="purpose"'),
-        good.replace(b"\r\n\r\n", b"\r\n"),
-    ):
-        parser = FormParser(boundary_of(kind), lambda data: None)
+def part(disposition: str, content: bytes = b"x\n", *headers: str) -> bytes:
+    head = "\r\n".join((f"Content-Disposition: form-data; {disposition}", *headers))
+    return head.encode() + b"\r\n\r\n" + content + b"\r\n"
+
+
+def read_form(reader: FormReader, body: bytes, cut: int) -> None:
+    for at in range(0, len(body), cut):
+        reader.feed(body[at : at + cut])
+    reader.close()
+
+
+FILE = part('name="file"; filename="a.jsonl"')
+PLAIN = b"--B\r\n" + part('name="purpose"', b"batch") + b"--B\r\n" + FILE + b"--B--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "filename"),
+    [
+        (PLAIN, "boundary=B", "a.jsonl"),
+        (PLAIN, 'boundary="B"; charset=utf-8', "a.jsonl"),
+        (PLAIN, "charset=utf-8 ;BOUNDARY=B", "a.jsonl"),
+        (PLAIN.replace(b"B\r\n", b"a b\r\n").replace(b"--B--", b"--a b--"), 'boundary="a b"', "a.jsonl"),
+        (PLAIN.replace(b'"', b""), "boundary=B", "a.jsonl"),
+        (
+            PLAIN.replace(b'"file"; filename="a.jsonl"', b"file; filename=a.jsonl; filename*=utf-8''a.jsonl"),
+            "",
+            "a.jsonl",
+        ),
+        (PLAIN.replace(b'"a.jsonl"', b"\"=?utf-8?B?w6k=?=\"; filename*=utf-8''%C3%A9.jsonl"), "", "é.jsonl"),
+        (PLAIN.replace(b'filename="a.jsonl"', b"filename*=UTF-8'en'%e2%82%ac%20x"), "", "€ x"),
+        (PLAIN.replace(b"a.jsonl", "é.jsonl".encode()), "", "é.jsonl"),
+        (PLAIN.replace(b"a.jsonl", rb"a\"b; c"), "", 'a"b; c'),
+        (b"An old mail.\r\n" + PLAIN, "", "a.jsonl"),
+        (b"\r\n\r\n" + PLAIN, "", "a.jsonl"),
+        (PLAIN.replace(b"--B\r\n", b"--B \t\r\n"), "", "a.jsonl"),
+        (PLAIN.replace(b"; ", b" ;  ").replace(b"Disposition: ", b"disposition:\t"), "", "a.jsonl"),
+        (PLAIN + b"an epilogue\r\n--B\r\n", "", "a.jsonl"),
+        (PLAIN[:-2], "", "a.jsonl"),
+        (
+            PLAIN.replace(FILE, part('filename="a.jsonl"; name="file"', b"x\n", "Content-Type: text/plain")),
+            "",
+            "a.jsonl",
+        ),
+    ],
+)
+def test_every_client_writes_forms_in_its_own_way(body: bytes, kind: str, filename: str) -> None:
+    """Unquoted and extended names, quoted boundaries, preambles, white space: also a byte at a time."""
+    for cut in (1, len(body)):
+        got: list[bytes] = []
+        reader = FormReader(boundary_of("multipart/form-data; " + (kind or "boundary=B")), got.append)
+        read_form(reader, body, cut)
+        assert (b"".join(got), reader.filename, reader.fields) == (b"x\n", filename, {"purpose": "batch"})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        PLAIN[:-4],
+        PLAIN.replace(b"\r\n", b"\n"),
+        PLAIN.replace(b'name="file"', b'name="purpose"'),
+        PLAIN.replace(b"\r\n\r\n", b"\r\n"),
+        PLAIN.replace(FILE, FILE + b"--B\r\n" + FILE),
+        PLAIN.replace(b'; filename="a.jsonl"', b""),
+        PLAIN.replace(b'name="purpose"', b""),
+        PLAIN.replace(b"batch", b"x" * 1025),
+        PLAIN.replace(b"a.jsonl", b"a" * 9000),
+        PLAIN.replace(b'"a.jsonl"', b'"a.jsonl'),
+        PLAIN.replace(b'"a.jsonl"', b'"a.jsonl"\r\nContent-Transfer-Encoding: base64'),
+        PLAIN.replace(b"filename=", b"filename*" + b"9" * 5000 + b"="),
+        PLAIN.replace(b"form-data", b"form-data\r\nx-a: " + b"a" * 4000 + b"\r\nx-b: " + b"b" * 4000),
+        PLAIN.replace(b"--B\r\n", (b"--B\r\n" + part('name="p"')) * 17, 1),
+        b"x" * 9000 + b"\r\n" + PLAIN,
+        b"",
+    ],
+)
+def test_broken_forms_are_refused(body: bytes) -> None:
+    """The final boundary is required: without it, the end of the file may be missing."""
+    for cut in (1, max(1, len(body))):
+        reader = FormReader(b"B", lambda data: None)
         with pytest.raises(FormError):
-            _all(parser, bad)
-    for kind in ("text/plain", "multipart/form-data", "multipart/form-data; boundary=" + "x" * 100):
+            read_form(reader, body, cut)
+
+
+def test_a_form_names_its_boundary_and_file_names_are_bounded() -> None:
+    for kind in ("", "text/plain", "multipart/form-data", "multipart/form-data; boundary=" + "x" * 100):
         with pytest.raises(FormError):
             boundary_of(kind)
     assert clean_name("x" * 1000) == "x" * 255
-
-
-def _all(parser: FormParser, data: bytes) -> None:
-    parser.feed(data)
-    parser.close()
-    if parser.filename is None:
-        raise FormError("no file")
 
 
 # keys
