@@ -262,7 +262,7 @@ PARSERS = {
     ),
     "model_config": Parser(
         of_file("config.json", from_folder, folder=True),
-        ((ROOT / "configs/demo-ladder/config.json").read_bytes(),),
+        ((ROOT / "configs/demo/demo-ladder/config.json").read_bytes(),),
         (ValueError, OSError),
     ),
     "batch_line": Parser(line_of, LINES, (ApiError,)),

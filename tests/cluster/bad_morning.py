@@ -21,7 +21,7 @@ from cluster.nodes import Cluster, kill
 NAMED_S, LATE_S = 15.0, 135.0
 """From the launch to the first line of the error; of ranks that do not start at all, for which it waits 120 s."""
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-MODEL = ROOT / "configs" / "demo-ladder"
+MODEL = ROOT / "configs" / "demo" / "demo-ladder"
 
 
 @dataclass(frozen=True, slots=True)

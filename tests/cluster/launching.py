@@ -17,7 +17,9 @@ class Job:
     def __init__(self, folder: Path, launch: str, tp: int, lines: int = 24, tokens: int = 16, more: str = "") -> None:
         self.config, self.input = folder / "deploy.yaml", folder / "in.jsonl"
         self.output = folder / "out.jsonl"
-        self.config.write_text(_CONFIG.format(model=ROOT / "configs" / "demo-ladder", launch=launch, tp=tp, more=more))
+        self.config.write_text(
+            _CONFIG.format(model=ROOT / "configs" / "demo" / "demo-ladder", launch=launch, tp=tp, more=more)
+        )
         body = {"model": "demo", "prompt": "class threading.Barrier\n", "max_tokens": tokens, "ignore_eos": True}
         envelope = {"method": "POST", "url": "/v1/completions"}
         asked = [{"custom_id": f"r-{i}", **envelope, "body": {**body, "seed": i}} for i in range(lines)]

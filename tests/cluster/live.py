@@ -223,7 +223,7 @@ def _write_configs(cluster: Cluster, folder: Path, gpus: str) -> None:
         "LADDERTRON_FAULTS": str(folder / "faults"),
         "LADDERTRON_DEADLY": str(DEADLY_TOKEN),
     }
-    model = poisoned_model(ROOT / "configs/demo-ladder", folder / "model", NAN_TOKEN)
+    model = poisoned_model(ROOT / "configs/demo/demo-ladder", folder / "model", NAN_TOKEN)
     deployment = {
         "model": {"path": str(model), "served_model_name": "demo", "dtype": "float32"},
         "parallel": {"tensor_parallel_size": 4},

@@ -89,7 +89,7 @@ def deployment(cluster: Cluster, folder: Path, **launch: Any) -> Path:
     path = folder / "deploy.yaml"
     keys = {"hosts": ["n0", "n1"], "interface": "eth0", "rsh_agent": str(cluster.agent), **launch}
     engine = {"device": "cpu", "threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 256}
-    model = {"path": str(ROOT / "configs/demo-ladder"), "served_model_name": "demo", "dtype": "float32"}
+    model = {"path": str(ROOT / "configs/demo/demo-ladder"), "served_model_name": "demo", "dtype": "float32"}
     parts = {
         "model": model,
         "parallel": {"tensor_parallel_size": 2},
@@ -145,7 +145,7 @@ def test_a_run_without_a_tuning_file_says_so(link: Cluster, tmp_path: Path) -> N
 def run_of_four(cluster: Cluster, config: Path, folder: Path, *words: str) -> str:
     """A run of four lines, all of them answered; what it said, a terminal's folded lines as one."""
     prompts, out = folder / "in.jsonl", folder / "out.jsonl"
-    prompts.write_text("".join((ROOT / "configs/demo-prompts.jsonl").read_text().splitlines(True)[:4]))
+    prompts.write_text("".join((ROOT / "configs/demo/prompts.jsonl").read_text().splitlines(True)[:4]))
     done = laddertron(cluster, "run", str(config), "-i", str(prompts), "-o", str(out), *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(out.read_text().splitlines()) == 4
@@ -198,6 +198,6 @@ def test_a_run_under_mpich(link: Cluster, tmp_path: Path) -> None:
         env={"MPI4PY_LIBMPI": library(folder)},
     )
     out = tmp_path / "out.jsonl"
-    done = laddertron(link, "run", str(config), "-i", str(ROOT / "configs/demo-prompts.jsonl"), "-o", str(out))
+    done = laddertron(link, "run", str(config), "-i", str(ROOT / "configs/demo/prompts.jsonl"), "-o", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(out.read_text().splitlines()) == 16

@@ -25,7 +25,7 @@ def test_preflight_measures_the_link_without_mpi(link: Cluster, tmp_path: Path) 
     link.control.link(delay_s=delay_us * 1e-6)
     config = tmp_path / "deploy.yaml"
     parts = {
-        "model": {"path": str(ROOT / "configs/demo-ladder"), "served_model_name": "demo", "dtype": "float32"},
+        "model": {"path": str(ROOT / "configs/demo/demo-ladder"), "served_model_name": "demo", "dtype": "float32"},
         "parallel": {"tensor_parallel_size": 2},
         "launch": {"interface": "eth0"},
         "engine": {"device": "cpu", "threads": 1},

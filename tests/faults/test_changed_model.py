@@ -32,8 +32,8 @@ LINES = 60
 def copied(folder: Path) -> Path:
     """The demo deployment with a model folder of its own."""
     shutil.copy(ROOT / "configs" / "demo.yaml", folder / "demo.yaml")
-    shutil.copytree(ROOT / "configs" / "demo-ladder", folder / "demo-ladder")
-    return folder / "demo-ladder"
+    shutil.copytree(ROOT / "configs" / "demo" / "demo-ladder", folder / "demo" / "demo-ladder")
+    return folder / "demo" / "demo-ladder"
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_weights_replaced_in_place_are_not_served_by_a_relaunch(night: Night) ->
     ready, rank, host, file and tensor named, with the fix; the daemon goes on. 3. The file is restored: the batch
     completes with A's answers. 4. B again, and a rank dies amid a third batch; a reload serves B: each line is A's or
     B's, none is both, and the batch is of no single model. 5. A batch of B."""
-    model = night.folder / "demo-ladder"
+    model = night.folder / "demo" / "demo-ladder"
     night.start()
     night.ready()
     first = night.submit(lines())
@@ -142,7 +142,7 @@ def test_weights_replaced_in_place_are_not_served_by_a_relaunch(night: Night) ->
     ],
 )
 def test_another_small_file_is_named(night: Night, file: str, changes: dict[str, Any]) -> None:
-    model = night.folder / "demo-ladder"
+    model = night.folder / "demo" / "demo-ladder"
     night.start()
     night.ready()
     edit(model, file, **changes)
@@ -155,7 +155,7 @@ def test_another_small_file_is_named(night: Night, file: str, changes: dict[str,
 def test_a_standby_does_not_take_the_folders_state_for_its_own(night: Night) -> None:
     """Norms would come from the changed file, packed weights from the memfd: refused, by the take-over and by the cold
     start after it, until the file is restored."""
-    model = night.folder / "demo-ladder"
+    model = night.folder / "demo" / "demo-ladder"
     night.argv += ["--set", "daemon.standby=1", "--set", "engine.kv_cache_memory=16MiB"]
     night.start()
     night.stands()
@@ -174,7 +174,7 @@ def test_a_standby_does_not_take_the_folders_state_for_its_own(night: Night) -> 
 def test_a_text_worker_of_another_tokenizer_is_refused(night: Night) -> None:
     """tokenizer.json changes and both text workers die: none of the new ones is used, the reason is logged, and lines
     wait; once it is restored they are answered as before."""
-    model = night.folder / "demo-ladder"
+    model = night.folder / "demo" / "demo-ladder"
     night.start()
     night.ready()
     text = [{**one, "body": {**one["body"], "prompt": f"def f{n}("}} for n, one in enumerate(lines(8))]
@@ -199,7 +199,7 @@ def test_a_text_worker_of_another_tokenizer_is_refused(night: Night) -> None:
 def test_a_daemon_that_restarts_with_one_tuned_tensor_fails_its_batch_and_reuses_nothing(night: Night) -> None:
     """The daemon stops amid a batch, one tensor changes, it starts: the batch fails as answered by another model, what
     was answered is kept, and `--reuse` of it is refused."""
-    model = night.folder / "demo-ladder"
+    model = night.folder / "demo" / "demo-ladder"
     night.argv += ["--set", "daemon.drain_timeout=1s"]
     night.start()
     night.ready()
@@ -226,7 +226,7 @@ exec {python} "$@"
 
 def divert(folder: Path) -> Path:
     """Makes that Python; returns rank 1's model folder."""
-    model, other = folder / "demo-ladder", folder / "stale"
+    model, other = folder / "demo" / "demo-ladder", folder / "stale"
     shutil.copytree(model, other)
     program = folder / "python"
     program.write_text(DIVERTED.format(other=other, model=model, python=sys.executable))

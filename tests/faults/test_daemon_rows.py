@@ -52,9 +52,9 @@ def test_what_cannot_be_loaded_ends_the_daemon_at_the_first_launch(fault: str, t
     sets = {"truncated": (), "too large for the memory": too_large}[fault]
     config = tmp_path / "demo.yaml"
     shutil.copy(ROOT / "configs" / "demo.yaml", config)
-    shutil.copytree(ROOT / "configs" / "demo-ladder", tmp_path / "demo-ladder")
+    shutil.copytree(ROOT / "configs" / "demo" / "demo-ladder", tmp_path / "demo" / "demo-ladder")
     if fault == "truncated":
-        with (tmp_path / "demo-ladder" / "model.safetensors").open("r+b") as file:
+        with (tmp_path / "demo" / "demo-ladder" / "model.safetensors").open("r+b") as file:
             file.truncate(1_000_000)
     night = Night(tmp_path, real=True, sets=sets, config=config)
     began = time.monotonic()

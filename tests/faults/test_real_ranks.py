@@ -33,7 +33,7 @@ LINES = 300
 
 
 STAGED = ("parallel.tensor_parallel_size=1", "parallel.pipeline_parallel_size=2")
-DRAFTING = ("engine.speculation=model", f"engine.draft_model={ROOT / 'configs' / 'demo-draft'}")
+DRAFTING = ("engine.speculation=model", f"engine.draft_model={ROOT / 'configs' / 'demo' / 'demo-draft'}")
 
 
 @pytest.fixture(params=[(), STAGED, DRAFTING], ids=["tp2", "pp2", "drafts"])

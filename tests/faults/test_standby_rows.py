@@ -36,7 +36,7 @@ def night(tmp_path: Path) -> Iterator[Night]:
     """Its deployment file may be changed by the test."""
     config = tmp_path / "demo.yaml"
     shutil.copy(ROOT / "configs" / "demo.yaml", config)
-    shutil.copytree(ROOT / "configs" / "demo-ladder", tmp_path / "demo-ladder")
+    shutil.copytree(ROOT / "configs" / "demo" / "demo-ladder", tmp_path / "demo" / "demo-ladder")
     made = Night(tmp_path, real=True, sets=("daemon.standby=1", "engine.kv_cache_memory=16MiB"), config=config)
     yield made
     made.close()
@@ -165,7 +165,7 @@ def test_a_changed_file_serves_and_no_request_is_lost(night: Night) -> None:
         config.write_text(f"{original}\nmetrics:\n  port: 9\n")
         assert reload(night) == 1
         config.write_text(original)
-        with (night.folder / "demo-ladder" / "model.safetensors").open("r+b") as file:
+        with (night.folder / "demo" / "demo-ladder" / "model.safetensors").open("r+b") as file:
             file.truncate(1_000_000)
         assert reload(night) == 1
         asked = len(statuses)

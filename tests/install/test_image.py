@@ -96,10 +96,10 @@ def test_the_image_answers_as_a_user_without_rights(buildah: list[str], tmp_path
     for absent in ("gcc", "pytest", "mypy"):
         assert subprocess.run([*inside, "which", absent], capture_output=True, check=False).returncode != 0
     run(*buildah, "copy", container, ROOT / "configs", "/configs")  # in no volume: each run has its own
-    words = ["run", "/configs/demo.yaml", "-i", "/configs/demo-prompts.jsonl", "-o", "/tmp/out.jsonl"]
+    words = ["run", "/configs/demo.yaml", "-i", "/configs/demo/prompts.jsonl", "-o", "/tmp/out.jsonl"]
     run(*inside, "laddertron", *words, "--set", "daemon.data_dir=/var/lib/laddertron")
     answers = run(*inside, "cat", "/tmp/out.jsonl").splitlines()
-    assert len(answers) == len((ROOT / "configs/demo-prompts.jsonl").read_text().splitlines())
+    assert len(answers) == len((ROOT / "configs/demo/prompts.jsonl").read_text().splitlines())
     assert all(json.loads(line)["error"] is None for line in answers)
 
 

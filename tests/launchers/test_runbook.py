@@ -31,7 +31,7 @@ def commands() -> list[str]:
 def deployment(tmp_path: Path) -> Path:
     """The demo's, in tmp_path/deploy.yaml."""
     values = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text())
-    values["model"]["path"] = str(ROOT / "configs" / "demo-ladder")
+    values["model"]["path"] = str(ROOT / "configs" / "demo" / "demo-ladder")
     values["daemon"] = {"data_dir": "data", "port": 0, "limits": {"min_free_disk": 0}, "api_key_file": "keys.json"}
     (tmp_path / "deploy.yaml").write_text(yaml.safe_dump(values))
     return tmp_path

@@ -23,8 +23,8 @@ from common import UNFIT, environment, table
 
 HERE = Path(__file__).resolve()
 ROOT, MODEL = HERE.parents[2], "demo-standard"
-FOLDER = ROOT / "configs" / MODEL
-LINES = ROOT / "configs/demo-prompts.jsonl"
+FOLDER = ROOT / "configs/demo" / MODEL
+LINES = ROOT / "configs/demo/prompts.jsonl"
 LIMIT_S = 900
 
 

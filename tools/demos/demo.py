@@ -108,13 +108,13 @@ def _race(console: Console) -> None:
         console.print(f"ladder / standard {words}: {ratio} ({ladder.rate:.0f} / {standard.rate:.0f} tokens/s)")
     console.print(
         "[dim]At L/c = 1 ladder can be up to 2x as fast; without a delay there is nothing to overlap "
-        "(docs/layouts.md). What ladder costs in quality: configs/MODEL_CARD.md.[/]\n"
+        "(docs/layouts.md). What ladder costs in quality: configs/demo/MODEL_CARD.md.[/]\n"
     )
 
 
 def _prompts() -> Items:
     """The demo's prompts: one batch of what the models' seats hold."""
-    text = TextModel.from_folder(ROOT / "configs/demo-ladder")
+    text = TextModel.from_folder(ROOT / "configs/demo/demo-ladder")
     prompts = [json.loads(line)["body"].get("prompt") for line in PROMPTS.read_text().splitlines()]
     ids = [text.tokenizer.encode(prompt).ids for prompt in prompts if prompt is not None]
     return [(ids[number % len(ids)], MAX_TOKENS, 0.0) for number in range(SEATS)]

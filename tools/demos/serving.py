@@ -21,7 +21,7 @@ from ...engine import child
 from ...launchers.cli.batch_client import ENDED, BatchClient
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = ROOT / "configs/demo-prompts.jsonl"
+PROMPTS = ROOT / "configs/demo/prompts.jsonl"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from laddertron.engine.step.engine import TIMEOUT_FACTOR, CollectiveTimeouts
 from tokenizers import Tokenizer
 
 Ranks = Callable[..., list[Any]]
-DEMO = Path(__file__).parents[3] / "configs" / "demo-standard"
+DEMO = Path(__file__).parents[3] / "configs" / "demo" / "demo-standard"
 POISONED = 299
 SCHEMA = {
     "type": "object",

@@ -492,7 +492,7 @@ def test_a_models_folder_is_a_deployment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every key at its default; --set works as with a file, and errors name the folder, in which nothing is written."""
-    folder = str(CONFIGS / "demo-standard")
+    folder = str(CONFIGS / "demo" / "demo-standard")
     loaded = load(folder, ["engine.max_num_seqs=8"])
     assert loaded.model.path == folder
     monkeypatch.chdir(tmp_path)

@@ -246,7 +246,7 @@ def test_a_model_path_that_is_no_folder_is_named_as_what_it_is(
 
 def test_a_plan_of_a_models_folder(capsys: pytest.CaptureFixture[str]) -> None:
     """`--model FOLDER` takes what a known name takes: `--tp` and the others."""
-    folder = DOCS.parent / "configs" / "demo-standard"
+    folder = DOCS.parent / "configs" / "demo" / "demo-standard"
     assert cli.main(["plan", "--model", str(folder), "--tp", "2", "--nodes", "1x16xcpu", "--json"]) == OK
     found = json.loads(capsys.readouterr().out)
     assert (found["model"], found["tensor_parallel_size"]) == ("demo-standard", 2)

@@ -126,7 +126,7 @@ def test_run_names_a_tuning_file_of_another_fabric(tmp_path: Path) -> None:
     tuning = make(fabric, shape, fit(points, "native"), tuned.versions())
     replace(tuning, fabric="0" * 32).save(tmp_path / "tuning.json")
     prompts = tmp_path / "in.jsonl"
-    prompts.write_text((ROOT / "configs" / "demo-prompts.jsonl").read_text().splitlines(True)[0])
+    prompts.write_text((ROOT / "configs" / "demo" / "prompts.jsonl").read_text().splitlines(True)[0])
     keys = {
         "parallel.backend": "native",
         "parallel.collective": "auto",

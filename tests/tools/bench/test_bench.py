@@ -309,7 +309,7 @@ def test_ranks_that_end_say_why(tmp_path: Path) -> None:
     """A model whose weights are missing: the error has the rank's own words, and nothing is left running."""
     from laddertron.engine.config.load import load
 
-    (tmp_path / "config.json").write_bytes((CONFIG.parent / "demo-standard" / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((CONFIG.parent / "demo" / "demo-standard" / "config.json").read_bytes())
     deployment = load(CONFIG, [f"model.path={tmp_path}", "parallel.tensor_parallel_size=1"])
     with pytest.raises(BenchError, match="safetensors"), BenchJob(deployment, "broken"):
         pass

@@ -298,8 +298,8 @@ def test_batches_depend_on_the_step_alone() -> None:
 
 def test_held_out_counts_what_is_taught() -> None:
     """Untaught tokens are read and not counted; a model agrees with itself."""
-    model = build(from_folder(Path(__file__).parents[3] / "configs" / "demo-ladder"), DataParallel())
-    load(model, Path(__file__).parents[3] / "configs" / "demo-ladder", DataParallel())
+    model = build(from_folder(Path(__file__).parents[3] / "configs" / "demo" / "demo-ladder"), DataParallel())
+    load(model, Path(__file__).parents[3] / "configs" / "demo" / "demo-ladder", DataParallel())
     marked = IDS[:100].copy()
     marked[50:] |= np.uint32(UNTAUGHT)
     half = held_out(model, marked, 128, original=model)

@@ -230,13 +230,15 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 def test_the_demo_model_is_what_its_card_says(kind: str, own_library: list[Document]) -> None:
     """At most 4 MB, its wiring declared, one tokenizer for both; and its held-out perplexity measured again, where
     this Python's documentation is what it was trained on."""
-    folder = CONFIGS / f"demo-{kind}"
+    folder = CONFIGS / "demo" / f"demo-{kind}"
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 4_000_000
     read = from_folder(folder)
     assert (read.wiring.name, read.declares_wiring) == (kind, True)
-    assert (folder / "tokenizer.json").read_bytes() == (CONFIGS / "demo-standard" / "tokenizer.json").read_bytes()
+    assert (folder / "tokenizer.json").read_bytes() == (
+        CONFIGS / "demo" / "demo-standard" / "tokenizer.json"
+    ).read_bytes()
     said = json.loads((folder / "training.json").read_text())
-    assert f"{said['held_out_perplexity']:.2f}" in (CONFIGS / "MODEL_CARD.md").read_text()
+    assert f"{said['held_out_perplexity']:.2f}" in (CONFIGS / "demo" / "MODEL_CARD.md").read_text()
     if corpus.digest(own_library) != said["corpus_sha256"]:
         pytest.skip(f"trained on the documentation of Python {said['python']}, which this Python does not have")
     ids = train.encode(Tokenizer.from_file(str(folder / "tokenizer.json")), own_library, True)
@@ -247,11 +249,11 @@ def test_the_demo_model_is_what_its_card_says(kind: str, own_library: list[Docum
 
 def test_the_demo_prompts_fit_both_models() -> None:
     """Batch lines with names of their own, for the name both deployments serve, short enough for the model."""
-    lines = [json.loads(line) for line in (CONFIGS / "demo-prompts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (CONFIGS / "demo" / "prompts.jsonl").read_text().splitlines()]
     assert len({line["custom_id"] for line in lines}) == len(lines) >= 16
     assert {line["url"] for line in lines} == {"/v1/completions", "/v1/chat/completions"}
-    words = Tokenizer.from_file(str(CONFIGS / "demo-ladder" / "tokenizer.json"))
-    longest = from_folder(CONFIGS / "demo-ladder").max_position_embeddings
+    words = Tokenizer.from_file(str(CONFIGS / "demo" / "demo-ladder" / "tokenizer.json"))
+    longest = from_folder(CONFIGS / "demo" / "demo-ladder").max_position_embeddings
     for line in lines:
         body = line["body"]
         text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]

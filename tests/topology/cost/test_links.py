@@ -70,7 +70,7 @@ def test_every_link_and_rail_is_measured_without_mpi(
 
 def _deployment(folder: Path, size: int) -> Path:
     parts = {
-        "model": {"path": str(ROOT / "configs/demo-ladder"), "served_model_name": "demo", "dtype": "float32"},
+        "model": {"path": str(ROOT / "configs/demo/demo-ladder"), "served_model_name": "demo", "dtype": "float32"},
         "parallel": {"tensor_parallel_size": size},
         "engine": {"device": "cpu", "threads": 1},
         "daemon": {"data_dir": str(folder / "data")},

@@ -254,7 +254,7 @@ def test_a_file_fits_a_replica_that_is_a_job_of_its_own(tmp_path: Path, caplog: 
 
 def test_the_models_own_messages_are_measured() -> None:
     """A width of 192 in fp32 at the batches of decode; nothing where the model is elsewhere."""
-    demo = Path(__file__).parents[3] / "configs" / "demo-ladder"
+    demo = Path(__file__).parents[3] / "configs" / "demo" / "demo-ladder"
     found = message_bytes(replace(deployment(None), model=ModelSection(path=str(demo), dtype="float32")))
     assert found == tuple(found[0] * batch for batch in (1, 4, 16, 64, 256))
     assert message_bytes(deployment(None)) == ()
