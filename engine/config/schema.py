@@ -151,6 +151,7 @@ class ModelSection:
     load_format: Literal["auto", "dummy"] = "auto"
     allow_dummy: bool = False
     tool_format: ToolFormat = "auto"
+    allow_special_tokens_in_content: bool = True
     reasoning_format: Literal["auto", "none", "think", "kimi", "mistral", "longcat", "seed"] = "auto"
 
 

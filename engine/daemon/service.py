@@ -85,7 +85,10 @@ class Daemon:
             stack.callback(naming.cancel)
             store = self._store = await self._open_store()
             stack.push_async_callback(store.close)
-            limits = PoolLimits(max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids)
+            limits = PoolLimits(
+                max_ids=self._deployment.model.max_model_len or PoolLimits().max_ids,
+                special_in_content=self._deployment.model.allow_special_tokens_in_content,
+            )
             pool = TextPool(self.parts.text_folder, limits, body_worker.MODULE, self.parts.text.files)
             await stack.enter_async_context(pool)
             model = self._deployment.model

@@ -191,11 +191,11 @@ def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param:
         requested = max(1, room) if body.endpoint == CHAT else max(1, min(COMPLETIONS_MAX_TOKENS, room))
     if requested > room:
         bound = (
-            f"the context is {limits.max_model_len} tokens"
+            f"this model's maximum context length is {limits.max_model_len} tokens"
             if limits.max_model_len <= limits.kv_tokens
             else f"the KV cache holds {limits.kv_tokens} tokens"
         )
         message = f"{bound}, the prompt has {len(prompt)} and {requested} more are requested"
-        fix = "shorten the prompt or lower max_tokens" if room > 0 else "shorten the prompt"
+        fix = "shorten the prompt or request fewer" if room > 0 else "shorten the prompt"
         raise ApiError(f"{message}: {fix}", param=param, code="context_length_exceeded")
     return requested

@@ -79,12 +79,14 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """An item's `cpu_seconds` of processor time, a worker's `memory_bytes`, and `max_ids`."""
+    """An item's `cpu_seconds` of processor time, a worker's `memory_bytes`, and `max_ids`; `special_in_content`: as
+    model.allow_special_tokens_in_content."""
 
     workers: int = 2
     cpu_seconds: float = 10.0
     memory_bytes: int = 4 << 30
     max_ids: int = 1 << 20
+    special_in_content: bool = True
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from .chat_probes import find_reasoning, find_tool_format
 from .chat_shape import ChatShape, Messages, Render, choose_shape, tools_are_rendered
 from .chat_template import DEFAULTS, ChatTemplate, TemplateError, template_sources
 from .chat_template import ChatOptions as ChatOptions
+from .content_marks import ContentMarks
 from .detokenizer import Pieces
 from .text_files import changed_files, text_files
 
@@ -66,6 +67,7 @@ class TextModel:
         templates: Mapping[str, str],
         eos_ids: tuple[int, ...],
         files: Mapping[str, str] = MappingProxyType({}),
+        special_in_content: bool = True,
     ) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -77,9 +79,10 @@ class TextModel:
         self._sources = templates
         self._templates: dict[str, tuple[ChatTemplate, ChatShape]] = {}
         self._bos_rule = _bos_rule(config)
+        self._marks = None if special_in_content else ContentMarks(tokenizer)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> TextModel:
+    def from_folder(cls, folder: Path, special_in_content: bool = True) -> TextModel:
         """Reads the tokenizer's JSON files and chat template. Raises TextError naming a missing or unreadable file."""
         path, files = folder / "tokenizer.json", text_files(folder)
         if not path.is_file():
@@ -107,7 +110,7 @@ class TextModel:
         eos_ids = _eos_ids(tokenizer, config, _read_json(folder / "generation_config.json"))
         if changed := changed_files(files, text_files(folder)):
             raise TextError(f"{folder / changed[0]}: changed while it was read: start again once its copy is complete")
-        return cls(folder, tokenizer, config, templates, eos_ids, files)
+        return cls(folder, tokenizer, config, templates, eos_ids, files, special_in_content)
 
     @property
     def vocab_size(self) -> int:
@@ -159,19 +162,28 @@ class TextModel:
         return self._templates[name]
 
     def render(self, messages: Messages, options: ChatOptions = DEFAULTS) -> str:
-        """Renders the messages by the template, or by the one for tools, in the form that it takes. Raises
-        TemplateError. May never return: see chat_template.py."""
+        """Renders the messages by the template, or by the one for tools, in the form that it takes; for
+        `encode_rendered`. Raises TemplateError. May never return: see chat_template.py."""
         if not self._sources:
             raise TemplateError("this checkpoint has no chat template: send plain prompts to /v1/completions")
         tools = bool(options.variables and options.variables.get("tools"))
         template, shape = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
         if kind := shape.refusal(messages):
             raise TemplateError(f"the checkpoint's chat template loses {kind}: send the conversation without")
+        if self._marks is not None:
+            messages = self._marks.marked(messages)
+            options = replace(options, variables=self._marks.marked(options.variables))
         return template.render(shape.shaped(messages), options)
+
+    def encode_rendered(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Encodes a rendered chat; control tokens that its messages spell become text if the model does not allow
+        them. Raises TemplateError."""
+        first, *rest = [text] if self._marks is None else self._marks.pieces(text)
+        return self.encode(first, add_special_tokens) + [i for piece in rest for i in self.encode(piece, False)]
 
     def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions = DEFAULTS) -> list[int]:
         """Encodes a chat. The template contains its special tokens, so none are added unless requested."""
-        return self.encode(self.render(messages, options), options.add_special_tokens)
+        return self.encode_rendered(self.render(messages, options), options.add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))

@@ -59,11 +59,12 @@ def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, An
             return {"ids": model.bad_word_ids(item["words"])}
         max_ids *= item.get("longer", 1)
         text, options = item.get("text", ""), ChatOptions(add_special_tokens=item.get("add_special_tokens", True))
+        encode: Callable[[str, bool], list[int]] = model.encode
         if "messages" in item:
             options = ChatOptions(**item["options"])
-            text = model.render(item["messages"], options)
+            text, encode = model.render(item["messages"], options), model.encode_rendered
         count = _least_ids(model, text, max_ids)
-        ids = [] if count > max_ids else model.encode(text, options.add_special_tokens)
+        ids = [] if count > max_ids else encode(text, options.add_special_tokens)
     except TemplateError as error:
         return {"error": str(error), "code": "chat_template_error"}
     except ValueError as error:
@@ -123,7 +124,7 @@ def main(argv: list[str], answer: Answer = answer) -> int:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and so does an answer whose reader is gone
     requests, out = os.fdopen(connection, "rb", closefd=False), os.fdopen(connection, "wb", closefd=False)
     try:
-        model = TextModel.from_folder(Path(settings["folder"]))
+        model = TextModel.from_folder(Path(settings["folder"]), settings["special_in_content"])
         signal.setitimer(signal.ITIMER_PROF, settings["cpu_seconds"])
         chat = asdict(model.chat)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -86,7 +86,7 @@ def unchangeable(old: Deployment, new: Deployment) -> Iterator[tuple[str, str]]:
             yield path, "it belongs to the daemon's process: restart `laddertron serve`"
     if old.parallel.replicas != new.parallel.replicas:
         yield "parallel.replicas", "the daemon has as many queues to them: restart `laddertron serve`"
-    for name in ("tool_format", "reasoning_format"):
+    for name in ("tool_format", "reasoning_format", "allow_special_tokens_in_content"):
         if getattr(old.model, name) != getattr(new.model, name):
             yield f"model.{name}", f"it is {getattr(old.model, name)}: restart `laddertron serve`"
     if old.served_model_name != new.served_model_name:

@@ -75,6 +75,8 @@ class Guard:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
+        if len(scope["path"]) > 1:  # a redirect would name the wrong scheme behind a proxy
+            scope["path"] = scope["path"].rstrip("/") or "/"
         exchange = _Exchange(scope, receive, send, Unread(self.unread_answers, ""))
         began = time.perf_counter()
         owner = None

@@ -155,7 +155,10 @@ async def drive(
     deployment = prepared.deployment
     for job in jobs:
         job.identity = prepared.identity
-    limits = PoolLimits(max_ids=deployment.model.max_model_len or PoolLimits().max_ids)
+    limits = PoolLimits(
+        max_ids=deployment.model.max_model_len or PoolLimits().max_ids,
+        special_in_content=deployment.model.allow_special_tokens_in_content,
+    )
     caught: list[signal.Signals] = []
     caught_at = 0.0
     stopping = asyncio.Event()

@@ -538,7 +538,7 @@ def test_what_the_model_cannot_do_is_refused_with_the_numbers() -> None:
 
     bad = said(chat(max_tokens=60), (2,) * 10)
     assert bad.code == "context_length_exceeded"
-    assert bad.message.startswith("the context is 64 tokens, the prompt has 10 and 60 more")
+    assert bad.message.startswith("this model's maximum context length is 64 tokens, the prompt has 10 and 60 more")
     assert said(chat(), (2,) * 64).code == "context_length_exceeded"
     assert "KV cache holds 32" in said(chat(max_tokens=30), (2,) * 10, replace(LIMITS, kv_tokens=32)).message
     assert said(chat(n=9)).param == "n"

@@ -11,8 +11,11 @@ import pytest
 from daemon_tools import LIMITS, NAME, Served, deployment, served
 from fake_job import FakeJob
 from laddertron.engine.daemon.http import generate
+from laddertron.engine.daemon.http.connections import ServerOptions
 from laddertron.engine.daemon.http.keys import add_key
+from laddertron.engine.daemon.http.server import make_server
 from tiny_text import write_folder
+from waiting import HANG_S
 
 PAGE = "https://app.example"
 
@@ -75,3 +78,25 @@ def test_a_stream_is_not_buffered_and_a_silent_one_sends_comments(
     events = answer.read().decode().split("\n\n")
     assert ": keep-alive" in events
     assert "data: [DONE]" in events
+
+
+def test_a_slash_at_the_end_is_answered_without_a_redirect(daemon: Served, secret: tuple[Path, str]) -> None:
+    """A redirect would name http:// where a proxy serves https://; without a key, the path is as closed as without the
+    slash."""
+    key = {"authorization": f"Bearer {secret[1]}"}
+    for path in ("/v1/models/", "/v1/files/", "/v1/batches//", "/health/", f"/v1/models/{NAME}/"):
+        plain, slash = asked(daemon, "GET", path.rstrip("/"), **key), asked(daemon, "GET", path, **key)
+        assert (slash.status, slash.read()) == (200, plain.read())
+    assert asked(daemon, "GET", "/v1/files/").status == 401
+
+
+def test_an_idle_connection_is_kept_for_keep_alive(tmp_path: Path) -> None:
+    assert make_server(None, ServerOptions()).config.timeout_keep_alive == 75
+    config = deployment(tmp_path, keep_alive=1.0)
+    with served(config, write_folder(tmp_path / "tiny"), lambda: [FakeJob(LIMITS)]) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=HANG_S)
+        for _ in range(2):  # the second one comes on the same connection
+            connection.request("GET", "/health")
+            connection.getresponse().read()
+            sock = connection.sock
+        assert sock.recv(1) == b""
