@@ -35,8 +35,9 @@ class NewSequence:
 class Chunk(NamedTuple):
     """Positions [start, start + count) of a slot, computed in this step; at most one chunk per slot. `samples`: whether
     the next token is sampled from the last row. `prompt_logprobs`: rows followed by a prompt token are scored against
-    it. `drafts`: upper bound of a decode's further rows; each rank finds them itself (engine/sampling/drafts.py), and
-    then `start` is a lower bound. A named tuple, because a frozen dataclass takes three times as long per step."""
+    it. `drafts`: upper bound of a decode's further rows; with drafts `start` is a lower bound. `proposals`: upper bound
+    of the drafts that the ranks that sample propose for the sequence's next step (engine/sampling/drafts.py). A named
+    tuple, because a frozen dataclass takes three times as long per step."""
 
     slot: int
     start: int
@@ -44,6 +45,7 @@ class Chunk(NamedTuple):
     samples: bool
     prompt_logprobs: bool = False
     drafts: int = 0
+    proposals: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +108,20 @@ class StepResult:
     """For a chunk with accepted drafts: the tokens after its first one, one for each accepted draft."""
     drafted: Mapping[int, int] = field(default_factory=dict)
     """For a chunk with drafts: their number."""
+    proposed: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """In a pipeline: the drafts of the slot's next step."""
 
 
 def encode_result(result: StepResult, ids_alone: bool = False) -> bytes:
     """Encodes a result for ranks that do not sample; `decode_result` is the inverse. ids_alone: leaves out the fields
     that only rank 0 reports."""
     fields: dict[str, object] = {"tokens": list(result.tokens)}
+    fields |= {"proposed": sorted(result.proposed.items())} if result.proposed else {}
+    if result.more:
+        more = ((slot, [(token, None if ids_alone else p) for token, p in ids]) for slot, ids in result.more.items())
+        fields["more"] = sorted(more)
     if not ids_alone:
+        fields |= {"drafted": sorted(result.drafted.items())} if result.drafted else {}
         fields |= {"nonfinite": sorted(result.nonfinite)} if result.nonfinite else {}
         fields |= {"failures": sorted(result.failures.items())} if result.failures else {}
         fields |= {"logprobs": sorted(result.logprobs.items())} if result.logprobs else {}
@@ -134,10 +143,13 @@ def decode_result(data: bytes) -> StepResult:
         {slot: scored(entry) for slot, entry in fields.get("logprobs", ())},
         {slot: [scored(entry) for entry in entries] for slot, entries in fields.get("prompt_logprobs", ())},
         {slot: str(why) for slot, why in fields.get("failures", ())},
+        {slot: [(token, p and scored(p)) for token, p in ids] for slot, ids in fields.get("more", ())},
+        dict(fields.get("drafted", ())),
+        dict(fields.get("proposed", ())),
     )
 
 
-MAGIC = 0x4C544233  # "LTB3"
+MAGIC = 0x4C544234  # "LTB4"
 _HEAD = struct.Struct("<IQ6I")
 
 
@@ -157,7 +169,7 @@ def encode(batch: Batch) -> bytes:
     for slot, blocks in batch.blocks:
         out.append(struct.pack(f"<{2 + len(blocks)}I", slot, len(blocks), *blocks))
     out.extend(struct.pack("<2I", src, dst) for src, dst in batch.copies)
-    flat = [(c[0], c[1], c[2], c[3] | c[4] << 1 | c[5] << 2) for c in batch.chunks]
+    flat = [(c[0], c[1], c[2], c[3] | c[4] << 1 | c[5] << 2 | c[6] << 16) for c in batch.chunks]
     out.append(struct.pack(f"<{4 * len(flat)}I", *chain.from_iterable(flat)))
     return b"".join(out)
 
@@ -200,7 +212,8 @@ def decode(frame: bytes | memoryview) -> Batch:
     flat = reader.ints(4 * n_chunks)
     columns = zip(flat[::4], flat[1::4], flat[2::4], flat[3::4], strict=True)
     chunks = tuple(
-        Chunk(slot, start, count, flags & 1 == 1, flags & 2 == 2, flags >> 2) for slot, start, count, flags in columns
+        Chunk(slot, start, count, flags & 1 == 1, flags & 2 == 2, flags >> 2 & 0x3FFF, flags >> 16)
+        for slot, start, count, flags in columns
     )
     if reader.at != len(reader.data):
         raise ValueError(f"step plan: {len(reader.data) - reader.at} bytes left over")

@@ -183,11 +183,6 @@ RULES: tuple[Rule, ...] = (
         "{engine.max_num_seqs} < {parallel.microbatches} micro-batches: each needs a sequence: raise it",
     ),
     Rule(
-        ("engine.speculation", _PP),
-        lambda d: d.parallel.world.stages > 1 and d.engine.speculation,
-        "{engine.speculation} needs one stage: drafts follow ids that the first one does not know yet; use false",
-    ),
-    Rule(
         ("engine.cuda_graphs", _PP),
         lambda d: d.parallel.world.stages > 1 and d.engine.cuda_graphs is True,
         "stages are not recorded yet: use auto or false",

@@ -8,15 +8,17 @@ ones. Keeps a state a slot of its own, since those of engine/sampling/sampler.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..batch import NewSequence
+from ...models.attention import StepLayout
+from ..batch import Batch, Chunk, NewSequence
 from .decide import Array
 from .grammar import Grammars, GrammarState
 from .logits_shard import make_shard
@@ -29,6 +31,44 @@ SHORTEST, LONGEST = 2, 4
 """The least number of tokens that must match, and the number from which a longer match is not preferred."""
 WINDOW = 1 << 15
 """Number of last tokens that are searched."""
+
+
+Layout = Callable[[list[Chunk]], tuple[StepLayout, Tensor, Tensor]]
+"""Layout, ids and rows of chunks of the runner's slots."""
+
+
+class Proposer(Protocol):
+    """Makes the drafts of every sequence's next step, alike on all ranks that sample."""
+
+    def apply(self, batch: Batch) -> None:
+        """Applies the changes of slots and blocks."""
+
+    def propose(
+        self,
+        chunks: Sequence[Chunk],
+        counts: Mapping[int, int],
+        tokens: npt.NDArray[np.int32],
+        length: npt.NDArray[np.int64],
+        layout: Layout,
+    ) -> Mapping[int, list[int]]:
+        """At most counts[slot] drafts of each slot, after a step has computed `chunks`. tokens [slots, positions]: of
+        each slot the first `length` are known; those behind may be overwritten."""
+
+
+class PromptLookUp:
+    """The Proposer that finds drafts in the sequence's own tokens."""
+
+    def apply(self, batch: Batch) -> None: ...
+
+    def propose(
+        self,
+        chunks: Sequence[Chunk],
+        counts: Mapping[int, int],
+        tokens: npt.NDArray[np.int32],
+        length: npt.NDArray[np.int64],
+        layout: Layout,
+    ) -> Mapping[int, list[int]]:
+        return {slot: look_up(tokens[slot, : length[slot]], most) for slot, most in counts.items() if most}
 
 
 def look_up(ids: npt.NDArray[np.int32], most: int) -> list[int]:

@@ -114,6 +114,8 @@ class Sequence:
     """Number of the last plan that samples a token of it."""
     computed: int = 0
     slack: int = 0
+    proposals: int = 0
+    """The most drafts that its last plan proposes for the next one; they have blocks."""
     acceptance: float = FIRST_ACCEPTANCE
     end: int = field(init=False)
     draws: bool = field(init=False)

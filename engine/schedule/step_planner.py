@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from ..batch import Batch, Chunk, NewSequence
 from .kv_manager import Residency, Reuse
@@ -39,6 +40,8 @@ class StepPlan:
     budget: int
     scored: int
     """Prompt positions that may still be scored in this step."""
+    threshold: float = inf
+    """The least probability to be accepted with which a draft pays in the next step."""
     chunks: list[Chunk] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     admitted: list[NewSequence] = field(default_factory=list)
@@ -87,9 +90,9 @@ class Planner:
         several = self.limits.microbatches > 1
         turn = self._turn() if several else frozenset()
         chunks, planned, left, complete = plan.chunks, plan.sequences, False, True
-        spare, threshold = plan.budget - len(running), 0.0
+        spare = plan.budget - len(running)
         if speculation is not None:
-            threshold = speculation.threshold(len(running))
+            plan.threshold = speculation.threshold(len(turn) if several else len(running))
             if len(self.waiting) or any(s.computed < s.prompt_len for s in running):
                 spare = min(spare, plan.budget // 8)  # prompts take precedence over drafts
         for sequence in running:
@@ -108,18 +111,16 @@ class Planner:
             if at + sequence.slack >= sequence.room and not self._reach(plan, sequence):
                 complete = False
                 break
-            drafts = 0
-            if spare > 0 and speculation is not None:
-                requested = speculation.wanted(sequence.acceptance, threshold)
-                drafts = self._drafts(plan, sequence, min(spare, requested))
-                spare -= drafts
-                plan.budget -= drafts
-                sequence.slack += drafts
-            chunks.append(Chunk(sequence.slot, at, 1, True, False, drafts))
-            planned.append(sequence)
+            drafts = max(0, min(spare, sequence.proposals))
+            spare -= drafts
+            plan.budget -= drafts
+            sequence.slack += drafts
+            self._set_proposals(plan, sequence, at + 1)
             sequence.computed = at + 1
             sequence.inflight = inflight + 1
             sequence.planned = self.step
+            chunks.append(Chunk(sequence.slot, at, 1, True, False, drafts, sequence.proposals))
+            planned.append(sequence)
         if left:
             self.residency.running = [sequence for sequence in running if sequence.state == "running"]
         plan.budget -= len(chunks)
@@ -163,15 +164,20 @@ class Planner:
                 return False
         return True
 
-    def _drafts(self, plan: StepPlan, sequence: Sequence, requested: int) -> int:
-        """How many of `requested` drafts have blocks. It leaves one available block for each running sequence."""
-        requested = min(requested, sequence.end - 1 - sequence.computed)
-        furthest = sequence.computed + sequence.slack
-        while requested > 0 and min(furthest + requested, sequence.end - 1) >= sequence.room:
+    def _set_proposals(self, plan: StepPlan, sequence: Sequence, computed: int) -> None:
+        """Sets how many drafts this step, after which `computed` positions are planned, proposes for the next one: as
+        many as pay and have blocks. It leaves one available block for each running sequence."""
+        if self.speculation is None:
+            return
+        requested = self.speculation.wanted(sequence.acceptance, plan.threshold)
+        requested = max(0, min(requested, sequence.end - 1 - computed))
+        furthest = computed + sequence.slack
+        while requested and min(furthest + requested, sequence.end - 1) >= sequence.room:
             if self.residency.pool.available <= len(self.residency.running):
-                return max(0, sequence.room - 1 - furthest)
+                requested = max(0, min(requested, sequence.room - 1 - furthest))
+                break
             self._grow(plan, sequence)
-        return max(0, requested)
+        sequence.proposals = requested
 
     def _preempt(self, plan: StepPlan, victim: Sequence) -> None:
         """Preempts the last sequence of the order: it leaves its slot and is recomputed later."""
@@ -311,14 +317,17 @@ class Planner:
             count = min(count, max(1, plan.scored))
             plan.scored -= count
         last = start + count == length
-        plan.chunks.append(Chunk(sequence.slot, start, count, last and sequence.draws, scores))
-        plan.sequences.append(sequence)
-        plan.prefilled.append(sequence)
-        plan.budget -= count
-        sequence.computed = start + count
+        sequence.proposals = 0
         if last and sequence.draws:
             sequence.inflight += 1
             sequence.planned = self.step
+            self._set_proposals(plan, sequence, start + count)
+        sequence.computed = start + count
+        draws = last and sequence.draws
+        plan.chunks.append(Chunk(sequence.slot, start, count, draws, scores, 0, sequence.proposals))
+        plan.sequences.append(sequence)
+        plan.prefilled.append(sequence)
+        plan.budget -= count
 
     def _seal(self, plan: StepPlan) -> Batch:
         """Makes the Batch; then registers the blocks that it fills in the prefix cache and forks the prompts that it

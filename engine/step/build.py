@@ -30,6 +30,7 @@ from ...topology.hardware import cpu_tier
 from ...topology.sum_check import check_sums
 from ..config.schema import Deployment, EngineConfig, ParallelConfig
 from ..request import ModelLimits
+from ..sampling.drafts import PromptLookUp, Proposer
 from ..sampling.grammar import Grammars, GrammarSlots, NoGrammars
 from ..sampling.sampler import OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
@@ -183,9 +184,12 @@ def build(
     if device.type == "cuda":
         start_log.say(f"drawn ids: {why}")
     sampler = _sampler(share, deployment, model, communicator, device, on_device)
-    draft, pipeline = None, communicator.pipeline
+    pipeline = communicator.pipeline
+    proposer: Proposer | None = None
     if share.draft is not None:
-        draft = share.draft.load(share.length + 1, num_blocks, keys.block_size, keys.max_num_seqs, sampler.grammars)
+        proposer = share.draft.load(share.length + 1, num_blocks, keys.block_size, keys.max_num_seqs, sampler.grammars)
+    elif keys.speculation and share.shard.samples:
+        proposer = PromptLookUp()
     check_unchanged(share.stamps)
     # NOTE: other attention may read what a step that is checked later left after a sequence's end.
     overlaps = device.type == "cuda" and isinstance(attention, Capturable)
@@ -198,7 +202,8 @@ def build(
         sampler,
         max_slots=keys.max_num_seqs,
         max_model_len=share.length,
-        draft_model=draft,
+        proposer=proposer,
+        speculates=bool(keys.speculation),
         drain=communicator.drain,
     )
 

@@ -1,7 +1,7 @@
-"""A small model that drafts for the large one: whole on every rank, so that it needs no all-reduce. Its keys share the
-large model's block numbers, tables and prefixes. It computes prompts along with the large model, and new decodes when
-drafts are due or a piece is full. The ordinary step verifies its drafts. All ranks must draft alike: it computes as
-under `deterministic`, and the step's digest covers the drafts.
+"""A small model that drafts for the large one: whole on every rank that samples, so that it needs no all-reduce. Its
+keys share the large model's block numbers, tables and prefixes. It computes prompts after the large model, and new
+decodes when drafts are due or a piece is full. The next step verifies its drafts. All ranks must draft alike: it
+computes as under `deterministic`, and the step's digest covers the drafts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...topology.comm.collectives import Alone
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
 from ..batch import Batch, Chunk, in_order
-from ..sampling.drafts import DraftDraws
+from ..sampling.drafts import DraftDraws, Layout
 from ..sampling.grammar import Grammars
 from .kv_capacity import CapacityError
 
@@ -39,9 +39,6 @@ PIECE = 32
 REDONE = 2 * PIECE
 """Positions of a shared prefix that are computed again: the draft model may not have computed the last ones of the
 sequence that left it."""
-
-Layout = Callable[[list[Chunk]], tuple[StepLayout, Tensor, Tensor]]
-"""Layout, ids and rows of chunks of the runner's slots."""
 
 
 class DraftWeights:
@@ -122,8 +119,7 @@ class DraftModel:
         length: NDArray[np.int64],
         layout: Layout,
     ) -> dict[int, list[int]]:
-        """Computes prompts as far as the step does, and makes `counts` drafts for each slot. Writes them into `tokens`
-        [slots, positions] after the `length` known ones."""
+        """Computes prompts as far as the step did, and makes `counts` drafts for each slot."""
         due = in_order(self._due(chunks, counts, length))
         if not due:
             return {}

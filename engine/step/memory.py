@@ -68,7 +68,7 @@ class MemoryKeys:
     drafts: int = 0
     """The most drafts of a sequence in one step; each adds a row of logits."""
     draft_model: ModelConfig | None = None
-    """The draft model, whole on every rank; None: prompt look-up, or no drafts."""
+    """The draft model, whole on every rank that samples; None: prompt look-up, or no drafts."""
     deterministic: bool = False
     """Whether all-reduces use a fixed order of summation."""
     standby: bool = False

@@ -22,11 +22,10 @@ from ...models.transfer import upload
 from ..batch import Batch, Chunk, StepResult, in_order, streams
 from ..request import TokenLogprob
 from ..sampling.device_sampler import fed_by, feed
-from ..sampling.drafts import look_up
+from ..sampling.drafts import Proposer
 from ..sampling.sampler import Sampled, Sampler
 from ..schedule.sequence import end_position
 from .cuda_graphs import StepGraphs
-from .draft_model import DraftModel
 from .engine import Ahead, CollectiveTimeouts
 
 _HOST = torch.device("cpu")
@@ -57,11 +56,12 @@ class Runner:
         *,
         max_slots: int,
         max_model_len: int,
-        draft_model: DraftModel | None = None,
+        proposer: Proposer | None = None,
+        speculates: bool = False,
         drain: Callable[[], None] = lambda: None,
     ) -> None:
-        """draft_model: makes the drafts; None: prompt look-up does. drain: waits for the device before the host reads
-        logits, at most for the timeout of a collective."""
+        """speculates: whether plans may have drafts. proposer: makes them, on ranks that sample. drain: waits for the
+        device before the host reads logits, at most for the timeout of a collective."""
         self.model, self.cache, self.attention, self.sampler = model, cache, attention, sampler
         self.device = model.rotary.cos.device
         self.size = cache.block_size
@@ -72,7 +72,9 @@ class Runner:
         self.num_blocks = np.zeros(max_slots, np.int64)
         self._prompt_top = [0] * max_slots
         self._end = np.zeros(max_slots, np.int64)  # the most positions that the slot's sequence computes
-        self._draft_model, self._drain = draft_model, drain
+        self.proposer, self._speculates, self._drain = proposer, speculates, drain
+        self.proposed: dict[int, list[int]] = {}
+        """The drafts of each slot's next step."""
         self.warmed_up(None, None)
         self._second: AttentionBackend | None = None
         self.pending_step: PendingStep | None = None
@@ -80,7 +82,6 @@ class Runner:
         self._due = np.full(max_slots, -1, np.int64)
         self._known_at = 0.0
         self._replayed = False  # whether the step's logits are the buffer of the recorded sampling graphs
-        self._speculated = False
         self._unseen = set[int]()  # slots whose last chunk sampled nothing
 
     def warmed_up(self, timeouts: CollectiveTimeouts | None, graphs: StepGraphs | None) -> None:
@@ -109,10 +110,8 @@ class Runner:
         overlaps = self.sampler.latest is not None
         early = None if ahead is None or overlaps else partial(ahead, ())
         with torch.inference_mode():
-            drafted, chunks, split = self._draft(batch), in_order(batch.chunks), batch.split
-            if drafted is not None:
-                split += sum(drafted[chunk.slot] for chunk in chunks[:split])  # each decode has its drafts' rows too
-                chunks = in_order(self._with_drafts(batch, drafted))
+            drafted = self._draft(batch)
+            chunks, split = self._rows(batch, drafted)
             logits = self._forward(chunks, early, split)
             settled = self._settle()
             drawing = overlaps and self._start(batch, chunks, logits, began)
@@ -121,39 +120,57 @@ class Runner:
             if drawing:
                 return None
             result = self._draw(batch, chunks, logits, drafted)
+            self._propose(batch)
         self._observe(batch, began)
         return result
 
     def _draft(self, batch: Batch) -> dict[int, int] | None:
-        """Writes drafts after the known tokens of the slots that may have some; returns their numbers by slot. None if
-        no slot may have drafts in this step or the previous one."""
-        last, self._speculated = self._speculated, any(chunk.drafts for chunk in batch.chunks)
-        requested = {c.slot: min(c.drafts, max(0, int(self._end[c.slot] - self.length[c.slot]))) for c in batch.chunks}
-        proposals: Iterable[tuple[int, list[int]]]
-        if self._draft_model is not None:
-            model = self._draft_model
-            proposals = model.propose(batch.chunks, requested, self.tokens, self.length, self.layout_of).items()
-        if not (last or self._speculated):
+        """Writes the proposed drafts after the known tokens of decodes; returns their numbers by slot. None if there
+        are none and every decode starts where its plan says."""
+        if not self._speculates:
             return None
-        if self._draft_model is None:
-            proposals = ((s, look_up(self.tokens[s, : self.length[s]], most)) for s, most in requested.items() if most)
-        counts = dict.fromkeys(requested, 0)
-        for slot, drafts in proposals:
-            drafts, length = self.sampler.drafted(slot, drafts), int(self.length[slot])
+        decodes = [chunk for chunk in batch.chunks if chunk.samples and chunk.count == 1]
+        if not any(chunk.drafts or chunk.start != self._last(chunk.slot) for chunk in decodes):
+            return None
+        counts = {chunk.slot: 0 for chunk in batch.chunks}
+        for slot, most in ((chunk.slot, chunk.drafts) for chunk in decodes):
+            drafts, length = self.proposed.get(slot, [])[: self._draftable(slot, most)], int(self.length[slot])
             self.tokens[slot, length : length + len(drafts)] = drafts
             counts[slot] = len(drafts)
         return counts
 
-    def _with_drafts(self, batch: Batch, drafted: dict[int, int]) -> Iterator[Chunk]:
-        """The chunks to compute: a decode starts at the last known token, and each draft is one more row. A sequence
-        that has reached its end computes its last position again, because its blocks have no room for another."""
-        for chunk in batch.chunks:
+    def _draftable(self, slot: int, most: int) -> int:
+        return min(most, max(0, int(self._end[slot] - self.length[slot])))
+
+    def _last(self, slot: int) -> int:
+        """The position of the slot's last known token. A sequence that has reached its end computes its last position
+        again, because its blocks have no room for another."""
+        return int(min(self.length[slot], self._end[slot])) - 1
+
+    def _rows(self, batch: Batch, drafted: dict[int, int] | None) -> tuple[list[Chunk], int]:
+        """The chunks to compute, in order, and the rows of the first stream: a decode starts at its last known token,
+        and each draft is one more row."""
+        chunks, split = in_order(batch.chunks), batch.split
+        if drafted is None:
+            return chunks, split
+        split += sum(drafted[chunk.slot] for chunk in chunks[:split])
+        rows: list[Chunk] = []
+        for chunk in chunks:
             if chunk.count > 1 or not chunk.samples:
-                yield chunk
+                rows.append(chunk)
                 continue
-            start = int(min(self.length[chunk.slot], self._end[chunk.slot])) - 1
-            for row in range(drafted[chunk.slot] + 1):
-                yield chunk._replace(start=start + row)
+            start = self._last(chunk.slot)
+            rows += [chunk._replace(start=start + row) for row in range(drafted[chunk.slot] + 1)]
+        return rows, split
+
+    def _propose(self, batch: Batch) -> None:
+        if self.proposer is None:
+            return
+        counts = {chunk.slot: self._draftable(chunk.slot, chunk.proposals) for chunk in batch.chunks}
+        proposals = self.proposer.propose(batch.chunks, counts, self.tokens, self.length, self.layout_of)
+        for chunk in batch.chunks:
+            if chunk.samples:
+                self.proposed[chunk.slot] = self.sampler.drafted(chunk.slot, proposals.get(chunk.slot, []))
 
     def wait_result(self) -> StepResult | None:
         """Waits for the pending result; None if none is pending. Raises as `run`."""
@@ -204,6 +221,7 @@ class Runner:
                 self.pending_step.blocks += self.blocks[slot, : self.num_blocks[slot]].tolist()
                 self._due[slot] = -1
             self.length[slot] = self.num_blocks[slot] = 0
+            self.proposed.pop(slot, None)
         for sequence in batch.admitted:
             slot, count = sequence.slot, len(sequence.tokens)
             self.tokens[slot, :count] = sequence.tokens
@@ -216,8 +234,8 @@ class Runner:
             self.blocks[slot, have : have + len(blocks)] = blocks
             self.num_blocks[slot] = have + len(blocks)
         self.cache.copy(batch.copies)
-        if self._draft_model is not None:
-            self._draft_model.apply(batch)
+        if self.proposer is not None:
+            self.proposer.apply(batch)
 
     def layout_of(self, chunks: list[Chunk], device: torch.device | None = None) -> tuple[StepLayout, Tensor, Tensor]:
         """The step's layout, its token ids [T] (placeholders for `feed` if an id is only on the device), and the rows

@@ -33,9 +33,9 @@ KV_DTYPES = DTYPES | {"fp8": FP8}
 
 @dataclass(frozen=True, slots=True)
 class ModelShare:
-    """A rank's share of the model. `length`: the longest sequence served; `draft`: the draft model, if there is one;
-    `needed`: bytes of the weights of both that are not in memory yet; `samples`: of both, by part (engine/identity.py);
-    `stamps`: of their files, before the samples were read."""
+    """A rank's share of the model. `length`: the longest sequence served; `draft`: the draft model, if this rank
+    samples; `needed`: bytes of the weights of both that are not in memory yet; `samples`: of both, by part
+    (engine/identity.py); `stamps`: of their files, before the samples were read."""
 
     config: ModelConfig
     warnings: list[str]
@@ -120,8 +120,8 @@ def make_share(
     needed = source.rank_bytes(shard, dtype.itemsize, products, ops.matrix_bytes)
     if pages is not None:
         needed = max(0, needed - pages.nbytes)
-    if draft is not None:
-        needed += draft.bytes
+    draft = draft if shard.samples else None
+    needed += 0 if draft is None else draft.bytes
     return ModelShare(
         config,
         warnings,

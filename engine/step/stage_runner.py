@@ -1,6 +1,6 @@
 """One rank's part of a pipeline stage: executes a Batch like runner.py, but sends hidden rows to the next stage, and
-sampled ids from the last stage back to the first. The first stage waits only for the ids that a Batch needs; the stages
-between need none.
+sampled ids with the drafts of the next step from the last stage back to the first. The first stage waits only for the
+ids that a Batch needs; the stages between get the number of a sequence's tokens and drafts with its rows.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...models.transfer import Arriving
 from ...topology.comm.pipeline import Pipeline
-from ..batch import Batch, Chunk, NewSequence, StepResult, decode_result, encode_result, in_order
+from ..batch import Batch, Chunk, NewSequence, StepResult, decode_result, encode_result
 from ..sampling.device_sampler import Fetch
 from .engine import Ahead
 from .runner import PendingStep, Runner
@@ -82,7 +82,8 @@ class StageRunner(Runner):
             with torch.inference_mode():
                 result = self._run_chunks(batch, began)
         if self._pipeline.last:
-            self._pipeline.send_back(encode_result(result, ids_alone=self._index > 0))
+            proposed = {c.slot: ids for c in batch.chunks if c.samples and (ids := self.proposed.get(c.slot))}
+            self._pipeline.send_back(encode_result(replace(result, proposed=proposed), ids_alone=self._index > 0))
         return result
 
     def wait_result(self) -> StepResult | None:
@@ -92,8 +93,8 @@ class StageRunner(Runner):
     def _run_first(self, batch: Batch, ahead: Ahead | None, began: float) -> StepResult | None:
         results = list[StepResult]()
         if batch.chunks:
-            needed = [(chunk.slot, chunk.start) for chunk in batch.chunks if chunk.count == 1]
-            while any(self._due[slot] == position for slot, position in needed):
+            needed = [chunk.slot for chunk in batch.chunks if chunk.count == 1]
+            while any(self._due[slot] >= 0 for slot in needed):
                 results.append(self._receive())
             while self._in_flight and self._pipeline.arrived():
                 results.append(self._receive())
@@ -114,10 +115,13 @@ class StageRunner(Runner):
         if self.timeouts is not None:
             self._sizes.append(batch.num_tokens)
             self.timeouts.before(max(self._sizes))
-        chunks = in_order(batch.chunks)
-        out = self._forward(chunks, during_collective, batch.split)
+        self._pass_lengths(batch)
+        drafted = self._draft(batch)
+        chunks, split = self._rows(batch, drafted)
+        out = self._forward(chunks, during_collective, split)
         if self._pipeline.last:
-            result = self._draw(batch, chunks, out)
+            result = self._draw(batch, chunks, out, drafted)
+            self._propose(batch)
             self._observe(batch, began)
             return result
         if self._fetch is None:
@@ -132,6 +136,22 @@ class StageRunner(Runner):
         if len(self.checks) > CHECKS_BEHIND:
             self._zero_blocks(self.checks.popleft())
         return StepResult(())
+
+    def _pass_lengths(self, batch: Batch) -> None:
+        """Tells the stages between how many tokens and drafts each decode has. The last stage knows."""
+        slots = [chunk.slot for chunk in batch.chunks if chunk.samples and chunk.count == 1]
+        if not (self._speculates and slots) or self._pipeline.last:
+            return
+        boundary = self._pipeline.boundary
+        if self._pipeline.first:
+            counts = np.array([(self.length[slot], len(self.proposed.get(slot, ()))) for slot in slots], np.int32)
+        else:
+            (received,) = boundary.receive((len(slots), 2), torch.float32, 1, own=True)
+            counts = received.wait().numpy().view(np.int32)
+            for slot, (length, drafts) in zip(slots, counts.tolist(), strict=True):
+                self.length[slot], self.proposed[slot] = length, [0] * drafts
+        if self._pipeline.stage < self._pipeline.stages - 2:
+            boundary.send(torch.from_numpy(counts.view(np.float32)), own=True)
 
     def _zero_blocks(self, check: _Check) -> None:
         """_zero_nonfinite for a step whose blocks other sequences may use by now: they read no values of this one."""
@@ -153,7 +173,12 @@ class StageRunner(Runner):
         step = self._in_flight.popleft()
         result = decode_result(self._pipeline.receive_back())
         for slot, position, token in zip(step.slots, step.at, result.tokens, strict=True):
-            if slot not in step.released:  # else another sequence may use it
-                self.tokens[slot, position] = token
-                self._due[slot] = -1
+            if slot in step.released:
+                continue  # another sequence may use it
+            room = max(1, int(self._end[slot]) + 1 - position)
+            ids = [token, *(more for more, _ in result.more.get(slot, ()))][:room]
+            self.tokens[slot, position : position + len(ids)] = ids
+            self.length[slot] = min(position + len(ids), self.tokens.shape[1] - 1)
+            self.proposed[slot] = list(result.proposed.get(slot, ()))
+            self._due[slot] = -1
         return result

@@ -49,6 +49,7 @@ PARAMS = st.builds(
     grammar=st.none() | st.text(min_size=1, max_size=10),
 )
 TOKENS = st.lists(U32, max_size=5).map(tuple)
+CHUNKS = st.builds(Chunk, SMALL, U32, SMALL, st.booleans(), st.booleans(), SMALL, SMALL)
 BATCHES = st.builds(
     Batch,
     step=st.integers(0, 2**64 - 1),
@@ -56,7 +57,7 @@ BATCHES = st.builds(
     admitted=st.lists(st.builds(NewSequence, SMALL, SMALL, SMALL, TOKENS, PARAMS), max_size=3).map(tuple),
     blocks=st.lists(st.tuples(SMALL, TOKENS), max_size=3).map(tuple),
     copies=st.lists(st.tuples(U32, U32), max_size=3).map(tuple),
-    chunks=st.lists(st.builds(Chunk, SMALL, U32, SMALL, st.booleans(), st.booleans(), SMALL), max_size=4).map(tuple),
+    chunks=st.lists(CHUNKS, max_size=4).map(tuple),
     split=SMALL,
 )
 
@@ -68,7 +69,7 @@ def test_frame_there_and_back_and_cut(batch: Batch, draw: random.Random) -> None
     frame = encode(batch)
     again = decode(frame)
     assert again == batch
-    assert [type(v) for c in again.chunks for v in c] == [int, int, int, bool, bool, int] * len(batch.chunks)
+    assert [type(v) for c in again.chunks for v in c] == [int, int, int, bool, bool, int, int] * len(batch.chunks)
     for at in {0, 1, len(frame) - 1, *(draw.randrange(len(frame)) for _ in range(20))}:
         with pytest.raises((ValueError, struct.error)):
             decode(frame[:at])
@@ -102,7 +103,7 @@ def test_every_truncation_of_one_frame() -> None:
 
 def test_frames_of_another_version_are_refused() -> None:
     frame = struct.pack("<I", MAGIC + 1) + encode(Batch(0))[4:]
-    with pytest.raises(ValueError, match="is not 0x4c544233: ranks of different versions"):
+    with pytest.raises(ValueError, match=f"is not {MAGIC:#x}: ranks of different versions"):
         decode(frame)
 
 
@@ -135,12 +136,16 @@ def test_num_tokens_adds_up() -> None:
 def test_a_result_travels_whole() -> None:
     """From the last stage of a pipeline to rank 0: every field, NaN as NaN; to the other ranks the ids alone."""
     found = TokenLogprob(5, -0.1, ((5, -0.1), (7, -2.5)), 2**64 - 1)
+    scored = {2: [found, TokenLogprob(9, float("nan"))]}
+    more = {1: [(7, found), (8, None)]}
     result = StepResult(
-        [5, 0], frozenset({3}), {1: found}, {2: [found, TokenLogprob(9, float("nan"))]}, {3: "no id is left"}
+        [5, 0], frozenset({3}), {1: found}, scored, {3: "no id is left"}, more, {1: 4}, {0: [6], 1: [8, 9]}
     )
     again = decode_result(encode_result(result))
     assert (again.tokens, again.nonfinite, again.logprobs) == ([5, 0], {3}, {1: found})
     assert again.failures == {3: "no id is left"}
     assert again.prompt_logprobs[2][0] == found
     assert math.isnan(again.prompt_logprobs[2][1].logprob)
-    assert decode_result(encode_result(result, ids_alone=True)) == StepResult([5, 0], frozenset())
+    assert (again.more, again.drafted, again.proposed) == (result.more, result.drafted, result.proposed)
+    ids = StepResult([5, 0], frozenset(), more={1: [(7, None), (8, None)]}, proposed=result.proposed)
+    assert decode_result(encode_result(result, ids_alone=True)) == ids

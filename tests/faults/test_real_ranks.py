@@ -36,7 +36,7 @@ STAGED = ("parallel.tensor_parallel_size=1", "parallel.pipeline_parallel_size=2"
 DRAFTING = ("engine.speculation=model", f"engine.draft_model={ROOT / 'configs' / 'demo' / 'demo-draft'}")
 
 
-@pytest.fixture(params=[(), STAGED, DRAFTING], ids=["tp2", "pp2", "drafts"])
+@pytest.fixture(params=[(), STAGED, DRAFTING, STAGED + DRAFTING], ids=["tp2", "pp2", "drafts", "pp2-drafts"])
 def night(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Night]:
     made = Night(tmp_path, real=True, sets=request.param)
     yield made

@@ -70,6 +70,7 @@ class _Slot:
     computed: int | None = None
     unseen: bool = False
     """Its last chunk drew nothing."""
+    proposals: int = 0
 
 
 class FakeRunner:
@@ -103,12 +104,27 @@ class FakeRunner:
         rule(batch.num_tokens <= self.budget, f"{batch.num_tokens} tokens, budget {self.budget}")
         rule(len({c.slot for c in batch.chunks}) == len(batch.chunks), "two chunks for one slot")
         if self.max_model_len is not None and any(chunk.samples and chunk.count == 1 for chunk in batch.chunks):
-            return self._with_drafts(batch)
+            result = self._with_drafts(batch)
+            self._check_proposals(batch)
+            return result
         for chunk in batch.chunks:
             self._check_chunk(chunk)
         for chunk in batch.chunks:
             self._write(chunk)
-        return self._sample(batch.chunks)
+        result = self._sample(batch.chunks)
+        self._check_proposals(batch)
+        return result
+
+    def _check_proposals(self, batch: Batch) -> None:
+        """Drafts are computed at the end of a step: their positions have blocks by then."""
+        for chunk in batch.chunks:
+            slot = self.slots[chunk.slot]
+            slot.proposals = chunk.proposals
+            if chunk.proposals:
+                rule(chunk.samples and self.max_model_len is not None, f"{chunk}: proposals behind no token")
+                length = len(slot.tokens)
+                furthest = length - 1 + min(chunk.proposals, max(0, self._end(slot.sequence) - length))
+                rule(furthest <= len(slot.table) * self.block_size, f"{chunk}: proposals beyond its blocks")
 
     def _with_drafts(self, batch: Batch) -> StepResult:
         """Decodes go on from what is known, and verify drafts; the others as ever."""
@@ -123,6 +139,7 @@ class FakeRunner:
             end = self._end(sequence)
             start = min(len(known), end) - 1
             rule(chunk.start <= start, f"{chunk} begins behind the {len(known)} known tokens")
+            rule(chunk.drafts <= slot.proposals, f"{chunk} has drafts, {slot.proposals} were proposed")
             guesses: list[int] = []
             while len(guesses) < min(chunk.drafts, end - len(known)) and hash((*known, *guesses)) % 5:
                 right = next_token([*known, *guesses], sequence.params, sequence.choice)

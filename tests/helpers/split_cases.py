@@ -67,13 +67,18 @@ def answers(
     draft: str | None = None,
     overlap: bool = True,
     blocks: int = 256,
+    stages: int = 1,
+    microbatches: int | None = None,
+    budget: int = 48,
 ) -> dict[str, Any] | None:
     """Of rank 0, with a KV cache of so many blocks at most: steps in all, counters, and by request and choice the ids,
     what they scored and how it ended. Requests enter two at a time, so that steps mix prompts with decodes."""
-    with rank.connect(None, CommOptions(deterministic=deterministic, overlap=overlap)) as communicator:
-        keys: dict[str, Any] = {"max_num_seqs": seats, "max_num_batched_tokens": 48, "kv_cache_memory": 1 << 20}
-        d = deployment(folder, rank.size, None, speculation=speculation, draft_model=draft, **keys)
+    with rank.connect(None, CommOptions(deterministic=deterministic, overlap=overlap), stages=stages) as communicator:
+        keys: dict[str, Any] = {"max_num_seqs": seats, "max_num_batched_tokens": budget, "kv_cache_memory": 1 << 20}
+        d = deployment(folder, rank.size // stages, None, speculation=speculation, draft_model=draft, **keys)
         parallel = replace(d.parallel, split_steps=split, deterministic=deterministic, overlap=overlap)  # type: ignore[arg-type]
+        if stages > 1:
+            parallel = replace(parallel, pipeline_parallel_size=stages, pipeline_microbatches=microbatches)
         built = build_on(rank, replace(d, parallel=parallel), communicator)
         limits = replace(built.scheduler_limits, num_blocks=min(blocks, built.scheduler_limits.num_blocks))
         progress = StepProgress()

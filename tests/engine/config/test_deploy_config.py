@@ -210,11 +210,6 @@ RULE_CASES = (
     ),
     ("engine: {speculation: ngram, device: cuda}", "engine.speculation", "needs engine.device: cpu"),
     (
-        "engine: {speculation: auto}\nparallel: {pipeline_parallel_size: 2}",
-        "engine.speculation",
-        "auto needs one stage",
-    ),
-    (
         "parallel: {pipeline_parallel_size: 2, pipeline_layers: [3, 3, 3]}",
         "parallel.pipeline_layers",
         "names 3 stages, pipeline_parallel_size is 2",

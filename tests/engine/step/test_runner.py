@@ -74,8 +74,9 @@ def test_nan_logits_end_only_their_request(ranks: Ranks, llama: Path, extra: dic
         {"stages": 2},
         {"stages": 2, "microbatches": 5},
         {"stages": 2, "microbatches": 5, "max_num_batched_tokens": 16},
+        {"stages": 2, "microbatches": 5, "speculation": "ngram"},
     ],
-    ids=["plain", "chunked", "overlapped", "stages", "wide", "wide-chunked"],
+    ids=["plain", "chunked", "overlapped", "stages", "wide", "wide-chunked", "drafts"],
 )
 def test_nan_in_a_shared_prefix_ends_all_that_share_it(ranks: Ranks, llama: Path, extra: dict[str, Any]) -> None:
     """Requests come one after the other with the same beginning, NaN in its midst: those that took its keys from the

@@ -15,14 +15,13 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
 import numpy as np
 import torch
 from laddertron.engine.batch import Batch
-from laddertron.engine.step import runner as runners
 from laddertron.launchers.measure.answers import say
 from laddertron.launchers.measure.rank_work import main
 from laddertron.tools.bench.bench_rank import Bench, bench
@@ -117,7 +116,14 @@ def give_drafts(runner: Any, prompt: int, right: float) -> None:
         chance = [Random(f"{ids[0]} {at} {i}").random() for i in range(len(drafts))]
         return [draft if c < right else (draft + 1) % 1000 for draft, c in zip(drafts, chance, strict=True)]
 
-    runner.apply_changes, vars(runners)["look_up"] = keep, look_up
+    def propose(
+        chunks: object, counts: Mapping[int, int], tokens: NDArray[np.int32], length: NDArray[np.int64], layout: object
+    ) -> dict[int, list[int]]:
+        return {slot: look_up(tokens[slot, : length[slot]], most) for slot, most in counts.items() if most}
+
+    runner.apply_changes = keep
+    if runner.proposer is not None:
+        runner.proposer.propose = propose
 
 
 def lead(leader: Bench, awaited: bool) -> None:
