@@ -17,7 +17,7 @@ from ...topology.hardware.cpu_tier import LOOKS, LOOKS_VARIABLE, limit_libraries
 from .errors import drop_unwritten, open_streams, report, show_any_text
 
 TOOLS: Mapping[str, tuple[str, ...]] = {
-    "plan": ("plan", "simulate"),
+    "plan": ("plan",),
     "bench": ("acceptance", "bench"),
     "train": ("train", "scan", "adapt", "evaluate"),
 }
@@ -48,7 +48,6 @@ ROLES: Mapping[str, Mapping[str, str]] = {
         "verify": "Test that answers do not depend on the rest of the batch.",
         "acceptance": "Measure new machines and compare them with predictions.",
         "preflight": "Measure the fabric; fail if a link is broken or slow.",
-        "simulate": "Simulate step times on hypothetical hardware.",
     },
     "Weights": {
         "train": "Train a small model with any wiring.",
@@ -62,6 +61,7 @@ ROLES: Mapping[str, Mapping[str, str]] = {
 }
 
 REMOVED: Mapping[str, str] = {
+    "simulate": "`plan --all` shows each wiring's step, L and c, and `--nodes` names any machines",
     "trial": "guidellm compares servers: send each the same load",
     "profile": "`bench latency --trace FILE` records the steps",
     "timeline": "open the file of `bench latency --trace FILE` at https://ui.perfetto.dev",

@@ -1,4 +1,4 @@
-"""Architectures by name, for `plan` and `simulate`: `known("llama-3.1-405b")` is the ModelConfig of the published
+"""Architectures by name, for `plan`: `known("llama-3.1-405b")` is the ModelConfig of the published
 config.json. `by_folder` guesses one from a folder's name. No torch.
 """
 

@@ -1,4 +1,4 @@
-"""The first part of a plan's output: its basis, the verdict, a few tables that fit 80 columns. Pure."""
+"""A plan's basis, its verdict, and the tables that compare layouts. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from ...engine.step.memory import GIB
 from ...topology.hardware.fabric import counted
 from .advice import describe
 from .estimate import CapacityEstimate
-from .layouts import Layout, by_cost
+from .layouts import Layout
 from .mixtures import BATCHES, NOT_BUILT, best_of
 
-_CHEAPEST = 6
 TOKEN_MS = (5, 10, 20, 25, 30, 40, 50, 75, 100, 200, 500)
 """Milliseconds that a sequence's token may take."""
 
@@ -80,39 +79,6 @@ def parameters(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e8 else f"{count / 1e6:.1f}M"
 
 
-def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
-    """The decisive figures, in 80 columns: where a rank's memory goes, how fast the layout is, and what is cheaper."""
-    m, q = plan.memory, plan.question
-    rest = m.device_bytes - m.weight_bytes - m.kv_bytes
-    parts = (("weights", m.weight_bytes), ("KV cache", m.kv_bytes), ("buffers, reserve, unused", rest))
-    memory = [(name, binary(max(0, size)), f"{size / m.device_bytes:.0%}") for name, size in parts]
-    memory.append(("total", binary(m.device_bytes), ""))
-    wirings = tuple(dict.fromkeys(w for w in ("standard", q.config.wiring.name, "ladder") if w in plan.wirings))
-    fitting = sorted({p.batch for p in plan.predictions if p.fits})
-    speeds = {(p.wiring, p.batch): p for p in plan.predictions}
-    decoding = []
-    for batch in dict.fromkeys((*fitting[:1], *fitting[len(fitting) // 2 :][:1], *fitting[-1:])):
-        decoding.append((f"{batch:,}", *(ms(speeds[name, batch].time.total_s) for name in wirings)))
-    layouts = []
-    for x in by_cost(plan.layouts)[:_CHEAPEST]:
-        if (best := x.cheapest) is not None and (quick := x.fastest) is not None:
-            name = _short(x)
-            rate = f"{best.output_per_s:,.0f}"
-            layouts.append((name, ms(quick.step_s), f"{best.batch:,}", rate, f"{best.dollars:.2f}"))
-    columns = ("layout", "ms at batch 1", "batch", "tokens/s", "$ per million")
-    note = (
-        f"Tokens/s include the prompts, of {q.work.prompt} each; ${q.work.gpu_hour:g} per GPU hour. Ladder needs "
-        "weights trained for it."
-    )
-    return (
-        Sheet("Memory of a rank", ("part", "bytes", "share"), tuple(memory)),
-        Sheet("Decoding: ms per token", ("batch", *wirings), tuple(decoding), 0),
-        Sheet("Cheapest layouts of these GPUs", columns, tuple(layouts), 1, note),
-        *mixture_sheets(plan),
-        *verdicts(plan, priced=False)[:2],
-    )
-
-
 def mixture_sheets(plan: CapacityEstimate) -> list[Sheet]:
     """The layouts of a mixture of experts; none for a dense model."""
     if not plan.mixtures:
@@ -142,10 +108,6 @@ def mixture_sheets(plan: CapacityEstimate) -> list[Sheet]:
     )
     columns = ("layout", "GiB", "messages", "sent", *map(str, BATCHES))
     return [Sheet("Layouts of the experts", columns, tuple(rows), 1, note)]
-
-
-def _short(layout: Layout) -> str:
-    return describe(layout).replace(" replicas of ", " x ")
 
 
 def verdicts(plan: CapacityEstimate, priced: bool = True) -> list[Sheet]:
@@ -178,7 +140,7 @@ def _verdict(
             mine = [offer for offer in offers if (offer[0].stored.weights, offer[0].wiring.name) == kind]
             fitting = (offer for offer in mine if suits(offer[1], limit))
             best = min(fitting, key=lambda offer: offer[2], default=None)
-            name = _short(best[0]).partition(",")[0] if best else "-"
+            name = describe(best[0]).replace(" replicas of ", " x ").partition(",")[0] if best else "-"
             cells.append(f"{name}: ${best[2]:.2f}" if best and priced else name)
         if set(cells) != {"-"} and (not rows or tuple(cells) != rows[-1][1:]):
             rows.append((form.format(limit), *cells))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .answer import Sheet, basis, brief, headline
+from .answer import Sheet, basis, headline
 from .estimate import CapacityEstimate
-from .tables import sheets
+from .tables import brief, sheets
 
 
 def plan_view(plan: CapacityEstimate, all_tables: bool) -> RenderableType:
-    """Assumptions, verdict, advice and three tables of 80 columns; `all_tables`: all tables."""
+    """Assumptions, verdict, advice and a few tables of 80 columns; `all_tables`: all tables."""
     style = "bold green" if plan.memory.fits else "bold red"
     parts: list[RenderableType] = [Text(basis(plan), style="dim"), Text(headline(plan), style=style), Text()]
     parts += [Padding(Text(f"- {sentence}"), (0, 0, 0, 2)) for sentence in plan.recommendation]
@@ -41,7 +41,3 @@ def sheet_view(sheet: Sheet) -> RenderableType:
     for row in sheet.rows:
         table.add_row(*row)
     return Group(table, Text(sheet.note, style="dim")) if sheet.note else table
-
-
-def print_sheet(sheet: Sheet) -> None:
-    Console(highlight=False).print(sheet_view(sheet))

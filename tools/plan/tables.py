@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,8 +10,9 @@ from ...engine.step.memory import GIB
 from .advice import describe
 from .answer import Sheet, binary, headline, mixture_sheets, ms, verdicts
 from .estimate import CapacityEstimate
-from .layouts import MOST_SEQUENCES
+from .layouts import MOST_SEQUENCES, Layout, by_cost
 
+_CHEAPEST = 6
 _RANK = {
     "replica": "group", "stage": "stage", "rank": "rank", "host": "hostname", "device": "device", "HCA": "hca",
     "path": "path", "NUMA": "numa", "cores": "cores",
@@ -19,12 +20,23 @@ _RANK = {
 _ALWAYS = ("replica", "rank", "host", "device")
 
 
+def brief(plan: CapacityEstimate) -> tuple[Sheet, ...]:
+    """The decisive figures, in 80 columns: where a rank's memory goes, how fast the layout is, and what is cheaper."""
+    names = dict.fromkeys(("standard", plan.question.config.wiring.name, "ladder"))
+    fitting = sorted({p.batch for p in plan.predictions if p.fits})
+    batches = dict.fromkeys((*fitting[:1], *fitting[len(fitting) // 2 :][:1], *fitting[-1:]))
+    decoding = _speeds(plan, [name for name in names if name in plan.wirings], batches)
+    cheapest = [_layouts(plan, by_cost(plan.layouts)[:_CHEAPEST], "Cheapest layouts")] if plan.layouts else []
+    return (_memory(plan), decoding, *cheapest, *mixture_sheets(plan), *verdicts(plan, priced=False)[:2])
+
+
 def sheets(plan: CapacityEstimate) -> tuple[Sheet, ...]:
     """All tables, in the order in which they answer questions."""
-    all_sheets = [_memory(plan), _depths(plan), _speeds(plan), _exposure(plan), _prefill(plan), _traffic(plan)]
+    speeds = _speeds(plan, plan.wirings, sorted({p.batch for p in plan.predictions}))
+    all_sheets = [_memory(plan), _depths(plan), speeds, _exposure(plan), _prefill(plan), _traffic(plan)]
     all_sheets += mixture_sheets(plan)
     if plan.layouts:
-        all_sheets += [_layouts(plan), _batches(plan), _contexts(plan), *verdicts(plan)]
+        all_sheets += [_layouts(plan, plan.layouts, "Layouts"), *verdicts(plan)]
     return (*all_sheets, _ranks(plan))
 
 
@@ -56,23 +68,19 @@ def _depths(plan: CapacityEstimate) -> Sheet:
     return Sheet("Context and batch", columns, tuple(rows), 1, note)
 
 
-def _speeds(plan: CapacityEstimate) -> Sheet:
-    names = plan.wirings
-    batches = sorted({p.batch for p in plan.predictions})
+def _speeds(plan: CapacityEstimate, names: Sequence[str], batches: Iterable[int]) -> Sheet:
     by_key = {(p.wiring, p.batch): p for p in plan.predictions}
     rows = []
     for batch in batches:
-        fits = by_key[names[0], batch].fits
-        cells = [f"{batch}{'' if fits else ' *'}"]
+        cells = [f"{batch}{'' if by_key[names[0], batch].fits else ' *'}"]
         for name in names:
             p = by_key[name, batch]
             cells.append(ms(p.time.total_s) + (f" ({p.speedup:.2f}x)" if name != "standard" else ""))
         rows.append(tuple(cells))
     note = "Milliseconds in which each running sequence gets a token, and how much faster than standard."
-    if any(not p.fits for p in plan.predictions):
+    if any(row[0].endswith("*") for row in rows):
         note += " *: these sequences do not fit."
-    columns = ("batch", *names)
-    return Sheet("Decoding, by wiring: ms per token", columns, tuple(rows), 1, note)
+    return Sheet("Decoding: ms per token", ("batch", *names), tuple(rows), 1, note)
 
 
 def _exposure(plan: CapacityEstimate) -> Sheet:
@@ -133,54 +141,25 @@ def _traffic(plan: CapacityEstimate) -> Sheet:
     return Sheet("Bytes and messages a step", columns, tuple(rows), 1, note)
 
 
-def _layouts(plan: CapacityEstimate) -> Sheet:
+def _layouts(plan: CapacityEstimate, candidates: Sequence[Layout], title: str) -> Sheet:
     rows = []
-    for x in plan.layouts:
+    for x in candidates:
+        name, weights = describe(x).replace(" replicas of ", " x "), f"{x.memory.weight_bytes / GIB:.1f}"
         best, quick = x.cheapest, x.fastest
-        need = f"{x.memory.weight_bytes / GIB:.1f} GiB"
         if best is None or quick is None:
-            rows.append((describe(x), need, "does not fit", "", "", "", ""))
+            rows.append((name, weights, "-", "-", "-", "-", "-"))
             continue
-        kv = f"{x.memory.kv_tokens * x.replicas:,}"
-        rows.append(
-            (describe(x), need, kv, f"{quick.step_s * 1e3:.1f}", str(best.batch), f"{best.output_per_s:,.0f}",
-             f"{best.dollars:.2f}")
-        )  # fmt: skip
-    columns = (
-        "layout", "weights per rank", "KV positions in total", "ms per token, batch 1", "best batch", "output tokens/s",
-        "$ per million",
-    )  # fmt: skip
-    w = plan.question.work
+        kv_tokens = f"{x.memory.kv_tokens * x.replicas:,}"
+        speed = (f"{quick.step_s * 1e3:.1f}", f"{best.batch:,}", f"{best.output_per_s:,.0f}", f"{best.dollars:.2f}")
+        rows.append((name, weights, kv_tokens, *speed))
+    columns = ("layout", "GiB", "KV tokens", "ms", "batch", "tokens/s", "$/million")
+    work = plan.question.work
     note = (
-        f"Output tokens/s, including the computation of each request's prompt of {w.prompt}; ${w.gpu_hour:g} per GPU "
-        f"hour over all {max(x.gpus for x in plan.layouts)} GPUs. Other wirings need weights trained for them."
+        "GiB: weights of a rank; -: does not fit; KV tokens: of all replicas; ms: per token at batch 1; then the batch "
+        f"with most output tokens/s, each request's prompt of {work.prompt} included, and their price at "
+        f"${work.gpu_hour:g} per GPU hour. Ladder needs weights trained for it."
     )
-    return Sheet("Layouts of the same GPUs", columns, tuple(rows), 1, note)
-
-
-def _batches(plan: CapacityEstimate) -> Sheet:
-    shown = [x for x in plan.layouts if x.speeds]
-    batches = sorted({s.batch for x in shown for s in x.speeds})
-    rows = []
-    for x in shown:
-        cells = {s.batch: f"{s.output_per_s:,.0f}" for s in x.speeds}
-        rows.append((describe(x), *(cells.get(b, "-") for b in batches)))
-    note = "Sum over all replicas; -: these sequences do not fit."
-    return Sheet("Layouts by batch: output tokens/s", ("layout", *map(str, batches)), tuple(rows), 1, note)
-
-
-def _contexts(plan: CapacityEstimate) -> Sheet:
-    shown = [x for x in plan.layouts if x.depths]
-    contexts = sorted({d.context for x in shown for d in x.depths})
-    rows = []
-    for x in shown:
-        cells = {d.context: f"{d.sequences} at {ms(d.step_s)} ms (${d.dollars:.2f})" for d in x.depths if d.sequences}
-        rows.append((describe(x), *(cells.get(c, "-") for c in contexts)))
-    note = (
-        f"Sequences that fit (at most {MOST_SEQUENCES} per replica and stage), milliseconds per token, and dollars per "
-        "million tokens of decoding alone."
-    )
-    return Sheet("Layouts by context", ("layout", *(f"{c:,}" for c in contexts)), tuple(rows), 1, note)
+    return Sheet(f"{title} of these GPUs", columns, tuple(rows), 1, note)
 
 
 def _ranks(plan: CapacityEstimate) -> Sheet:

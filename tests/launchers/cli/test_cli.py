@@ -426,7 +426,6 @@ def test_a_service_without_home_gets_the_users_own(said: dict[str, str], monkeyp
     "words",
     [
         ("plan", "--model", "llama-3.1-8b"),
-        ("simulate", "step", "--model", "llama-3.1-8b"),
         ("check", "DEMO"),
         ("topo", "DEMO"),
         ("launch", "DEMO", "serve", "--dry-run"),

@@ -59,8 +59,6 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "verify": ((MISSING,), USAGE),
     "acceptance": ((MISSING,), USAGE),
     "preflight": ((MISSING,), USAGE),
-    "simulate step": ((MISSING,), USAGE),
-    "simulate scale": (("--model", "no-such"), USAGE),
     "train": (("--layers", "x"), USAGE),
     "scan": (("/dev/null", "--text", "."), USAGE),
     "adapt": (("/dev/null", "-o", "/dev/null/out", "--text", "."), USAGE),
