@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from ...engine import child
-from ...launchers.cli.batch_client import ENDED, BatchClient
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ROOT / "configs/demo/prompts.jsonl"
@@ -122,18 +121,3 @@ def tally(count: int, files: Sequence[Path]) -> tuple[str, bool]:
     ids = [json.loads(row)["custom_id"] for path in files for row in path.read_text().splitlines()]
     lost, twice = count - len(set(ids)), len(ids) - len(set(ids))
     return f"{count} lines, {len(ids)} answers, {lost} lost, {twice} duplicate", not lost and not twice
-
-
-def batch_seconds(daemon: ServedDaemon, lines: Path, count: int) -> float:
-    """Seconds from a batch's creation to its end. Raises RuntimeError unless all `count` lines succeed."""
-    client = BatchClient(f"{daemon.url}/v1")
-    file = client.upload(lines)["id"]
-    began = time.monotonic()
-    batch = client.create(file, "/v1/completions", "24h", None, str(began))
-    while batch["status"] not in ENDED:
-        time.sleep(0.05)
-        batch = client.batch(batch["id"])
-    seconds = time.monotonic() - began
-    if batch["status"] != "completed" or batch["request_counts"]["completed"] != count:
-        raise RuntimeError(f"the batch did not complete: {batch}")
-    return seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from runpy import run_path
 from typing import Any
 
 import pytest
@@ -178,27 +177,6 @@ def test_each_layout_is_a_deployment_that_check_accepts(report: Any, tmp_path: P
         **dict.fromkeys(STOCK, "standard"),
         **{kind: kind for kind in ("ladder", "delay-2", "lanes", "no-communication")},
     }
-
-
-def test_layouts_of_experts_have_their_law_and_plan_s_choice(report: Any, tmp_path: Path) -> None:
-    """At 1 ms a pipeline of two stages sends one message where spread sends twelve: plan takes it where it is the best,
-    too. The law: 12 all-reduces of 1.1 ms and 30 ms of computing, of 48 ms."""
-    experts = run_path(str(BENCHMARKS / "experts.py"))
-    from laddertron.models.config.model_config import from_folder
-
-    (tmp_path / "config.json").write_text(json.dumps(experts["SHAPE"]))
-    config = from_folder(tmp_path)
-    assert round(config.num_parameters / 1e6) == 470
-    silent = {"no communication": 0.02, "spread, no communication": 0.03}
-    steps = {1: {"flat": 0.05, "split": 0.05, "spread": 0.048, "pp": 0.03} | silent}
-    steps[128] = {kind: 10 * seconds for kind, seconds in steps[1].items()}
-    sums = {1: 1.1e-3, 128: 2e-3}
-    rows = [
-        {"delay_s": 1e-3, "batch": b, "floor": 12e9, "all_reduce_s": sums[b], "step_s": each}
-        for b, each in steps.items()
-    ]
-    first = experts["report"](config, rows)[2]
-    assert first == "| 1 ms, 1 | 20.0 | 20.0 | 20.8 | 33.3 | 50.0 | 33.3 | 1.10 | 0.90 | pp | pp (1.00) |"
 
 
 def test_longcat_s_layouts_are_deployments_that_check_accepts(report: Any, tmp_path: Path) -> None:

