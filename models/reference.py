@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .config.latent import Latent
-from .config.model_config import Experts, ModelConfig, Wiring, from_folder
+from .config.model_config import Experts, ModelConfig, Wiring
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, [T, head_dim] each."""
@@ -243,10 +241,10 @@ class Layer(nn.Module):
     """A layer's two sub-blocks, each with its own norm; a parallel layer has one for both. One unit of sharding and of
     activation checkpointing."""
 
-    def __init__(self, config: ModelConfig, index: int, tp: int = 1, before: Wiring | None = None) -> None:
+    def __init__(self, config: ModelConfig, index: int, tp: int = 1) -> None:
         super().__init__()
         self.index, self.tp, self.wiring = index, tp, config.wiring
-        self.lags, self.lags_before = _lags(config.wiring, index), _lags(before or config.wiring, index)
+        self.lags = _lags(config.wiring, index)
         self.scale, self.recomputes = config.residual_multiplier, False
         self.input_layernorm = ReferenceNorm(config.hidden_size, config.norm_eps)
         window = config.sliding_window[index] if config.sliding_window else None
@@ -268,8 +266,7 @@ class Layer(nn.Module):
         out: Tensor = self.mlp(norm(x), rank, tp) * self.scale
         return out
 
-    def forward(self, streams: Streams, turn: Rotation, fade: float = 0.0) -> Streams:
-        """fade: the share of what is read that is still read as under the wiring before (Reference's `before`)."""
+    def forward(self, streams: Streams, turn: Rotation) -> Streams:
         if self.wiring.desync_every or self.wiring.kinds[0] == "none":
             through = self._drift
         elif self.wiring.name == "shortcut":
@@ -277,20 +274,18 @@ class Layer(nn.Module):
         else:
             through = self._read
         if self.recomputes and torch.is_grad_enabled():
-            again: Streams = checkpoint(through, streams, turn, fade, use_reentrant=False)
+            again: Streams = checkpoint(through, streams, turn, use_reentrant=False)
             return again
-        return through(streams, turn, fade)
+        return through(streams, turn)
 
-    def _read(self, streams: Streams, turn: Rotation, fade: float) -> Streams:
-        for place, (lag, before) in enumerate(zip(self.lags, self.lags_before, strict=True)):
+    def _read(self, streams: Streams, turn: Rotation) -> Streams:
+        for place, lag in enumerate(self.lags):
             x = streams[-1 - lag]
-            if fade and before != lag:
-                x = torch.lerp(x, streams[-1 - before], fade)
             output = self.mlp_of(x) if place else self.attention_of(x, turn)
             streams = (*streams, streams[-1] + output)[-len(streams) :]
         return streams
 
-    def _beside(self, streams: Streams, turn: Rotation, fade: float) -> Streams:
+    def _beside(self, streams: Streams, turn: Rotation) -> Streams:
         """In every other layer the experts read the input of its MLP, and are added after the next layer."""
         late, x = streams
         x = x + self.attention_of(x, turn)
@@ -299,7 +294,7 @@ class Layer(nn.Module):
             return late, y + late
         return self.shortcut(self.post_attention_layernorm(x), 0, 1), y
 
-    def _drift(self, streams: Streams, turn: Rotation, fade: float) -> Streams:
+    def _drift(self, streams: Streams, turn: Rotation) -> Streams:
         """desync-n: one residual for each of tp ranks, summed after every n-th sub-block and the last; none: never."""
         x, every, tp, last = streams, self.wiring.desync_every, self.tp, 2 * len(self.wiring.kinds)
         for number in (2 * self.index + 1, 2 * self.index + 2):
@@ -315,29 +310,27 @@ class Layer(nn.Module):
 
 
 class _Decoder(nn.Module):
-    def __init__(self, config: ModelConfig, tp: int, before: Wiring | None) -> None:
+    def __init__(self, config: ModelConfig, tp: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, index, tp, before) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, index, tp) for index in range(config.num_layers))
         self.norm = ReferenceNorm(config.hidden_size, config.norm_eps)
 
 
 class Reference(nn.Module):
     """The model in one process; `state_dict()` has the stock Hugging Face names (a tied head has none). `tp` matters
-    to desync (default: the size that the weights declare) and no-communication (the output is rank 0's). With `fade`
-    above 0 a sub-block reads that share of what it would under the wiring `before`: annealing."""
+    to desync (default: the size that the weights declare) and no-communication (the output is rank 0's)."""
 
-    def __init__(self, config: ModelConfig, tp: int | None = None, before: Wiring | None = None) -> None:
+    def __init__(self, config: ModelConfig, tp: int | None = None) -> None:
         super().__init__()
-        self.config, self.fade = config, 0.0
+        self.config = config
         self.tp = tp or config.wiring.trained_tp or 1
         for what, size in (("heads", config.num_heads), ("FFN", config.ffn_size)):
             if size % self.tp:
                 raise ValueError(f"{what} {size} % tensor_parallel_size {self.tp} = {size % self.tp}, must be 0")
-        self.model = _Decoder(config, self.tp, before)
+        self.model = _Decoder(config, self.tp)
         self.drifts = bool(config.wiring.desync_every) or config.wiring.kinds[0] == "none"
-        both = [config.wiring, before or config.wiring]
-        lags = [lag for wiring in both for index in range(config.num_layers) for lag in _lags(wiring, index)]
+        lags = [lag for index in range(config.num_layers) for lag in _lags(config.wiring, index)]
         self.copies = self.tp if self.drifts else 1 + max(lags) + (config.wiring.name == "shortcut")
         """Copies of the embedded stream at the start: the longest lag, or one a rank."""
         if not config.tied_embeddings:
@@ -360,84 +353,8 @@ class Reference(nn.Module):
         cos, sin = ((f(angle) * factor).to(x_BTD) for f in (torch.cos, torch.sin))
         streams: Streams = (x_BTD,) * self.copies
         for layer in self.model.layers:
-            streams = layer(streams, (cos, sin), self.fade)
+            streams = layer(streams, (cos, sin))
         # Every wiring's last stream is complete; no-communication's is rank 0's, of which the output is meaningless.
         stream = streams[0] if self.drifts else streams[-1]
         head = self.model.embed_tokens.weight if self.config.tied_embeddings else self.lm_head.weight
         return F.linear(self.model.norm(stream), head) / self.config.logits_divisor
-
-
-def _from_longcat(name: str) -> str:
-    """Two layers are stored as one, whose experts belong to the first."""
-    parts = name.split(".")
-    if parts[1] != "layers":
-        return name
-    layer, block = 2 * int(parts[2]), parts[3]
-    if block == "mlp":
-        rest = ".".join(parts[4:]).replace("router.classifier", "gate").replace("router", "gate")
-        return f"model.layers.{layer}.shortcut.{rest}"
-    return ".".join(["model.layers", str(layer + int(parts[4])), block.replace("mlps", "mlp"), *parts[5:]])
-
-
-def _from_dolomite(config: ModelConfig, read: dict[str, Tensor]) -> dict[str, Tensor]:
-    """dolomite's fused tensors under the stock names: c_attn is interleaved by key/value group (q..q, k, v), c_fc is
-    [up; gate]."""
-    out = {}
-    plain = {
-        "transformer.wte": "model.embed_tokens",
-        "transformer.ln_f": "model.norm",
-        "lm_head": "lm_head",
-        "ln_1": "input_layernorm",
-        "ln_2": "post_attention_layernorm",
-        "sequence_mixer.c_proj": "self_attn.o_proj",
-        "mlp_block.c_proj": "mlp.down_proj",
-    }
-    group = config.num_heads // config.num_kv_heads
-    for name, tensor in read.items():
-        stem, _, leaf = name.rpartition(".")  # leaf: weight or bias
-        prefix = ""
-        if stem.startswith("transformer.h."):
-            index, stem = stem.removeprefix("transformer.h.").split(".", 1)
-            prefix = f"model.layers.{index}."
-        if stem == "sequence_mixer.c_attn":
-            grouped = tensor.view(config.num_kv_heads, group + 2, config.head_dim, *tensor.shape[1:])
-            parts = {"q": grouped[:, :group], "k": grouped[:, group], "v": grouped[:, group + 1]}
-            for letter, part in parts.items():
-                out[f"{prefix}self_attn.{letter}_proj.{leaf}"] = part.reshape(-1, *tensor.shape[1:])
-        elif stem == "mlp_block.c_fc":
-            out[f"{prefix}mlp.up_proj.{leaf}"], out[f"{prefix}mlp.gate_proj.{leaf}"] = tensor.chunk(2)
-        else:
-            out[f"{prefix}{plain.get(stem, stem)}.{leaf}"] = tensor
-    return out
-
-
-def load(folder: str | Path, dtype: torch.dtype | None = None, config: ModelConfig | None = None) -> Reference:
-    """The model in a folder of either layout, in `dtype` (default: config.json's); `config` replaces the folder's, for
-    an undeclared wiring. Raises RuntimeError on missing, extra or misshapen tensors."""
-    config = config or from_folder(folder)
-    model = Reference(config).to(dtype or getattr(torch, config.dtype))
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
-        tensors |= load_file(file)
-    if config.layout == "dolomite":
-        tensors = _from_dolomite(config, tensors)
-    if config.layout == "shortcut":
-        names = model.state_dict().keys()  # transformers writes matrices for experts that return their input, too
-        renamed = {_from_longcat(name): tensor for name, tensor in tensors.items()}
-        tensors = {name: tensor for name, tensor in renamed.items() if name in names}
-    if config.layout == "mixtral":
-        for name in list(tensors):
-            parts = name.replace("block_sparse_moe", "mlp").split(".")
-            parts[-2] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(parts[-2], parts[-2])
-            tensors[".".join(parts)] = tensors.pop(name)
-    if config.tied_embeddings:
-        tensors.pop("lm_head.weight", None)
-    model.load_state_dict(tensors)
-    return model.eval()
-
-
-@torch.inference_mode()
-def logits(model: Reference, ids_BT: Tensor) -> Tensor:
-    """[B, T, V], fp32."""
-    result: Tensor = model(ids_BT)
-    return result.float()

@@ -1,5 +1,5 @@
 """Maps rows of one checkpoint layout's tensors to rows of another's; both fill the same parameters. Pure. Used by
-models/weights/convert.py to copy and by tools/train/state.py to load."""
+models/weights/convert.py to copy and by tools/train/build.py to load."""
 
 from __future__ import annotations
 
@@ -31,17 +31,6 @@ def sources(config: ModelConfig, layout: Layout) -> dict[str, tuple[Rows, ...]]:
     for places in where.values():
         places.sort(key=lambda place: place[0].row)
     return {tensor: tuple(rows for part in parts for rows in _found(part, where)) for tensor, parts in tensors.items()}
-
-
-def between(parts: tuple[Rows, ...], first: int, count: int) -> tuple[Rows, ...]:
-    """Rows [first, first + count) of the concatenation of `parts`."""
-    pieces, at = [], 0
-    for part in parts:
-        low, high = max(first, at), min(first + count, at + part.count)
-        if low < high:
-            pieces.append(Rows(part.tensor, part.row + low - at, high - low))
-        at += part.count
-    return tuple(pieces)
 
 
 def _found(part: Rows, where: Mapping[str, list[tuple[Rows, str, int]]]) -> list[Rows]:

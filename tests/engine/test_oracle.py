@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import loaded_reference as reference
 import pytest
 import torch
 from engine_cases import read_logits
-from laddertron.models import reference
 from safetensors.torch import save_file
 
 TOLERANCE = 1e-4

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import checkpoints
+import loaded_reference as reference
 import pytest
 import torch
-from laddertron.models import reference
 from laddertron.models.config.model_config import ModelConfig, from_folder, make_wiring
 from laddertron.models.reference import Reference
 from safetensors.torch import load_file, save_file
@@ -91,23 +91,6 @@ def test_wirings_differ_and_meet_where_they_must(tmp_path: Path) -> None:
     assert_close(rewired(folder, kind="desync", every=3, tensor_parallel_size=1)(ids()), standard)
     drifted = rewired(folder, kind="desync", every=2, tensor_parallel_size=2)(ids())
     assert (drifted - standard).abs().max() > 0.1
-
-
-def test_annealing_goes_from_one_wiring_to_the_other(tmp_path: Path) -> None:
-    """With fade 1 a delay-2 model computes the standard one, with 0 its own wiring; between them, neither."""
-    folder = checkpoints.save(tmp_path, "llama", tokenizer=False)
-    standard, target = rewired(folder, kind="standard"), rewired(folder, kind="delay-2")
-    for wiring in (target.config.wiring, make_wiring("parallel", 3), make_wiring("hybrid", 3, [1])):
-        config = dataclasses.replace(target.config, wiring=wiring)
-        model = Reference(config, before=standard.config.wiring)
-        model.load_state_dict({n: t for n, t in standard.state_dict().items() if n in model.state_dict()})
-        own = model(ids())
-        model.fade = 0.5
-        between = model(ids())
-        model.fade = 1.0
-        if wiring.name != "parallel":  # whose one norm stands for two
-            assert_close(model(ids()), standard(ids()))
-        assert min((between - own).abs().max(), (between - model(ids())).abs().max()) > 0.05
 
 
 def test_recomputing_activations_changes_no_gradient(tmp_path: Path) -> None:

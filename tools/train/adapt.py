@@ -16,8 +16,7 @@ from ...models.config.json_fields import read_json
 from ...models.config.model_config import Wiring, from_folder
 from ...models.reference import Reference
 from ...models.weights.convert import copy_beside
-from .build import adapted, build, load, load_all
-from .data_parallel import DataParallel
+from .build import CPU, adapted, build, load, load_all
 from .export import export
 from .fit import Saving, Settings, TrainProgress, fit
 from .loss import HeldOut, held_out
@@ -41,42 +40,35 @@ def adapt(
     settings: Settings,
     ids_N: np.ndarray,
     held_out_N: np.ndarray,
-    ranks: DataParallel,
+    device: torch.device = CPU,
     *,
     frozen: Collection[int] = (),
     recomputes: bool = False,
-    compiles: bool = False,
     saving: Saving | None = None,
     on_step: Callable[[TrainProgress], None] = lambda progress: None,
     on_model: Callable[[Reference], None] = lambda model: None,
 ) -> Adapted:
-    """Trains `source` under `wiring`, on all ranks. `on_model` gets the rounded model. Raises ValueError,
-    FloatingPointError."""
-    stored_as = from_folder(source)
-    config = adapted(stored_as, wiring)
-    if settings.anneal and (wiring.desync_every or stored_as.wiring.desync_every):
-        raise ValueError("annealing mixes what two wirings read of one residual; desync has one a rank: leave it out")
+    """Trains `source` under `wiring`. `on_model` gets the rounded model. Raises ValueError, FloatingPointError."""
+    config = adapted(from_folder(source), wiring)
     batches = Batches(ids_N, settings.batch, settings.context, settings.seed)
-    compute = getattr(torch, settings.dtype)
-    teacher = load_all(source, ranks, compute)
-    original = held_out(teacher, held_out_N, settings.context, ranks)
-    model = build(config, ranks, compute, stored_as.wiring if settings.anneal else None, frozen, recomputes, compiles)
-    load(model, source, ranks)
-    untrained = held_out(model, held_out_N, settings.context, ranks, teacher)
+    teacher = load_all(source, device)
+    original = held_out(teacher, held_out_N, settings.context)
+    model = build(config, device, frozen, recomputes)
+    load(model, source)
+    untrained = held_out(model, held_out_N, settings.context, teacher)
     distils = settings.distil.weight > 0
-    fit(model, batches, settings, ranks, teacher if distils else None, saving, on_step)
-    trained = held_out(model, held_out_N, settings.context, ranks, teacher)
+    fit(model, batches, settings, teacher if distils else None, saving, on_step)
+    trained = held_out(model, held_out_N, settings.context, teacher)
     on_model(model)
     return Adapted(original, untrained, trained, config.num_parameters, settings.steps)
 
 
-def write(folder: Path, source: Path, model: Reference, save_dtype: str, ranks: DataParallel) -> None:
-    """The folder of the trained model, but for its card; all ranks call it."""
-    if ranks.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        copy_beside(source, folder)
+def write(folder: Path, source: Path, model: Reference, save_dtype: str) -> None:
+    """The folder of the trained model, but for its card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_beside(source, folder)
     data: Mapping[str, Any] = read_json(source / "config.json").data
     if from_folder(source).layout == "dolomite":
         data = stock_json(model.config, data)
     stock = {key: value for key, value in data.items() if key != "quantization_config"}  # widened weights are saved
-    export(folder, model, save_dtype, stock, ranks)
+    export(folder, model, save_dtype, stock)

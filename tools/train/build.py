@@ -1,5 +1,4 @@
-"""A model to train, from nothing or from a checkpoint: made without memory, split over the ranks, then filled with
-the rows that each rank holds."""
+"""A model to train, from nothing or from a checkpoint: made without memory, then filled tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,25 +15,19 @@ from ...models.lane_reference import LaneReference
 from ...models.reference import Layer, Reference
 from ...models.weights.fill import fill_target
 from ...models.weights.mapping import open_checkpoint
-from ...models.weights.rows import between, sources
+from ...models.weights.rows import sources
 from ...models.weights.slices import Fill
 from ...models.weights.tensor_reader import Reader
-from .data_parallel import ALONE, DataParallel, local
+
+CPU = torch.device("cpu")
 
 
 def build(
-    config: ModelConfig,
-    ranks: DataParallel,
-    compute: torch.dtype = torch.float32,
-    before: Wiring | None = None,
-    frozen: Collection[int] = (),
-    recomputes: bool = False,
-    compiles: bool = False,
+    config: ModelConfig, device: torch.device = CPU, frozen: Collection[int] = (), recomputes: bool = False
 ) -> Reference:
-    """Unfilled fp32 parameters. `frozen`: layers (-1: embedding, norm, head). `compiles`: torch.compile of the
-    parts."""
+    """Unfilled fp32 parameters. `frozen`: layers (-1: embedding, norm, head)."""
     with torch.device("meta"):
-        model = Reference(config, before=before)
+        model = Reference(config)
     for layer in model.model.layers:
         assert isinstance(layer, Layer)
         layer.recomputes = recomputes
@@ -43,17 +36,12 @@ def build(
         for name, parameter in model.named_parameters():
             if ".layers." not in name:
                 parameter.requires_grad_(False)
-    ranks.shard(model, model.model.layers, compute)
-    if compiles:  # not whole layers: what they read differs by wiring, so each kind and each fade would compile again
-        for layer in model.model.layers:
-            for part in layer.children():
-                part.compile()
-    return model.to_empty(device=ranks.device)
+    return model.to_empty(device=device)
 
 
-def initialise(model: Reference, seed: int, ranks: DataParallel = ALONE) -> None:
+def initialise(model: Reference, seed: int) -> None:
     """Normal weights of deviation 0.5 / sqrt(D); what writes to the residual is smaller by sqrt of how often it is
-    written to. Every wiring, and every number of ranks, draws the same numbers for the same seed."""
+    written to. Every wiring draws the same numbers for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     deviation = 0.5 / math.sqrt(model.config.hidden_size)
     for name, parameter in model.named_parameters():
@@ -62,12 +50,11 @@ def initialise(model: Reference, seed: int, ranks: DataParallel = ALONE) -> None
             writes = name.endswith(("o_proj.weight", "down_proj.weight"))
             scale = deviation / math.sqrt(2 * model.config.num_layers) if writes else deviation
             nn.init.normal_(drawn, std=scale, generator=generator)
-        mine = ranks.rows(parameter.shape[0])
-        local(parameter.detach()).copy_(drawn[mine.start : mine.stop])
+        parameter.detach().copy_(drawn)
 
 
-def load(model: Reference, folder: Path, ranks: DataParallel) -> None:
-    """This rank's rows from the checkpoint, widened. A parallel layer's one norm is made of a sequential layer's two by
+def load(model: Reference, folder: Path) -> None:
+    """Fills the model from the checkpoint, widened. A parallel layer's one norm is made of a sequential layer's two by
     moving both into the products behind them, which changes nothing that is computed; the other way the norm is used
     twice. Raises CheckpointError."""
     stored_as = from_folder(folder)
@@ -75,56 +62,51 @@ def load(model: Reference, folder: Path, ranks: DataParallel) -> None:
     parts = sources(stored_as, "huggingface")
     with Reader() as reader, torch.no_grad():
 
-        def read(name: str, rows: range, target: Tensor) -> None:
+        def read(name: str, target: Tensor) -> None:
             at = 0
-            for part in between(parts[name], rows.start, len(rows)):
+            for part in parts[name]:
                 fill = Fill(name, 0, part.count, part.tensor, part.row)
                 fill_target(reader, source.tensors, fill, target[at : at + part.count])
                 at += part.count
 
         for name, buffer in model.named_buffers():
-            read(name, range(len(buffer)), buffer)
+            read(name, buffer)
         for name, parameter in model.named_parameters():
-            mine, target = ranks.rows(parameter.shape[0]), local(parameter.detach())
-            from_name = name
+            target, from_name = parameter.detach(), name
             if name not in parts:  # the second norm, of weights that had one
                 from_name = name.replace("post_attention_layernorm", "input_layernorm")
-            read(from_name, mine, target)
+            read(from_name, target)
             if (norm := _folded(model.config, stored_as, name)) is None:
                 continue
             if norm == name:
                 target.fill_(1.0)
             else:
                 scale = torch.empty(model.config.hidden_size, device=target.device)
-                read(norm, range(len(scale)), scale)
+                read(norm, scale)
                 target.mul_(scale)
 
 
-def load_all(folder: Path, ranks: DataParallel, compute: torch.dtype = torch.float32) -> Reference:
-    """A checkpoint as it is, split over the ranks and frozen."""
-    model = build(replace(from_folder(folder), layout="huggingface"), ranks, compute)
-    load(model, folder, ranks)
+def load_all(folder: Path, device: torch.device = CPU) -> Reference:
+    """A checkpoint as it is, frozen, in fp32."""
+    model = build(replace(from_folder(folder), layout="huggingface"), device)
+    load(model, folder)
     return model.requires_grad_(False).eval()
 
 
-def load_any(folder: Path, ranks: DataParallel) -> Reference | LaneReference:
-    """`load_all` in fp32, of models of lanes as well."""
+def load_any(folder: Path, device: torch.device = CPU) -> Reference | LaneReference:
+    """`load_all`, of models of lanes as well."""
     config = from_folder(folder)
-    return load_all(folder, ranks) if config.lanes is None else _load_lanes(config, folder, ranks)
-
-
-def _load_lanes(config: ModelConfig, folder: Path, ranks: DataParallel) -> LaneReference:
+    if config.lanes is None:
+        return load_all(folder, device)
     with torch.device("meta"):
         model = LaneReference(config)
-    ranks.shard(model, model.model.layers, torch.float32)
-    model.to_empty(device=ranks.device)
+    model.to_empty(device=device)
     tensors = open_checkpoint(folder, config).tensors
     with Reader() as reader, torch.no_grad():
         for name, parameter in model.named_parameters():
-            width, mine = math.prod(parameter.shape[1:-1]), ranks.rows(parameter.shape[0])
-            target = local(parameter.detach())
+            target = parameter.detach()
             rows = target if target.ndim == 1 else target.flatten(0, -2)
-            fill_target(reader, tensors, Fill(name, 0, len(rows), name, mine.start * width), rows)
+            fill_target(reader, tensors, Fill(name, 0, len(rows), name, 0), rows)
     return model.requires_grad_(False).eval()
 
 

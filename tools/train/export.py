@@ -17,34 +17,25 @@ from ...models.config.model_config import Wiring
 from ...models.config.wiring import RECORD, record
 from ...models.reference import Reference
 from ...models.weights.convert import write_model
-from .data_parallel import ALONE, DataParallel, whole
 
 if TYPE_CHECKING:
     from .adapt import Adapted
     from .fit import Settings
 
 
-def export(
-    folder: Path, model: Reference, save_dtype: str, data: Mapping[str, Any], ranks: DataParallel = ALONE
-) -> None:
-    """Rank 0 writes; all ranks call it, and give their rows of one tensor after the other. `data`: the keys that a
-    stock config.json has of this model. config.json comes last: a folder without one is not whole."""
-    config = model.config
+def export(folder: Path, model: Reference, save_dtype: str, data: Mapping[str, Any]) -> None:
+    """Writes the model; `data`: the keys that a stock config.json has of it. config.json comes last: a folder without
+    one is not whole."""
     parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     dtype: torch.dtype = getattr(torch, save_dtype)
-    if ranks.rank != 0:
-        for parameter in parameters.values():
-            whole(parameter.detach())
-    else:
-        words = declared_words(config, data, save_dtype)
+    # A router's bias decides between scores that are close: it keeps its type.
+    types = {n: dtype if isinstance(p, nn.Parameter) else p.dtype for n, p in parameters.items()}
+    forms = {n: (tuple(p.shape), types[n]) for n, p in parameters.items()}
 
-        def fill(name: str, out: Tensor) -> None:
-            out.copy_(whole(parameters[name].detach()))
+    def fill(name: str, out: Tensor) -> None:
+        out.copy_(parameters[name].detach())
 
-        # A router's bias decides between scores that are close: it keeps its type.
-        types = {n: dtype if isinstance(p, nn.Parameter) else p.dtype for n, p in parameters.items()}
-        write_model(folder, words, {n: (tuple(p.shape), types[n]) for n, p in parameters.items()}, fill)
-    ranks.barrier()
+    write_model(folder, declared_words(model.config, data, save_dtype), forms, fill)
 
 
 def write_card(
@@ -65,7 +56,7 @@ def write_card(
         "",
         f"{source} under {wiring.name} wiring (layers {', '.join(map(str, ladder)) or 'none'}), by `laddertron adapt`:",
         f"{adapted.parameters:,} parameters, {adapted.steps:,} steps of {settings.batch} x {settings.context} tokens "
-        f"({adapted.steps * settings.batch * settings.context:,}), seed {settings.seed}, on {about['ranks']} ranks.",
+        f"({adapted.steps * settings.batch * settings.context:,}), seed {settings.seed}.",
         "",
         f"Text: {', '.join(about['text'])} (SHA-256 {about['text_sha256'][:16]}…).",
         f"Held out: {adapted.trained.tokens:,} tokens.",

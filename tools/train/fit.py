@@ -1,6 +1,6 @@
 """The training loop for models from scratch and adapted ones: AdamW on fp32 weights, warm-up and decay, accumulation,
-clipping, distillation, annealing, saved states. The same settings, text, torch and number of threads give the same
-weights on one rank; on several, up to the order of sums.
+clipping, distillation, saved states. In one process, on a GPU or the CPU: Megatron-core trains over several
+(models/megatron/). The same settings, text, torch and number of threads give the same weights.
 """
 
 from __future__ import annotations
@@ -17,23 +17,20 @@ from torch import nn
 from ...models.config.model_config import Dtype
 from ...models.reference import Reference
 from . import state
-from .data_parallel import DataParallel
 from .loss import Distil, divergence, next_token
 from .tokens import Batches
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to train. `tokens` is the budget: tokens predicted in all; `batch` a step's sequences over all ranks, of
-    which a rank computes `micro_batch` at once (0: its whole share); `warmup` the share of steps that warms up;
-    `anneal` the steps over which the wiring before fades out."""
+    """How to train. `tokens` is the budget: tokens predicted in all; `batch` a step's sequences, of which
+    `micro_batch` are computed at once (0: all); `warmup` the share of steps that warms up."""
 
     tokens: int
     batch: int = 4
     micro_batch: int = 0
     context: int = 256
     learning_rate: float = 5e-3
-    schedule: Literal["cosine", "linear"] = "cosine"
     warmup: float = 0.05
     weight_decay: float = 0.1
     clip: float = 1.0
@@ -41,7 +38,6 @@ class Settings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     save_dtype: Dtype = "bfloat16"
     distil: Distil = field(default_factory=Distil)
-    anneal: int = 0
 
     @property
     def steps(self) -> int:
@@ -69,36 +65,26 @@ class Saving:
 
 
 def learning_rate(settings: Settings, step: int) -> float:
-    """Linear warm-up, then a cosine or a line down to a tenth of the peak; step counts from 0."""
+    """Linear warm-up, then a cosine down to a tenth of the peak; step counts from 0."""
     warm = max(1, round(settings.warmup * settings.steps))
     if step < warm:
         return settings.learning_rate * (step + 1) / warm
     way = (step - warm) / max(1, settings.steps - warm)
-    left = 0.55 + 0.45 * math.cos(math.pi * way) if settings.schedule == "cosine" else 1 - 0.9 * way
-    return settings.learning_rate * left
-
-
-def share(batch: int, ranks: DataParallel) -> range:
-    """This rank's rows of a batch. Raises ValueError where the ranks do not divide it."""
-    if batch % ranks.size:
-        raise ValueError(f"a batch of {batch} sequences does not split over {ranks.size} ranks: use a multiple")
-    size = batch // ranks.size
-    return range(ranks.rank * size, (ranks.rank + 1) * size)
+    return settings.learning_rate * (0.55 + 0.45 * math.cos(math.pi * way))
 
 
 def fit(
     model: Reference,
     batches: Batches,
     settings: Settings,
-    ranks: DataParallel,
     teacher: nn.Module | None = None,
     saving: Saving | None = None,
     on_step: Callable[[TrainProgress], None] = lambda progress: None,
 ) -> None:
-    """Trains in place and rounds to what is saved; all ranks call it. Raises ValueError, FloatingPointError if the loss
-    is lost, CheckpointError if there is a state that this run cannot go on from."""
-    rows = share(settings.batch, ranks)
-    micro = min(settings.micro_batch or len(rows), len(rows))
+    """Trains in place, where the model is, and rounds to what is saved. Raises FloatingPointError if the loss is lost,
+    CheckpointError if there is a state that this run cannot go on from."""
+    device = next(model.parameters()).device
+    micro = min(settings.micro_batch or settings.batch, settings.batch)
     taught_ones = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in taught_ones if p.ndim == 2], "weight_decay": settings.weight_decay},
@@ -108,18 +94,17 @@ def fit(
     about = {"settings": asdict(settings), **(saving.about if saving else {})}
     first = 0
     if saving and saving.resume and (newest := state.newest(saving.folder)) is not None:
-        first = state.load(newest, model, optimizer, about, ranks)
-    mixed = torch.autocast(ranks.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16")
+        first = state.load(newest, model, optimizer, about)
+    mixed = torch.autocast(device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16")
     weight = settings.distil.weight if teacher is not None else 0.0
     for step in range(first, settings.steps):
         rate = learning_rate(settings, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        model.fade = max(0.0, 1.0 - step / settings.anneal) if settings.anneal else 0.0
-        ids, taught = (tensor.to(ranks.device) for tensor in batches.rows(step, rows))
-        count = ranks.sum(taught.sum().double())
-        total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-        for at in range(0, len(rows), micro):
+        ids, taught = (tensor.to(device) for tensor in batches.rows(step))
+        count = taught.sum().double().clamp(min=1.0)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for at in range(0, settings.batch, micro):
             some, targets = ids[at : at + micro], taught[at : at + micro]
             with mixed:
                 logits = model(some[:, :-1])
@@ -128,18 +113,16 @@ def fit(
                     with torch.no_grad():
                         expected = teacher(some[:, :-1])
                     loss = loss + weight * divergence(logits, expected, targets, settings.distil)
-            # Gradients of sharded weights are reduced at each piece: they stay a share, and are a mean over the ranks.
-            (loss * (ranks.size / count.clamp(min=1.0)).float()).backward()  # type: ignore[no-untyped-call]
+            (loss / count.float()).backward()  # type: ignore[no-untyped-call]
             total += loss.detach().double()
         nn.utils.clip_grad_norm_(taught_ones, settings.clip)
         optimizer.step()
         optimizer.zero_grad()
-        value = float(ranks.sum(total) / count.clamp(min=1.0))
+        value = float(total / count)
         if not math.isfinite(value):
             raise FloatingPointError(f"loss {value} at step {step}: use a smaller learning rate than {rate:g}")
         if saving and saving.every and (step + 1) % saving.every == 0:
-            state.save(saving.folder, step + 1, model, optimizer, about, ranks)
+            state.save(saving.folder, step + 1, model, optimizer, about)
         on_step(TrainProgress(step + 1, settings.steps, value, rate))
-    model.fade = 0.0
     for parameter in model.parameters():
         parameter.data.copy_(parameter.data.to(getattr(torch, settings.save_dtype)))

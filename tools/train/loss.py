@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .data_parallel import ALONE, DataParallel
 from .tokens import unpacked
 
 
@@ -58,23 +57,12 @@ class HeldOut:
 
 
 @torch.no_grad()
-def held_out(
-    model: nn.Module,
-    ids_N: np.ndarray,
-    context: int,
-    ranks: DataParallel = ALONE,
-    original: nn.Module | None = None,
-) -> HeldOut:
-    """The loss of every taught token after the first, in separate pieces of `context`; all ranks call it."""
-    starts = list(range(0, len(ids_N) - 1, context))
+def held_out(model: nn.Module, ids_N: np.ndarray, context: int, original: nn.Module | None = None) -> HeldOut:
+    """The loss of every taught token after the first, in separate pieces of `context`."""
+    device = next(model.parameters()).device
     sums = torch.zeros(4, dtype=torch.float64)  # tokens, loss, divergence, agreements
-    for turn in range(0, len(starts), ranks.size):
-        mine = turn + ranks.rank
-        start = starts[min(mine, len(starts) - 1)]  # all ranks compute, since sharded layers are gathered together
-        ids, taught = unpacked(ids_N[None, start : start + context + 1])
-        ids, taught = ids.to(ranks.device), taught.to(ranks.device)
-        if mine >= len(starts):
-            taught = torch.zeros_like(taught)
+    for start in range(0, len(ids_N) - 1, context):
+        ids, taught = (x.to(device) for x in unpacked(ids_N[None, start : start + context + 1]))
         logits = model(ids[:, :-1]).float()
         measured = [taught.sum(), next_token(logits, ids, taught)]
         if original is not None:
@@ -82,8 +70,8 @@ def held_out(
             same = (logits.argmax(-1) == expected.argmax(-1)) & taught
             measured += [divergence(logits, expected, taught, Distil()), same.sum()]
         sums[: len(measured)] += torch.stack([f.double() for f in measured]).cpu()
-    tokens, loss, apart, same = ranks.sum(sums.to(ranks.device)).tolist()
+    tokens, loss, apart, same_tokens = sums.tolist()
     if not tokens:
         raise ValueError("no token of the held-out text is taught: give more of it")
-    beside = (apart / tokens, same / tokens) if original is not None else (None, None)
+    beside = (apart / tokens, same_tokens / tokens) if original is not None else (None, None)
     return HeldOut(int(tokens), loss / tokens, *beside)

@@ -1,5 +1,5 @@
 """Training text as a mapped file of ids, and batches that depend on the step alone, so that a run resumes by its step
-number on any number of ranks.
+number.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Batches:
                 f"the text has {len(ids_N)} tokens, a step needs {needed}: use more text, or less batch or context"
             )
 
-    def rows(self, step: int, rows: range) -> tuple[Tensor, Tensor]:
-        """Rows of this step's batch: ids [R, context + 1] int64, and which of the ids after the first are taught."""
+    def rows(self, step: int) -> tuple[Tensor, Tensor]:
+        """This step's batch: ids [batch, context + 1] int64, and which of the ids after the first are taught."""
         epoch, place = divmod(step, self.per_epoch)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         offset = int(torch.randint(self.context, (1,), generator=generator))
         order = torch.randperm((len(self.ids_N) - offset - 1) // self.context, generator=generator)
-        chosen = order[place * self.batch : (place + 1) * self.batch][rows.start : rows.stop]
+        chosen = order[place * self.batch : (place + 1) * self.batch]
         starts = [int(start) * self.context + offset for start in chosen]
         return unpacked(np.stack([self.ids_N[start : start + self.context + 1] for start in starts]))
 

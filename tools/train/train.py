@@ -17,9 +17,8 @@ from ...models.config.dialects import stock_json
 from ...models.config.model_config import ModelConfig
 from ...models.reference import Reference
 from ...models.weights.convert import write_json
-from .build import build, initialise
+from .build import CPU, build, initialise
 from .corpus import BOS, CHAT_TEMPLATE, END, EOS, SPECIAL_TOKENS, Document
-from .data_parallel import ALONE, DataParallel
 from .export import export
 from .fit import Saving, Settings, TrainProgress, fit
 from .loss import held_out
@@ -63,47 +62,32 @@ def train(
     tokenizer: Tokenizer,
     documents: Sequence[Document],
     on_step: Callable[[TrainProgress], None] = lambda progress: None,
-    ranks: DataParallel = ALONE,
+    device: torch.device = CPU,
     saving: Saving | None = None,
     teacher: Reference | None = None,
 ) -> Trained:
-    """Trains from scratch, with a teacher's share of the loss as settings.distil says; all ranks call it. Raises
-    ValueError if the text is too short or the tokenizer lacks the special tokens, FloatingPointError if the loss is
-    lost."""
+    """Trains from scratch, with a teacher's share of the loss as settings.distil says. Raises ValueError if the text is
+    too short or the tokenizer lacks the special tokens, FloatingPointError if the loss is lost."""
     special_ids(tokenizer)
     ids_N, held_out_N = encode(tokenizer, documents, False), encode(tokenizer, documents, True)
     if len(held_out_N) < 2:
         raise ValueError("the text is too short to hold any of it out; give more of it")
     batches = Batches(ids_N, settings.batch, settings.context, settings.seed)
-    model = build(config, ranks, getattr(torch, settings.dtype))
-    initialise(model, settings.seed, ranks)
-    fit(model, batches, settings, ranks, teacher, saving, on_step)
-    evaluation = held_out(model.eval(), held_out_N, settings.context, ranks, teacher)
+    model = build(config, device)
+    initialise(model, settings.seed)
+    fit(model, batches, settings, teacher, saving, on_step)
+    evaluation = held_out(model.eval(), held_out_N, settings.context, teacher)
     tokens = settings.steps * settings.batch * settings.context
     return Trained(model, tokens, len(held_out_N), evaluation.perplexity, evaluation.agreement)
 
 
-def save(
-    folder: Path,
-    trained: Trained,
-    settings: Settings,
-    tokenizer: Tokenizer,
-    about: dict[str, Any],
-    ranks: DataParallel = ALONE,
-) -> None:
+def save(folder: Path, trained: Trained, settings: Settings, tokenizer: Tokenizer, about: dict[str, Any]) -> None:
     """The model as a Hugging Face folder of a Llama that declares its wiring; `about` (what it was trained on) goes
-    into training.json with the settings and the outcome. Rank 0 writes; all ranks call it."""
+    into training.json with the settings and the outcome."""
     folder.mkdir(parents=True, exist_ok=True)
     bos, *eos = map(special_ids(tokenizer).__getitem__, (BOS, EOS, END))
-    export(
-        folder,
-        trained.model,
-        settings.save_dtype,
-        stock_json(trained.model.config, {"bos_token_id": bos, "eos_token_id": eos}),
-        ranks,
-    )
-    if ranks.rank:
-        return
+    stock = stock_json(trained.model.config, {"bos_token_id": bos, "eos_token_id": eos})
+    export(folder, trained.model, settings.save_dtype, stock)
     write_json(folder / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False})
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     words = {

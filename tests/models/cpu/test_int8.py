@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import loaded_reference as reference
 import pytest
 import torch
 from laddertron.engine.config.load import ConfigError, read
-from laddertron.models import reference
 from laddertron.models.cpu.kernels import Kernels
 from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.ops import Norm, TorchOps

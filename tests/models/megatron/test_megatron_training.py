@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
+import loaded_reference as reference
 import pytest
 import torch
 import torch.distributed as dist
 from engine_cases import build_on, deployment, forward_all
-from laddertron.models import reference
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.models.weights.convert import convert

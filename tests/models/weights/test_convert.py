@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import loaded_reference as reference
 import pytest
 import torch
 import transformers
 from click.testing import CliRunner
 from laddertron.launchers.cli.__main__ import group
-from laddertron.models import reference
 from laddertron.models.config.dialects import DialectError
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights import convert as converting

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
+import loaded_reference as reference
 import pytest
 import torch
 from click.testing import CliRunner
 from laddertron.engine.text.tokenizer import TextModel
-from laddertron.models import reference
 from laddertron.models.config.model_config import from_folder, make_wiring
 from laddertron.models.config.wiring import RECORD, missing_record
 from laddertron.tools.train.commands.evaluate import command as evaluate

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import jinja2
+import loaded_reference as reference
 import numpy as np
 import pytest
 import torch
 import transformers
 from click.testing import CliRunner
 from laddertron.launchers.cli.__main__ import group
-from laddertron.models import reference
 from laddertron.models.config.model_config import ModelConfig, Rope, from_folder, make_wiring
 from laddertron.models.reference import Reference
 from laddertron.tools.train import build, corpus, fit, loss, train
@@ -279,24 +276,6 @@ def test_the_command_trains_and_says_how_good_it_is(tmp_path: Path) -> None:
     result = CliRunner().invoke(group, ["train", "-o", str(tmp_path / "b"), *text])
     assert (result.exit_code, "already contains a model" in result.stderr) == (2, True)
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
-
-
-@pytest.mark.slow
-def test_two_ranks_train_what_one_trains(tmp_path: Path) -> None:
-    """Under mpirun, one tokenizer for both; from a state of two ranks one rank goes on."""
-    (tmp_path / "text.txt").write_text("\n\n".join(f"The {noun} of the ladder. " * 90 for noun in NOUNS * 3))
-    words = ["--text", str(tmp_path / "text.txt"), *SMALL, "--batch", "2", "--threads", "1", "--save-every", "4"]
-    mpirun = [str(Path(sys.executable).with_name("mpirun")), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    program = [sys.executable, "-m", "laddertron.launchers.cli", "train", "-o", str(tmp_path / "two"), *words]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run([*mpirun, *program], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("held-out perplexity") == 1
-    result = CliRunner().invoke(group, ["train", "-o", str(tmp_path / "one"), *words])
-    assert result.exit_code == 0, result.output
-    one, two = (json.loads((tmp_path / n / "training.json").read_text())["held_out_perplexity"] for n in ("one", "two"))
-    assert one == pytest.approx(two, rel=1e-3)
-    assert not (tmp_path / "two" / "training").exists()
 
 
 def test_an_unfinished_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

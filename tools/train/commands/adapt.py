@@ -10,19 +10,19 @@ from typing import Any
 import click
 
 from ....launchers.cli.errors import UsageError, ended_by
-from ..training import MODEL, STATES, TEXT, parse_layers, token_files, training_bar, training_options, training_ranks
+from ..training import MODEL, STATES, TEXT, parse_layers, token_files, training_bar, training_device, training_options
 
 EPILOG = """\b
 Examples:
-  laddertron adapt models/llama-8b -o models/llama-8b-ladder16 \\
-    --ladder-layers 16 --text data/ --distil 0.5
-  mpirun -n 8 laddertron adapt models/llama-8b -o out --wiring ladder \\
+  laddertron adapt models/llama-1b -o models/llama-1b-ladder8 \\
+    --ladder-layers 8 --text data/ --distil 0.5
+  laddertron adapt models/llama-1b -o out --wiring ladder \\
     --text data/ --dtype bfloat16 --recompute
-  srun laddertron adapt models/llama-8b -o out --wiring delay-2 --text data/ \\
+  laddertron adapt models/llama-1b -o out --wiring delay-2 --text data/ \\
     --save-every 500 --resume
 
-Under mpirun, srun or torchrun, weights, gradients and optimizer states are sharded over all ranks, and -o must be on a
-shared filesystem. docs/adapting.md has memory and time for an 8B model."""
+Trains in one process, on a GPU if there is one. For models that need several GPUs docs/adapting.md shows how to train
+the wirings with Megatron-LM."""
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True})
@@ -51,23 +51,15 @@ shared filesystem. docs/adapting.md has memory and time for an 8B model."""
 )
 @click.option("--temperature", type=click.FloatRange(0, min_open=True), default=1.0, help="Temperature of --distil.")
 @click.option("--top-k", type=click.IntRange(0), default=0, help="Largest logits that --distil uses; 0: all.")
-@click.option("--anneal", type=click.IntRange(0), default=0, help="Steps over which the old wiring fades out.")
 @click.option("--freeze", callback=parse_layers, help="Layers that are not trained; -1: embedding and head.")
 @click.option("--recompute", is_flag=True, help="Recompute activations in the backward pass, to save memory.")
-@click.option("--compile", "compiles", is_flag=True, help="Use torch.compile: a slower start, then faster steps.")
 @click.option(
     "--micro-batch",
     type=click.IntRange(0),
     default=0,
-    help="Sequences that a rank computes at once; 0: its share of --batch.",
+    help="Sequences that are computed at once; 0: all of --batch.",
 )
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="Peak of the schedule.")
-@click.option(
-    "--schedule",
-    type=click.Choice(["cosine", "linear"]),
-    default="cosine",
-    help="Decay of the learning rate, to a tenth.",
-)
 @click.option("--warmup", type=click.FloatRange(0, 1), default=0.05, help="Share of the steps for warm-up.")
 @click.option("--clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest gradient norm.")
 @training_options
@@ -80,11 +72,10 @@ def command(source: Path, out: Path, **o: Any) -> None:
     (README.md) and an evaluation record: held-out losses of the original and of the new wiring before and after."""
     if (out / "config.json").exists():
         raise UsageError(f"{out} already contains a model: remove it, or give another folder to -o")
-    with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
-        _adapt(source, out, ranks, o)
+    _adapt(source, out, training_device(o["threads"]), o)
 
 
-def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
+def _adapt(source: Path, out: Path, device: Any, o: dict[str, Any]) -> None:
     from ....engine.text.tokenizer import TextModel
     from ....models.config.model_config import from_folder
     from ....models.config.wiring import retrained
@@ -99,27 +90,18 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
     config = from_folder(source)
     wiring = retrained(config, o["wiring"], o["ladder_layers"], o["tensor_parallel_size"])
     settings = Settings(
-        **{
-            key: o[key]
-            for key in ("tokens", "batch", "micro_batch", "schedule", "warmup", "clip", "seed", "dtype", "anneal")
-        },
+        **{key: o[key] for key in ("tokens", "batch", "micro_batch", "warmup", "clip", "seed", "dtype")},
         context=o["context"] or min(4096, config.max_position_embeddings),
         learning_rate=o["learning_rate"] or 2e-5,
         save_dtype=config.dtype,
         distil=Distil(o["distil"], o["temperature"], o["top_k"]),
     )
     states = out / STATES
-
-    def check() -> None:
-        if states.exists() and not o["resume"]:
-            raise UsageError(f"{states}: an unfinished run: go on with --resume, or remove it")
-
-    ranks.first_does(check)
+    if states.exists() and not o["resume"]:
+        raise UsageError(f"{states}: an unfinished run: go on with --resume, or remove it")
     files = files_in(o["text"])
     apart = files_in(o["held_out"]) if o["held_out"] else []
-    ids_N, held_out_N, digest = token_files(
-        states, TextModel.from_folder(source), files, apart, o["held_out_tokens"], ranks
-    )
+    ids_N, held_out_N, digest = token_files(states, TextModel.from_folder(source), files, apart, o["held_out_tokens"])
     frozen = o["freeze"] or ()
     frozen = tuple(range(config.num_layers))[-frozen:] if isinstance(frozen, int) and frozen > 0 else frozen
     frozen = (frozen,) if isinstance(frozen, int) else frozen
@@ -130,27 +112,22 @@ def _adapt(source: Path, out: Path, ranks: Any, o: dict[str, Any]) -> None:
         "text_sha256": digest,
         "frozen": list(frozen),
     }
-    with training_bar(ranks, settings.batch * settings.context) as show:
+    with training_bar(settings.batch * settings.context) as show:
         adapted = adapt.adapt(
             source,
             wiring,
             settings,
             ids_N,
             held_out_N,
-            ranks,
+            device,
             frozen=frozen,
             recomputes=o["recompute"],
-            compiles=o["compiles"],
             saving=Saving(states, o["save_every"], o["resume"], about),
             on_step=show,
-            on_model=lambda model: adapt.write(out, source, model, settings.save_dtype, ranks),
+            on_model=lambda model: adapt.write(out, source, model, settings.save_dtype),
         )
-    if ranks.rank == 0:
-        names = [str(path) for path in (*o["text"], *o["held_out"])]
-        write_card(out, source.name, wiring, settings, adapted, {**about, "text": names, "ranks": ranks.size})
-        shutil.rmtree(states)
-        o_ppl, u_ppl, t_ppl = (
-            evaluation.perplexity for evaluation in (adapted.original, adapted.untrained, adapted.trained)
-        )
-        click.echo(f"{out}: held-out perplexity {o_ppl:.3f} original, {u_ppl:.3f} untrained, {t_ppl:.3f} trained")
-    ranks.barrier()
+    names = [str(path) for path in (*o["text"], *o["held_out"])]
+    write_card(out, source.name, wiring, settings, adapted, {**about, "text": names})
+    shutil.rmtree(states)
+    before, untrained, trained = (x.perplexity for x in (adapted.original, adapted.untrained, adapted.trained))
+    click.echo(f"{out}: held-out perplexity {before:.3f} original, {untrained:.3f} untrained, {trained:.3f} trained")

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ....launchers.cli.errors import check_output, ended_by
-from ..training import MODEL, TEXT, token_file, training_ranks
+from ..training import MODEL, TEXT, token_file, training_device
 
 
 @click.command(context_settings={"show_default": True})
@@ -21,7 +21,7 @@ from ..training import MODEL, TEXT, token_file, training_ranks
 @click.option("--tokens", type=click.IntRange(2), default=262_144, help="Tokens of the text to use, at most.")
 @click.option("--record", is_flag=True, help="Write the record that `check` and `serve` look for into each folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of the table.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of a rank.  [default: torch's choice]")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads.  [default: torch's choice]")
 @ended_by(ValueError)
 @ended_by(OSError, end=click.ClickException)
 def command(folders: tuple[Path, ...], **o: Any) -> None:
@@ -29,19 +29,17 @@ def command(folders: tuple[Path, ...], **o: Any) -> None:
     token from that model, and how often both predict the same token.
 
     Folders must have the same tokenizer: otherwise losses per token are not comparable. Computes in fp32, with each
-    folder's declared wiring, on this process or the ranks of an outer mpirun, srun or torchrun.
+    folder's declared wiring, in one process, on a GPU if there is one.
 
     \b
       laddertron evaluate models/standard models/ladder --text notes/ \\
         --original models/standard --record
     """
-    with training_ranks(threads=o["threads"]) as ranks:
-        rows = _rows(folders, o, ranks)
-        if ranks.rank == 0:
-            click.echo(json.dumps(rows, indent=1) if o["as_json"] else "\n".join(_table(rows)))
+    rows = _rows(folders, o, training_device(o["threads"]))
+    click.echo(json.dumps(rows, indent=1) if o["as_json"] else "\n".join(_table(rows)))
 
 
-def _rows(folders: tuple[Path, ...], o: dict[str, Any], ranks: Any) -> list[dict[str, Any]]:
+def _rows(folders: tuple[Path, ...], o: dict[str, Any], device: Any) -> list[dict[str, Any]]:
     import torch
 
     from ....models.config.model_config import from_folder
@@ -55,20 +53,20 @@ def _rows(folders: tuple[Path, ...], o: dict[str, Any], ranks: Any) -> list[dict
     for other in everyone[1:]:
         if (other / "tokenizer.json").read_bytes() != (first / "tokenizer.json").read_bytes():
             raise ValueError(f"{other} has another tokenizer than {first}: their losses a token are not comparable")
-    if o["record"] and ranks.rank == 0:
+    if o["record"]:
         for folder in folders:
             check_output(folder / RECORD, "--record")
     length = o["context"] or min(4096, *(from_folder(folder).max_position_embeddings for folder in everyone))
-    ids_N, digest = token_file(first, o["text"], o["tokens"], ranks)
-    compared = load_any(original, ranks) if original else None
+    ids_N, digest = token_file(first, o["text"], o["tokens"])
+    compared = load_any(original, device) if original else None
     rows = []
     with torch.no_grad():
         for folder in folders:
-            model = load_any(folder, ranks)
-            loss_fields = asdict(held_out(model, ids_N, length, ranks, compared))
+            model = load_any(folder, device)
+            loss_fields = asdict(held_out(model, ids_N, length, compared))
             row = record(loss_fields, original.name if original else None, digest)
             rows.append({"folder": folder.name, "wiring": model.config.wiring.name, **row})
-            if o["record"] and ranks.rank == 0:
+            if o["record"]:
                 (folder / RECORD).write_text(json.dumps(row, indent=1) + "\n", encoding="utf-8")
     return rows
 

@@ -10,7 +10,7 @@ import click
 
 from ....launchers.cli.errors import ended_by
 from ...bench.picture import picture
-from ..training import MODEL, TEXT, token_file, training_ranks
+from ..training import MODEL, TEXT, token_file, training_device
 
 
 @click.command(context_settings={"show_default": True})
@@ -36,10 +36,7 @@ def command(source: Path, **o: Any) -> None:
     \b
       laddertron scan models/llama-3.1-8b --text notes/ --nodes 2x8xH100
     """
-    with training_ranks(threads=o["threads"]) as ranks:
-        rows = _scan(source, o, ranks)
-    if ranks.rank:
-        return
+    rows = _scan(source, o, training_device(o["threads"]))
     fit = [row for row in rows if row["layers"] and row["suffix_loss"] - rows[0]["suffix_loss"] <= o["most"]]
     best = max(fit, key=lambda row: row["layers"], default=None)
     words = "no suffix" if best is None else f"ladder_layers: {best['layers']}"
@@ -70,7 +67,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set(xlabel=speed if planned else "laddered layers, from the last", ylabel="added loss, untrained, nats")
 
 
-def _scan(source: Path, o: dict[str, Any], ranks: Any) -> list[dict[str, Any]]:
+def _scan(source: Path, o: dict[str, Any], device: Any) -> list[dict[str, Any]]:
     from ....models.config.model_config import from_folder
     from ..build import load_all
     from ..loss import held_out
@@ -81,13 +78,13 @@ def _scan(source: Path, o: dict[str, Any], ranks: Any) -> list[dict[str, Any]]:
             f"{source} declares {config.wiring.name} wiring; what laddering costs is asked of a standard model"
         )
     context = o["context"] or min(4096, config.max_position_embeddings)
-    ids_N, _ = token_file(source, o["text"], o["tokens"], ranks)
-    model = load_all(source, ranks)
+    ids_N, _ = token_file(source, o["text"], o["tokens"])
+    model = load_all(source, device)
     layers = config.num_layers
 
     def loss(chosen: range) -> float:
         model.ladder(chosen)
-        return held_out(model, ids_N, context, ranks).loss
+        return held_out(model, ids_N, context).loss
 
     speed = _speed_ups(source, o, layers)
     rows = [{"layers": 0, "suffix_loss": loss(range(0)), "layer": None, "alone_loss": None, "speed_up": speed[0]}]

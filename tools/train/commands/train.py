@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ....launchers.cli.errors import UsageError, ended_by
-from ..training import MODEL, STATES, TEXT, training_bar, training_options, training_ranks
+from ..training import MODEL, STATES, TEXT, training_bar, training_device, training_options
 
 if TYPE_CHECKING:
     from ....models.config.model_config import ModelConfig
-    from ..data_parallel import DataParallel
 
 EPILOG = """\b
 Examples:
@@ -27,12 +26,9 @@ Examples:
   laddertron train -o models/mine --text notes/ --tokens 10000000
   laddertron train -o models/draft --teacher models/mine \\
     --text answers.jsonl --layers 2 --hidden 64
-  mpirun -n 8 laddertron train -o models/wide --text data/ --hidden 2048 \\
-    --heads 16 --save-every 500
 
-Under mpirun, srun or torchrun, weights, gradients and optimizer states are sharded over all ranks, and -o must be on a
-shared filesystem. Without --text the model learns from the docstrings of Python's standard library. Compare only models
-that were trained with the same text, tokenizer, budget and seed."""
+Trains in one process, on a GPU if there is one. Without --text the model learns from the docstrings of Python's
+standard library. Compare only models that were trained with the same text, tokenizer, budget and seed."""
 
 
 def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -110,16 +106,15 @@ def command(out: Path, **o: Any) -> None:
     """Train a Llama with any residual wiring and write it as a Hugging Face folder that declares it."""
     if (out / "model.safetensors").exists():
         raise UsageError(f"{out} already contains a model: remove it, or give another folder to -o")
-    with training_ranks(o["interface"], o["shards"], o["threads"]) as ranks:
-        _train(out, ranks, o)
+    _train(out, training_device(o["threads"]), o)
 
 
-def _train(out: Path, ranks: DataParallel, o: dict[str, Any]) -> None:
+def _train(out: Path, device: Any, o: dict[str, Any]) -> None:
     import torch
     from tokenizers import Tokenizer
 
-    from ....models import reference
     from .. import corpus, state, train
+    from ..build import load_all
     from ..fit import Saving, Settings
     from ..loss import Distil
 
@@ -130,15 +125,11 @@ def _train(out: Path, ranks: DataParallel, o: dict[str, Any]) -> None:
     documents = corpus.text_files(text) if text else corpus.python_documentation()
     given = o["tokenizer"] or teacher
     own = (given or states) / "tokenizer.json"
-
-    def prepare() -> None:
-        if not o["resume"] and state.newest(states) is not None:
-            raise UsageError(f"{states}: an unfinished run: go on with --resume, or remove it")
-        if not given and not (o["resume"] and own.is_file()):
-            states.mkdir(parents=True, exist_ok=True)
-            own.write_text(corpus.train_tokenizer(documents, o["vocab"]).to_str(pretty=True), encoding="utf-8")
-
-    ranks.first_does(prepare)
+    if not o["resume"] and state.newest(states) is not None:
+        raise UsageError(f"{states}: an unfinished run: go on with --resume, or remove it")
+    if not given and not (o["resume"] and own.is_file()):
+        states.mkdir(parents=True, exist_ok=True)
+        own.write_text(corpus.train_tokenizer(documents, o["vocab"]).to_str(pretty=True), encoding="utf-8")
     words = Tokenizer.from_file(str(own))
     config = _model(o, words.get_vocab_size())
     about = {
@@ -149,21 +140,18 @@ def _train(out: Path, ranks: DataParallel, o: dict[str, Any]) -> None:
         "threads": torch.get_num_threads(),
         "parameters": config.num_parameters,
     }
-    if ranks.rank == 0:
-        click.echo(
-            f"{config.wiring.name} Llama of {config.num_parameters:,} parameters; {len(documents):,} documents;"
-            f" {settings.steps:,} steps of {settings.batch} x {settings.context} tokens",
-            err=True,
-        )
+    click.echo(
+        f"{config.wiring.name} Llama of {config.num_parameters:,} parameters; {len(documents):,} documents;"
+        f" {settings.steps:,} steps of {settings.batch} x {settings.context} tokens",
+        err=True,
+    )
     same = {"corpus_sha256": about["corpus_sha256"], "wiring": config.wiring.name, "parameters": config.num_parameters}
-    with training_bar(ranks, settings.batch * settings.context) as show:
-        taught_by = reference.load(teacher, torch.float32).to(ranks.device) if teacher else None
+    with training_bar(settings.batch * settings.context) as show:
+        taught_by = load_all(teacher, device) if teacher else None
         saving = Saving(states, o["save_every"], o["resume"], same)
-        trained = train.train(config, settings, words, documents, show, ranks, saving, taught_by)
-    train.save(out, trained, settings, words, about, ranks)
-    if ranks.rank == 0:
-        shutil.rmtree(states, ignore_errors=True)
-        agreement = "" if trained.agreement is None else f", agrees with {teacher} on {trained.agreement:.1%}"
-        over = f"over {trained.held_out_tokens:,} tokens{agreement}"
-        click.echo(f"{out}: held-out perplexity {trained.held_out_perplexity:.3f} {over}")
-    ranks.barrier()
+        trained = train.train(config, settings, words, documents, show, device, saving, taught_by)
+    train.save(out, trained, settings, words, about)
+    shutil.rmtree(states, ignore_errors=True)
+    agreement = "" if trained.agreement is None else f", agrees with {teacher} on {trained.agreement:.1%}"
+    over = f"over {trained.held_out_tokens:,} tokens{agreement}"
+    click.echo(f"{out}: held-out perplexity {trained.held_out_perplexity:.3f} {over}")
