@@ -46,7 +46,7 @@ def written() -> dict[str, str]:
     """Every file's text by its name. In the pages that have prose, the part between the two comments is replaced."""
     plans = {_name(c): make_plan(from_deployment(read(c), Asked(None, Work()))) for c in CONFIGS}
     texts = {_page(name): f"# {name}\n\n{markdown(plans[name])}" for name in SAMPLES}
-    validation = simulate_published.report(simulate_published.fit())
+    validation = simulate_published.report()
     for name, lines in (("README.md", _index(plans)), ("validation.md", validation)):
         texts[name] = renewed((FOLDER / name).read_text(encoding="utf-8"), lines)
     return texts

@@ -107,17 +107,6 @@ class StepTraffic:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitLaw:
-    """A chunk of `tokens` of a prompt, whole and in halves: mean sub-block and all-reduce (c and L of the law)."""
-
-    tokens: int
-    sub_block_s: float
-    all_reduce_s: float
-    half_s: float
-    half_all_reduce_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class CapacityEstimate:
     question: Question
     ranks: tuple[dict[str, Any], ...]
@@ -125,7 +114,6 @@ class CapacityEstimate:
     traffic: tuple[StepTraffic, ...]
     predictions: tuple[Prediction, ...]
     prefills: tuple[Prefill, ...]
-    split_law: SplitLaw | None
     depths: tuple[Depth, ...]
     layouts: tuple[Layout, ...]
     assumptions: tuple[str, ...]
@@ -159,7 +147,6 @@ def make_plan(question: Question) -> CapacityEstimate:
         traffic=tuple(_traffic(q, group, wiring, batch) for wiring in variants.values() for batch in (1, 32)),
         predictions=predictions,
         prefills=prefills,
-        split_law=_split_law(q, group),
         depths=depths,
         layouts=candidates,
         assumptions=_assumptions(q, group),
@@ -302,16 +289,6 @@ def _speeds(
         for name, wiring, variant_group in (*variants, *split_variants(q, group))
     ]
     return tuple(predictions), tuple(prefills)
-
-
-def _split_law(q: Question, group: SimulatedGroup) -> SplitLaw | None:
-    tokens = min(q.work.prompt, q.keys.max_num_batched_tokens)
-    if tokens < 2 or not split_variants(q, group):
-        return None
-    load = Load(prompt=tokens, prompt_context=tokens / 2)
-    unsplit, halves = group.cost(load), [group.cost(half) for half in load.halves()]
-    half_s = sum(half.sub_block_s for half in halves) / 2
-    return SplitLaw(tokens, unsplit.sub_block_s, unsplit.all_reduce.seconds, half_s, halves[0].all_reduce.seconds)
 
 
 def _traffic(q: Question, group: SimulatedGroup, wiring: Wiring, batch: int) -> StepTraffic:

@@ -1,27 +1,23 @@
-"""Layouts of a mixture of experts over the same devices: flat, spread, pipelines of both, one node, and data-parallel
-attention with all-to-all, which is priced and not built here. Pure; no torch.
+"""Layouts of a mixture of experts over the same devices: flat, spread, pipelines of both, and one node. Pure; no
+torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from ...engine.step.memory import MemoryKeys
 from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring
-from ...models.config.quantisation import BYTES
 from ...models.config.shapes import ShapeError, Sharing, check_shapes, share
 from ...models.residual import plan_sub_blocks
-from ...topology.cost.cost import Backend, predict, sent_bytes
-from ...topology.cost.prices import reference
+from ...topology.cost.cost import Backend, sent_bytes
 from .layouts import Devices, Work, fullest_stage, group_of, hop
 from .memory import Memory, StoredTypes, memory
 from .roofline import Load, SimulatedGroup
-from .step_simulator import Wire, simulate_step
 
 BATCHES = (1, 8, 32, 128)
-NOT_BUILT = "all-to-all (not built)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +70,6 @@ def mixture_layouts(
             priced.append(MixtureLayout(name, title, refused=str(error)))
             continue
         priced.append(_priced(name, title, config, stored, keys, devices, work, backend, (nodes, stages), sharing))
-        if name == "spread" and n > 1:
-            priced.append(_all_to_all(config, stored, keys, devices, work, sharing))
     return tuple(priced)
 
 
@@ -114,37 +108,6 @@ def _group(
     rates, links = devices.rates(stored.weights), devices.links(nodes, per_node)
     stage = fullest_stage(config, stages)
     return group_of(stage, nodes * per_node, stored, rates, links, keys.replicate_embedding, sharing, inside)
-
-
-def _all_to_all(
-    config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, devices: Devices, work: Work, sharing: Sharing
-) -> MixtureLayout:
-    """Each node computes attention of its own rows and holds their KV; a row goes to every other node that has an
-    expert which it chose, once, and its sum comes back."""
-    n, per_node, e = devices.nodes, devices.per_node, config.experts
-    assert e is not None
-    group = _group(config, stored, keys, devices, n, 1, sharing)
-    room = memory(config, n * per_node, stored, keys, devices.memory_bytes, 1, sharing)
-    costs, shape, moe = reference("nccl", devices.shape(2, 1)), devices.shape(2, 1), sum(e.layers)
-    visits = (n - 1) * (1.0 - (1.0 - 1.0 / n) ** (e.chosen * e.count / e.routed))
-    times, sent = list[float | None](), []
-    for batch in BATCHES:
-        rows = ceil(batch / n)
-        own, all_rows = (group.cost(Load(decodes=r, context=work.context)) for r in (rows, batch))
-        size = rows * visits * config.hidden_size * BYTES[stored.values] / per_node
-        both = 2 * predict(costs, shape, "p2p", max(1, int(size)))
-        pairs = zip(e.layers, own.mlp_s, all_rows.mlp_s, strict=True)
-        cost = replace(own, all_reduce=Wire(both))
-        if e.beside:
-            cost = replace(cost, beside_s=all_rows.beside_s)
-        else:
-            cost = replace(cost, mlp_s=[many if mixed else few for mixed, few, many in pairs])
-        fits = room.sequences(work.prompt + work.output) >= rows
-        times.append(simulate_step(cost, config.wiring, group.size).total_s if fits else None)
-        sent.append(2 * moe * size)
-    return MixtureLayout(
-        NOT_BUILT, f"tp {n * per_node}, experts spread", room, 2 * moe, tuple(sent), tuple(times), built=False
-    )
 
 
 def best_of(candidates: tuple[MixtureLayout, ...], index: int) -> MixtureLayout | None:

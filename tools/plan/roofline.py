@@ -23,7 +23,7 @@ WEIGHT_SHARE = 0.76
 KV_SHARE = 0.70
 FLOPS_SHARE = 0.55
 CALL_ONE_S, CALL_MANY_S = 7e-6, 18e-6
-"""Fitted to published single-token rates of 70B and 405B on H100 (tools/benchmarks/simulate_published.py), but for
+"""Fitted to published single-token rates of 70B and 405B on H100 (docs/plans/validation.md has the errors), but for
 KV_SHARE and FLOPS_SHARE, which are assumptions: shares of the nominal memory bandwidth that weights and KV are read at,
 of the dense FLOP/s in large products, and what a sub-block costs beyond its bytes with one row and with more."""
 

@@ -102,25 +102,7 @@ def _prefill(plan: CapacityEstimate) -> Sheet:
     for p in plan.prefills:
         share = f"{p.time.exposed_s / p.time.total_s:.0%}"
         rows.append((f"{p.tokens:,}", p.wiring, ms(p.time.total_s), f"{p.tokens_per_s:,.0f}", share))
-    return Sheet(
-        "One prompt alone", ("tokens", "wiring", "ms", "tokens/s", "exposed"), tuple(rows), 2, _arithmetic(plan)
-    )
-
-
-def _arithmetic(plan: CapacityEstimate) -> str:
-    """The gain of two streams for one chunk of the prompt, by the law."""
-    if plan.split_law is None:
-        return ""
-    law = plan.split_law
-    one_s, split = law.sub_block_s + law.all_reduce_s, max(2 * law.half_s, law.half_s + law.half_all_reduce_s)
-    us = "L {:,.0f}, c {:,.0f}, L_half {:,.0f}, c_half {:,.0f} us".format(
-        *(1e6 * s for s in (law.all_reduce_s, law.sub_block_s, law.half_all_reduce_s, law.half_s))
-    )
-    return (
-        f"Split: one half of the rows computes while the other's all-reduce is in flight: max(2 c_half, c_half + "
-        f"L_half) instead of c + L. For {law.tokens:,} tokens {us}: {split * 1e6:,.0f} instead of {one_s * 1e6:,.0f}, "
-        f"{one_s / split:.2f}x at most, less the slowdown by a concurrent all-reduce."
-    )
+    return Sheet("One prompt alone", ("tokens", "wiring", "ms", "tokens/s", "exposed"), tuple(rows), 2)
 
 
 def _traffic(plan: CapacityEstimate) -> Sheet:
@@ -211,7 +193,6 @@ def as_json(plan: CapacityEstimate) -> dict[str, Any]:
             for p in plan.predictions
         ],
         "prefill": [{**asdict(p), "tokens_per_s": p.tokens_per_s} for p in plan.prefills],
-        "split_law": plan.split_law and asdict(plan.split_law),
         "contexts": [{**asdict(d), "tokens_per_s": d.tokens_per_s} for d in plan.depths],
         "layouts": [
             {
