@@ -126,6 +126,10 @@ gpu: ## What one GPU shows, under nine minutes, resumable: build/gpu_day.md (GPU
 bench-cross-node: env ## Measure across emulated nodes and renew docs/cross_node.md (root; a quarter of an hour, quiet machine)
 	@$(PY) tools/benchmarks/cross_node/cross_node.py --write
 
+.PHONY: frontier
+frontier: env ## Train each wiring alike, measure its speed, renew that section of docs/layouts.md (root; half an hour, quiet machine)
+	@$(PY) tools/benchmarks/cross_node/frontier.py --write
+
 fault-test: env ## Faults row by row, 440 seeded kill points (FAULT_SEED, FAULT_FAKE, _REAL, _STANDBY, _NODES; at most 90 minutes)
 	@FAULT_STANDBY=$${FAULT_STANDBY:-200} FAULT_NODES=$${FAULT_NODES:-40} timeout -k 30 5400 $(VENV)/bin/pytest tests/faults --ignore tests/faults/test_soak.py tests/launchers/job/test_supervisor.py tests/launchers/test_app_serve.py -s
 

@@ -56,9 +56,9 @@ def table(head: str, rows: Iterable[Iterable[object]]) -> list[str]:
     return [f"| {lines[0]} |", "|---" * (head.count("|") + 1) + "|", *(f"| {line} |" for line in lines[1:])]
 
 
-def renewed(page: str, lines: Iterable[str]) -> str:
-    """The page with these lines between `<!-- ...: begin -->` and `<!-- end -->`; the rest is prose."""
-    head, begin, rest = re.split(r"(<!-- [^>]*: begin -->)", page, maxsplit=1)
+def renewed(page: str, lines: Iterable[str], script: str = "") -> str:
+    """The page with these lines between `<!-- ...script...: begin -->` and `<!-- end -->`; the rest is prose."""
+    head, begin, rest = re.split(rf"(<!-- [^>]*{script}[^>]*: begin -->)", page, maxsplit=1)
     return "\n".join((f"{head}{begin}", "", *lines, "", f"<!-- end -->{rest.partition('<!-- end -->')[2]}"))
 
 

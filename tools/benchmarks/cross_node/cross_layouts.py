@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -47,9 +47,14 @@ def deployment(site: Site, kind: str) -> Deployment:
 
 
 def layouts(site: Site, todo: list[list[Any]], tokens: int) -> Iterator[Row]:
-    """A row for each (run, batch, L/c) of `todo`, with tokens/s of each kind."""
+    return at_ratios(site, {kind: deployment(site, kind) for kind in KINDS}, todo, tokens)
+
+
+def at_ratios(site: Site, deployments: Mapping[str, Deployment], todo: list[list[Any]], tokens: int) -> Iterator[Row]:
+    """A row for each (run, batch, L/c) of `todo`, with tokens/s of each kind. "standard" and "no-communication" set the
+    link's delay."""
     with ExitStack() as stack:
-        jobs = {kind: stack.enter_context(site.job(kind, deployment(site, kind))) for kind in KINDS}
+        jobs = {kind: stack.enter_context(site.job(kind, deployments[kind])) for kind in deployments}
         site.switch.link(0.0)
         rest: dict[int, tuple[float, float]] = {}
         for batch in sorted({batch for _, batch, _ in todo}):
@@ -63,7 +68,7 @@ def layouts(site: Site, todo: list[list[Any]], tokens: int) -> Iterator[Row]:
             c, without_delay = rest[batch]
             delay_s = max(0.0, aimed * c - without_delay)
             site.switch.link(delay_s)
-            rates = {kind: rate(jobs[kind], batch, 8, tokens) for kind in to_and_fro(KINDS, run)}
+            rates = {kind: rate(jobs[kind], batch, 8, tokens) for kind in to_and_fro(jobs, run)}
             yield {"run": run, "batch": batch, "aimed": aimed, "delay_s": delay_s, "rates": rates}
 
 
