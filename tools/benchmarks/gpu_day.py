@@ -77,6 +77,7 @@ def parts(device: str, tiny: bool) -> list[Part]:
     return [
         *[part for part in compiled if not tiny or part.name == "compile shard 70b"],
         *measured,
+        Part("ranks", (str(HERE / "gpu" / "gpu_ranks.py"), "--device", device), 125),
         Part("transformers", (*decode, *few, "--engines", "transformers"), 100),
         *[Part(f"prompts of {n}", (*decode, *few[:2], *one, "--prompt", n), 60) for n in prompts],
     ]
@@ -132,6 +133,9 @@ def markdown(results_so_far: Mapping[str, Any]) -> str:
         out += ["", *table("model | weights | step | ms", cells)]
     if shards:
         out += ["", shard_table(shards)]
+    ranks = [line for name, line in lines if name == "ranks"]
+    if ranks:
+        out += ["", *table("two ranks on one GPU | measured", ((line["part"], json.dumps(line)) for line in ranks))]
     return "\n".join([*out, "", *bars(decodes, shards), ""])
 
 
