@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SAFE_PATH, SEARCH_PATH = "PYTHONSAFEPATH", "PYTHONPATH"
+_NO_QUESTIONS = {"SSH_ASKPASS_REQUIRE": "never"}
+"""A remote shell that asks for a password in a window would wait; without a terminal it fails, and says why."""
 
 
 def command(module: str, *words: str, python: str | None = None) -> tuple[str, ...]:
@@ -27,7 +29,7 @@ def laddertron(*words: str, python: str | None = None) -> tuple[str, ...]:
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment and `more`, without the working directory on the import path of any Python program,
     not even of one between a launcher and its ranks."""
-    return {**os.environ, **(more or {}), **safe_path({**os.environ, **(more or {})})}
+    return {**os.environ, **_NO_QUESTIONS, **(more or {}), **safe_path({**os.environ, **(more or {})})}
 
 
 def safe_path(environ: Mapping[str, str]) -> dict[str, str]:

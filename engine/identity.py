@@ -104,7 +104,9 @@ def from_owner(
     for name in sorted(identity.files):
         there, here = digests.get(name, ""), identity.files[name]
         if there != here:
-            how = "is missing" if not there else "is not expected" if not here else "differs"
+            how = (
+                "is missing there, which differs" if not there else "differs" if here else "is not expected: it differs"
+            )
             return Difference(rank, f"{name} {how}")
     for part, sample in sorted(samples.items()):
         weights = identity.weights.get(part, Weights())

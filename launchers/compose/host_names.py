@@ -49,6 +49,17 @@ class HostNames:
                 return f"{name} has only IPv6 addresses ({', '.join(resolved)})"
         return ""
 
+    def listed_twice(self, names: Iterable[str]) -> tuple[str, str] | None:
+        """The first two different names of one machine, by the addresses to which they resolve; None if there are
+        none."""
+        owners: dict[str, str] = {}
+        for name in dict.fromkeys(names):
+            here = self.is_here(name)
+            for address in [self._here.hostname] if here else self._resolved.get(name, ()):
+                if (other := owners.setdefault(address, name)) != name:
+                    return other, name
+        return None
+
     def is_here(self, name: str) -> bool:
         """True if a name means this machine."""
         return self.same(name, self._here.hostname)

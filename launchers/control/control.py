@@ -239,11 +239,13 @@ class _Peer(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self.where = str(self._transport.get_extra_info("peername"))
         self._transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._deadline = asyncio.get_running_loop().call_later(
-            self._server.handshake_s, self.drop, f"no Hello within {self._server.handshake_s:g} s"
-        )
+        self._expect("authentication", self._server.handshake_s)
         self._server.peer_came(self)
         self._send_plain(messages.Challenge(self._nonce.hex()))
+
+    def _expect(self, what: str, seconds: float) -> None:
+        text = f"no {what} within {seconds:g} s"
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self.drop, text)
 
     @property
     def quiet(self) -> bool:
@@ -327,10 +329,11 @@ class _Peer(asyncio.Protocol):
         self._send_plain(messages.Proof(frames.proof_mac(secret, self._nonce, theirs, rank)))
         self._reader.key = frames.direction_key(secret, self._nonce, theirs, "rank")
         self._writer.key = frames.direction_key(secret, self._nonce, theirs, "server")
+        self._deadline.cancel()
         if not self._pulse:
+            self._expect("Hello", max(self._server.handshake_s, self._server.welcome.silence_s))
             self.send_payload(messages.to_wire(self._server.welcome))
             return
-        self._deadline.cancel()
         line = self._transport.get_extra_info("socket")
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from ... import __version__
 from ...engine.request import TokensEvent
+from ...topology.hardware.cpu_quota import memory_limit
 from ...topology.placement.machines import boot_id, own_addresses
 from . import frames, messages
 from .connecting import connect
@@ -96,7 +97,8 @@ class ControlClient:
         self._socket.settimeout(self._silence_s)
         pid = os.getpid()
         host, here = socket.gethostname(), own_addresses(self._socket.getsockname()[0])
-        self._put(messages.Hello(rank, local_rank, host, pid, start_time(pid) or 0, boot_id(), version, here))
+        limit = memory_limit() or 0
+        self._put(messages.Hello(rank, local_rank, host, pid, start_time(pid) or 0, boot_id(), version, here, limit))
         threads = (self._write_on, "control-write"), (self._read_on, "control-read")
         writer, reader = self._threads = [threading.Thread(target=t, name=name, daemon=True) for t, name in threads]
         self._pulse: PulseThread | None = None

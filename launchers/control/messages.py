@@ -179,7 +179,7 @@ class Dump:
 class Hello:
     """Rank -> server, in reply to Welcome: the identity of the rank's process. `boot_id` and `start_time` (ticks since
     boot, /proc/self/stat) distinguish it from a later process with the same pid; `hostname`, `boot_id` and `addresses`
-    are its Machine's."""
+    are its Machine's; `memory_limit`: bytes that its cgroups allow, 0: without a limit."""
 
     type: Literal["hello"] = field(default="hello", kw_only=True)
     rank: Index
@@ -190,6 +190,7 @@ class Hello:
     boot_id: ShortText
     version: ShortText
     addresses: Annotated[tuple[ShortText, ...], MaxLen(MAX_ADDRESSES)] = ()
+    memory_limit: Count = 0
 
     @property
     def machine(self) -> Machine:

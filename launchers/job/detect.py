@@ -151,7 +151,7 @@ def behind(beats: Mapping[int, Beat], world: World | None = None) -> int | None:
     return min(ranks)
 
 
-SAME_FILES = "the nodes must have the same files"
+SAME_FILES = "the nodes must have the same files, at the same paths"
 
 
 def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | None:
@@ -159,11 +159,14 @@ def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | N
     about it; None if all agree."""
     names = sorted({name for digests in announced.values() for name in digests})
     for name in names:
-        values = {rank: digests.get(name, "nothing") for rank, digests in sorted(announced.items())}
+        values = {rank: digests.get(name, "") for rank, digests in sorted(announced.items())}
         usual = Counter(values.values()).most_common(1)[0][0]
         for rank, value in values.items():
             if value != usual:
-                return rank, f"{name} is {value[:24]} there and {usual[:24]} elsewhere: {SAME_FILES}"
+                return (
+                    rank,
+                    f"{name} is {value[:24] or 'missing'} there and {usual[:24] or 'missing'} elsewhere: {SAME_FILES}",
+                )
     return None
 
 

@@ -73,6 +73,11 @@ class Fleet:
         self._spares = tuple(host.partition(":")[0] for host in deployment.launch.spare_hosts)
         listed = (*(host.name for share in self.shares for host in share.hosts), *self._spares)
         self.names = HostNames(listed, self._hostname)
+        if (twice := self.names.listed_twice(host.name for host in self.available.hosts)) is not None:
+            raise LaunchError(
+                f"{self.available.source}: {twice[0]} and {twice[1]} are one machine: name each host once, with all "
+                "its slots"
+            )
         if self.site.kind == "mpich" and (host := self.names.only_ipv6(listed)):
             raise LaunchError(f"{host}{NEEDS_IPV4}")
         self.shares = tuple(self._routed(deployment, share) for share in self.shares)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 LAST_WORDS_S = 2.0
 _LINE_LIMIT = 8192
+USUAL_FILES = 1024
+"""Descriptors that a process may usually open; mpirun fails silently without about 90."""
 
 
 LauncherOutput = News | messages.Tokens | messages.Running | RankHeartbeat
@@ -81,6 +84,7 @@ class Launch:
             command.seats,
             identity,
             fix,
+            socket.gethostname(),
         )
         self._keeper: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -315,7 +319,7 @@ class Launch:
             if answer.fault and self._board.ranks[hosts[host]].hello is None:
                 self._tell([self._board.sign(Evidence("launch", hosts[host], f"{host}: {answer.fault}"))])
             elif answer.note:
-                self._board.notes.append(answer.note)
+                self._board.notes[host] = answer.note
 
     async def _watch(self) -> None:
         last = time.monotonic()
@@ -358,5 +362,8 @@ class Launch:
         if status < 0 and not ours:
             sign = Evidence("launcher_killed", None, f"{name} was ended by signal {-status}")
         else:
-            sign = Evidence("launcher_exit", None, f"{name} ended with status {status}")
+            text = f"{name} ended with status {status}"
+            if not self._output and (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < USUAL_FILES:
+                text += f" without a message: it may open only {files} files (`ulimit -n`): raise that to {USUAL_FILES}"
+            sign = Evidence("launcher_exit", None, text)
         self._tell([self._board.sign(sign)])

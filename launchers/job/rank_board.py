@@ -25,6 +25,8 @@ from .options import JobTimeouts
 
 _NOTICED = re.compile(r"\brank (\d+) with PID \d+")
 """mpirun's message that names the rank because of whose exit it ends the others."""
+_KILLED = re.compile(r"\bsignal:? 9\b")
+"""In messages of mpirun and mpiexec about a rank."""
 NODE_LOST = "lost communication with a remote daemon"
 """mpirun's message about an unreachable node; it then ends the ranks on all other nodes."""
 _LOST_NODE = re.compile(r"\bRemote daemon\s*: \S+ on node (\S+)")
@@ -68,6 +70,11 @@ class RankState:
     ended: bool = False
 
 
+def _out_of_memory(limit: int) -> str:
+    of_group = f", or raise the memory limit of its cgroup, {limit >> 20} MiB" if limit else ""
+    return f"; it was killed by signal 9: see `dmesg` on its host, whether it was out of memory{of_group}"
+
+
 def _silence(seconds: float) -> str:
     return f"no heartbeat for {seconds:.1f} s (stopped, swapped out, cut off, or its large packets are lost)"
 
@@ -75,7 +82,7 @@ def _silence(seconds: float) -> str:
 class RankBoard:
     """`began`: when mpirun was started. `seats`: the listed
     name of each rank's host; () if unknown. identity: of the model that the job serves, which every rank must read;
-    `fix`: what to do if one reads another."""
+    `fix`: what to do if one reads another. `owner`: the hostname of this process."""
 
     def __init__(
         self,
@@ -85,8 +92,9 @@ class RankBoard:
         seats: Sequence[str] = (),
         identity: ModelIdentity | None = None,
         fix: str = SAME_FILES,
+        owner: str = "its owner",
     ) -> None:
-        self._identity, self._fix = identity, fix
+        self._identity, self._fix, self._owner = identity, fix, owner
         self._world = world
         self.ranks = {rank: RankState() for rank in range(world.size)}
         self.hosts: dict[int, str | None] = dict(enumerate(seats))
@@ -94,8 +102,8 @@ class RankBoard:
         self.evidence: list[Evidence] = []
         self._unreached: list[Evidence] = []
         """Reports of ranks that cannot connect to another, which is the evidence's rank."""
-        self.notes: list[str] = []
-        """Why hosts of missing ranks could not be asked."""
+        self.notes: dict[str, str] = {}
+        """By listed name, why hosts of missing ranks could not be asked."""
         self._timeouts = timeouts
         self._steps = StepWatch(timeouts.first_step_s, timeouts.least_step_s)
         self._began = self._moved = began
@@ -197,7 +205,7 @@ class RankBoard:
             return []
         state.ended = True
         if reason == UNREACHABLE:
-            return [self.sign(Evidence("silent", rank, reason))]
+            return [self.sign(Evidence("silent", rank, f"{reason}, from {self.node(rank)} to {self._owner}"))]
         text = "its process exited without reporting an error" + (f" ({reason})" if reason else "")
         return [self.sign(Evidence("rank_lost", rank, text))]
 
@@ -216,7 +224,8 @@ class RankBoard:
 
     def _agreement(self) -> list[News]:
         announced = {rank: state.announced for rank, state in self.ranks.items() if state.announced is not None}
-        if self.ready or len(announced) < len(self.ranks):
+        differs = any(one.kind == "model_changed" for one in self.evidence)  # which names the file
+        if self.ready or differs or len(announced) < len(self.ranks):
             return []
         digests, loading = (
             {r: m.digests for r, m in announced.items()},
@@ -254,12 +263,13 @@ class RankBoard:
         news: list[News] = []
         if len(greeted) < len(self.ranks):
             if now - self._began > timeouts.launch_s:
-                missing = self.missing()
+                # NOTE: mpirun starts no rank before it has reached every host: those that answer wait for the others
+                missing = [at for at in self.missing() if at[1] in self.notes] or self.missing()
                 hosts = dict.fromkeys(host for _, host in missing if host)
                 where = f" on {', '.join(hosts)}" if hosts else ""
                 ranks = ", ".join(str(rank) for rank, _ in missing)
                 text = f"rank {ranks}{where} did not start within {timeouts.launch_s:g} s"
-                text = "; ".join((text, *self.notes))
+                text = "; ".join((text, *self.notes.values()))
                 news.append(self.sign(Evidence("launch", missing[0][0] if len(hosts) == 1 else None, text)))
         elif not self.ready and (self.loads or not self._standing()) and now - self._moved > timeouts.load_stall_s:
             slowest = min(greeted, key=lambda rank: self.ranks[rank].fraction)
@@ -346,6 +356,8 @@ class RankBoard:
         # NOTE: a start's output often names the cause long before its end; later, only the end is about the failure.
         lines = output if self.ready else tuple(start_output) or output
         cause = unreachable(lines) if sign.kind in _EXPLAINED else None
+        if sign.kind == "rank_lost" and _KILLED.search(words):
+            reason += _out_of_memory(0 if state.hello is None else state.hello.memory_limit)
         if cause is not None and sign.kind == "launcher_exit" and not began:
             # NOTE: the launcher's own advice (firewalls) is only in `output`: this line names the cause
             reason, node = f"{cause[0]} ({sign.text})", cause[1]

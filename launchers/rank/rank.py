@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ...engine.config import load as deploy
@@ -265,8 +266,16 @@ def _loading(say: Callable[[messages.StateMessage], None]) -> Callable[[int, int
 
 def files_of(deployment: Deployment) -> messages.Announce:
     """What a rank reports of the deployment and of the model's files on its host. Raises OSError."""
-    digests = {"config": deploy.digest(deployment), **small_files(deployment)}
-    return messages.Announce(digests, headers_of(deployment))
+    return messages.Announce(_digests(deployment), headers_of(deployment))
+
+
+def _digests(deployment: Deployment) -> dict[str, str]:
+    """What must be equal on all ranks before one has loaded the model."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:  # built in place
+        torch = ""
+    return {"config": deploy.digest(deployment), "torch": torch, **small_files(deployment)}
 
 
 def run_rank(
@@ -329,8 +338,8 @@ def run_rank(
             weights_file,
             salt,
         )
-        digests = {"config": deploy.digest(deployment), **small_files(deployment)}
-        announces = [messages.Announce({**digests, "model config": config_digest(built.config)}, built.samples)]
+        digests = _digests(deployment) | {"model config": config_digest(built.config)}
+        announces = [messages.Announce(digests, built.samples)]
         if reports_for_all:
             announces = agree(communicator, deployment, identity.node, announces[0])
             status.computes_with = tuple(

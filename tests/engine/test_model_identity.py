@@ -142,7 +142,7 @@ def test_another_tokenizer_folder_is_covered(model: Path, tmp_path: Path) -> Non
     assert identity_of(keys).digest != before.digest
     found = from_owner(before, 0, small_files(keys), {})
     assert found is not None
-    assert found.text == "tokenizer: chat_template.jinja is not expected"
+    assert found.text.startswith("tokenizer: chat_template.jinja is not expected")
 
 
 # per-rank files

@@ -84,6 +84,7 @@ def test_the_environment_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """PYTHONPATH keeps its entries, but for empty ones; none is added."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", "/a", "", "/b", ""]))
     assert child.environment({"X": "1"}).items() >= {"PYTHONSAFEPATH": "1", "PYTHONPATH": "/a:/b", "X": "1"}.items()
+    assert child.environment()["SSH_ASKPASS_REQUIRE"] == "never"
     monkeypatch.delenv("PYTHONPATH")
     assert "PYTHONPATH" not in child.environment()
 

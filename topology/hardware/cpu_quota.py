@@ -1,5 +1,5 @@
-"""The processors that this process may use: its affinity and the CPU quotas of its cgroups, versions 1 and 2. Every
-thread's time counts against a quota, also of threads that wait by looking.
+"""The processors that this process may use: its affinity and the CPU quotas of its cgroups, versions 1 and 2; and their
+limits of memory. Every thread's time counts against a quota, also of threads that wait by looking.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from pathlib import PurePosixPath
 
 from .sysfs import Sysfs
 
+_NO_LIMIT = 1 << 60
+"""Version 1 writes about the largest number where memory has no limit."""
+
 
 def cpu_quota(fs: Sysfs | None = None) -> float | None:
     """Processors by the tightest quota of this process's cgroups and their ancestors; None without one."""
     fs = fs or Sysfs()
-    quotas = (_quota(fs, folder) for mount, inner in _cgroups(fs) for folder in _upwards(mount, inner))
+    quotas = (_quota(fs, folder) for mount, inner in _cgroups(fs, "cpu") for folder in _upwards(mount, inner))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
@@ -24,8 +27,16 @@ def usable_cpus(sharers: int = 1, fs: Sysfs | None = None) -> int:
     return cores if quota is None else max(1, min(cores, int(quota / sharers)))
 
 
-def _cgroups(fs: Sysfs) -> list[tuple[str, PurePosixPath]]:
-    """The mounts of hierarchies that limit CPU time, and this process's group below each."""
+def memory_limit(fs: Sysfs | None = None) -> int | None:
+    """Bytes by the tightest limit of this process's cgroups and their ancestors; None without one."""
+    fs = fs or Sysfs()
+    folders = (folder for mount, inner in _cgroups(fs, "memory") for folder in _upwards(mount, inner))
+    limits = (fs.number(f"{folder}/{name}") for folder in folders for name in ("memory.max", "memory.limit_in_bytes"))
+    return min((limit for limit in limits if limit is not None and limit < _NO_LIMIT), default=None)
+
+
+def _cgroups(fs: Sysfs, limiting: str) -> list[tuple[str, PurePosixPath]]:
+    """The mounts of hierarchies with the controller `limiting`, and this process's group below each."""
     groups = dict[str, str]()
     for line in fs.text("proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -34,7 +45,7 @@ def _cgroups(fs: Sysfs) -> list[tuple[str, PurePosixPath]]:
     for line in fs.text("proc/self/mountinfo").splitlines():
         fields, _, rest = (part.split() for part in line.partition(" - "))
         kind, options = (rest[0], rest[-1].split(",")) if rest else ("", [])
-        controller = "" if kind == "cgroup2" else "cpu" if kind == "cgroup" and "cpu" in options else None
+        controller = "" if kind == "cgroup2" else limiting if kind == "cgroup" and limiting in options else None
         if controller is None or controller not in groups or len(fields) < 5:
             continue
         root, mount = fields[3], fields[4]

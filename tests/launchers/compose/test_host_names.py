@@ -70,6 +70,16 @@ def test_a_spare_replaces_a_host_by_its_hostname_and_is_another_machine() -> Non
         spare_places(hosts, ["n1"], ["n1-eth"], {}, known)
 
 
+def test_one_machine_is_not_listed_by_two_names() -> None:
+    """mpirun would count its slots twice or refuse them, without the names. Two that do not resolve may differ."""
+    twins = HostNames(
+        ["a", "b", "c", "d", "e"], "me", lambda name: {"a": ("10.1.0.1",), "c": ("10.1.0.1",)}.get(name, ())
+    )
+    assert twins.listed_twice(["a", "b", "c", "d"]) == ("a", "c")
+    assert twins.listed_twice(["a", "b", "d", "e", "a"]) is None
+    assert twins.listed_twice(["me", "b", "localhost"]) == ("me", "localhost")
+
+
 def test_this_machine_is_known_by_any_of_its_addresses() -> None:
     here = HostNames(["me-ib", "other"], "me", lambda name: own_addresses()[:1] if name == "me-ib" else ("192.0.2.9",))
     assert here.is_here("localhost")

@@ -564,6 +564,22 @@ def test_a_proven_rank_that_breaks_the_protocol_is_dropped_with_the_reason(data:
     with_channel(story)
 
 
+def test_a_slow_rank_may_greet_after_the_time_for_a_handshake() -> None:
+    """It is no stranger any more: on a busy machine its Hello takes longer. A stranger who came later is dropped."""
+
+    async def story(channel: Channel) -> None:
+        _, writer, sealed = await prove(channel)
+        host, _, port = channel.address.rpartition(":")
+        idle, stranger = await asyncio.open_connection(host, int(port))
+        await ended(idle)
+        writer.write(sealed.frame(to_wire(Hello(1, 1, "x", 1, 1, "", ""))))
+        await channel.heard.until(lambda: channel.heard.of(Hello))
+        writer.close()
+        stranger.close()
+
+    with_channel(story, handshake_s=0.5)
+
+
 def test_a_quiet_rank_hears_nothing_until_it_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that says nothing is pinged for a while and then no more, so that its end can be told; a word of it, and
     it is pinged at once. A Submit is sent in any case."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from laddertron import __version__
+from laddertron.engine.identity import ModelIdentity
 from laddertron.engine.job import NOBODY, Culprit, MetricRow
 from laddertron.engine.request import ModelLimits
 from laddertron.launchers.control.control import UNREACHABLE
@@ -303,6 +305,44 @@ def test_a_failure_has_the_listed_name_of_its_host() -> None:
     board = RankBoard(World(2), JobTimeouts(launch_s=120.0), 0.0, seats=("a-ib", "b-ib"))
     (late,) = [item for item in board.look(121.0) if isinstance(item, Evidence)]
     assert late == Evidence("launch", None, "rank 0, 1 on a-ib, b-ib did not start within 120 s")
+    # mpirun waits for b, and starts nothing on a either
+    board.notes["b-ib"] = "ssh b-ib did not answer within 12 s"
+    (late,) = [item for item in board.look(121.0) if isinstance(item, Evidence)]
+    assert late == Evidence("launch", 1, f"rank 1 on b-ib did not start within 120 s; {board.notes['b-ib']}")
+
+
+@pytest.mark.parametrize(
+    ("words", "limit", "says"),
+    [
+        (
+            "prterun noticed that process rank 1 with PID 101 on node b exited on|signal 9 (Killed).",
+            160 << 20,
+            "160 MiB",
+        ),
+        ("YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)", 0, "dmesg"),
+        ("noticed that process rank 1 with PID 101 on node b exited on|signal 11.", 160 << 20, ""),
+    ],
+)
+def test_a_rank_that_was_killed_may_have_been_out_of_memory(words: str, limit: int, says: str) -> None:
+    board = RankBoard(World(2), JobTimeouts(), 0.0)
+    board.heard(0, hello(0), 1.0)
+    board.heard(1, replace(hello(1), memory_limit=limit), 1.0)
+    board.gone(1, "")
+    reason = board.judge(1, tuple(words.split("|")), {}).reason
+    assert says in reason
+    assert ("memory" in reason) == bool(says)
+
+
+def test_another_model_is_named_by_its_file_though_digests_differ_too() -> None:
+    """The file is known from the owner's model as soon as one rank has read it, the digests once all have."""
+    board = RankBoard(World(2), JobTimeouts(), 0.0, identity=ModelIdentity("feed", {"config.json": "a"}, {}))
+    for rank in (0, 1):
+        board.heard(rank, hello(rank), 1.0)
+    board.heard(1, Announce({"config.json": ""}), 1.0)
+    board.heard(0, Announce({"config.json": "a"}), 1.0)
+    failure = board.judge(None, (), {})
+    assert failure.kind == "model_changed"
+    assert failure.culprit.rank == 1
 
 
 def test_a_supervisor_that_was_held_up_blames_nobody() -> None:
@@ -420,7 +460,7 @@ def test_a_host_that_acknowledges_nothing_is_named_and_makes_room_for_a_spare() 
     assert board.gone(1, "reset") == []
     failure = board.judge(None, (), {})
     assert failure.culprit.node == "node-1"
-    assert UNREACHABLE in failure.reason
+    assert f"{UNREACHABLE}, from node-1 to its owner" in failure.reason
     assert bad_node((failure,), "node-0") == "node-1"
 
 

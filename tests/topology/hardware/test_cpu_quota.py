@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from laddertron.topology.hardware import cpu_quota as module
-from laddertron.topology.hardware.cpu_quota import cpu_quota, usable_cpus
+from laddertron.topology.hardware.cpu_quota import cpu_quota, memory_limit, usable_cpus
 from laddertron.topology.hardware.sysfs import Sysfs
 
 V2 = "30 23 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
@@ -64,6 +64,21 @@ def test_the_tightest_quota_counts(
     tmp_path: Path, groups: str, mounts: str, quotas: dict[str, str], expected: float | None
 ) -> None:
     assert cpu_quota(tree(tmp_path, groups, mounts, **quotas)) == expected
+
+
+def test_the_tightest_memory_limit_counts(tmp_path: Path) -> None:
+    """Version 1 writes a number also where there is no limit, version 2 a word."""
+    fs = tree(tmp_path, "4:memory:/a/b\n0::/c", f"{MEMORY}\n{V2.format(root='/')}")
+    limits = {"memory/a": str(2 << 30), "memory/a/b": str((1 << 63) - 4096)}
+    for folder, limit in limits.items():
+        (tmp_path / "sys/fs/cgroup" / folder).mkdir(parents=True)
+        (tmp_path / "sys/fs/cgroup" / folder / "memory.limit_in_bytes").write_text(limit)
+    assert memory_limit(fs) == 2 << 30
+    (tmp_path / "sys/fs/cgroup/c").mkdir()
+    for limit, tightest in (("max", 2 << 30), (str(1 << 30), 1 << 30)):
+        (tmp_path / "sys/fs/cgroup/c/memory.max").write_text(limit)
+        assert memory_limit(fs) == tightest
+    assert memory_limit(Sysfs(tmp_path / "none")) is None
 
 
 def test_both_versions_at_once(tmp_path: Path) -> None:
