@@ -202,16 +202,17 @@ class GrammarSlots(Grammars):
 
     def __init__(
         self,
-        tokenizer_folder: Path,
+        tokenizer: Path | str,
         vocab_size: int,
         eos_token_ids: Sequence[int],
         max_whitespace: int = MAX_WHITESPACE,
     ) -> None:
-        """Raises ValueError if the library is missing or cannot read the folder's tokenizer.json."""
+        """`tokenizer`: the path of tokenizer.json, or its text. Raises ValueError if the library is missing or cannot
+        read it."""
         options: dict[str, Any] = {"n_vocab": vocab_size}
         if eos_token_ids:
             options["eos_token"] = list(eos_token_ids)
-        self.tokenizer = library().LLTokenizer(str(tokenizer_folder / "tokenizer.json"), **options)
+        self.tokenizer = library().LLTokenizer(str(tokenizer), **options)
         self._blanks = _Blanks(self.tokenizer, max_whitespace)
         self._slots: dict[int, GrammarState] = {}
         self._prototypes: OrderedDict[str, Prototype] = OrderedDict()

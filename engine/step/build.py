@@ -128,8 +128,13 @@ def split_rule(
 
 def make_grammars(folder: Path, config: ModelConfig) -> Grammars:
     """Makes grammars for the model's tokenizer; if that fails, a substitute that refuses structured output."""
+    source: Path | str = folder / "tokenizer.json"
     try:
-        return GrammarSlots(folder, config.vocab_size, config.eos_token_ids)
+        if not (folder / "tokenizer.json").is_file():
+            from ..text.rank_file import grammar_source  # tokenizers, which other ranks do not need
+
+            source = grammar_source(folder)
+        return GrammarSlots(source, config.vocab_size, config.eos_token_ids)
     except (ValueError, OSError) as fault:
         return NoGrammars(f"structured output is not available: {fault}")
 

@@ -20,7 +20,9 @@ from .chat_template import DEFAULTS, ChatTemplate, TemplateError, template_sourc
 from .chat_template import ChatOptions as ChatOptions
 from .content_marks import ContentMarks
 from .detokenizer import Pieces
-from .text_files import changed_files, text_files
+from .own_templates import OWN_TEMPLATES
+from .rank_file import is_rank_file, read_ranks
+from .text_files import RANKS, changed_files, text_files
 
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_CONFIG_BYTES = 1 << 24
@@ -84,27 +86,15 @@ class TextModel:
     @classmethod
     def from_folder(cls, folder: Path, special_in_content: bool = True) -> TextModel:
         """Reads the tokenizer's JSON files and chat template. Raises TextError naming a missing or unreadable file."""
-        path, files = folder / "tokenizer.json", text_files(folder)
-        if not path.is_file():
-            also = " (tokenizer.model alone is not read)" if (folder / "tokenizer.model").is_file() else ""
-            raise TextError(
-                f"{path} is missing{also}: save it there with transformers' AutoTokenizer(…).save_pretrained(folder)"
-            )
-        if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise TextError(f"{path} has {path.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the library raises bare Exceptions, and its panics are none
-            raise TextError(f"{path} cannot be read as a tokenizer: {error}") from error
+        files = text_files(folder)
+        config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+        path, tokenizer = _read_tokenizer(folder, config)
         if (largest := max(tokenizer.get_vocab().values(), default=0)) > MAX_ID:
             raise TextError(f"{path} has a token with the id {largest}; at most {MAX_ID} is read: fetch the file again")
         if not tokenizer.get_vocab_size():
             raise TextError(f"{path} has an empty vocabulary: fetch the file again")
-        config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
         try:
-            templates = template_sources(folder, config)
+            templates = template_sources(folder, config) or _own_template(folder)
         except (TemplateError, ValueError) as error:
             raise TextError(f"{folder}: {error}") from error
         eos_ids = _eos_ids(tokenizer, config, _read_json(folder / "generation_config.json"))
@@ -187,6 +177,33 @@ class TextModel:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+
+
+def _read_tokenizer(folder: Path, config: dict[str, Any]) -> tuple[Path, Tokenizer]:
+    """The tokenizer of tokenizer.json, or else of ranks, and which file it is. Raises TextError."""
+    path = folder / "tokenizer.json"
+    if ranks := is_rank_file(folder, config):
+        path = folder / RANKS
+    if not path.is_file():
+        others = [name for name in ("tokenizer.model", RANKS) if (folder / name).is_file()]
+        also = f" ({others[0]} alone is not read)" if others else ""
+        raise TextError(
+            f"{path} is missing{also}: save it there with transformers' AutoTokenizer(…).save_pretrained(folder)"
+        )
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise TextError(f"{path} has {path.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
+    try:
+        return path, read_ranks(path, config) if ranks else Tokenizer.from_file(str(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exceptions, and its panics are none
+        raise TextError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def _own_template(folder: Path) -> dict[str, str]:
+    """The template for a family whose folder contains none; {} if there is none here either. Raises TextError."""
+    template = OWN_TEMPLATES.get(str(_read_json(folder / "config.json").get("model_type")))
+    return {} if template is None else {"default": template}
 
 
 def _renderer(template: ChatTemplate) -> Render:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from .chat_template import TemplateError
+from .rank_file import grammar_source
 from .text_files import RESTORE, changed_files, text_files
 from .tokenizer import ChatOptions, TextError, TextModel
 
@@ -86,7 +87,7 @@ def _grammars(model: TextModel) -> GrammarSlots:
     if the folder changed since the model was read."""
     from ..sampling.grammar import GrammarSlots  # numpy and llguidance: only where one asks for structured output
 
-    grammars = GrammarSlots(model.folder, model.vocab_size, model.eos_ids)
+    grammars = GrammarSlots(grammar_source(model.folder), model.vocab_size, model.eos_ids)
     if changed := changed_files(model.files, text_files(model.folder)):
         raise ValueError(f"{model.folder / changed[0]} changed since this process read it: {RESTORE}")
     return grammars

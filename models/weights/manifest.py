@@ -30,6 +30,7 @@ BESIDE = (
     "generation_config.json",
     "model.safetensors.index.json",
     "tokenizer.json",
+    "tiktoken.model",
     "tokenizer_config.json",
     "chat_template.jinja",
 )

@@ -29,6 +29,7 @@ from .tensor_reader import DTYPES, Reader
 BESIDE = (
     "generation_config.json",
     "tokenizer.json",
+    "tiktoken.model",
     "tokenizer_config.json",
     "chat_template.jinja",
     "chat_template.json",

@@ -61,7 +61,7 @@ def takes(tmp_path: Path) -> Callable[[str | None, str], bool]:
         pytest.skip("no llguidance")
     write_folder(tmp_path)
     text = TextModel.from_folder(tmp_path)
-    slots = grammar.GrammarSlots(tmp_path, text.vocab_size, (1,))
+    slots = grammar.GrammarSlots(tmp_path / "tokenizer.json", text.vocab_size, (1,))
 
     def whole(spec: str | None, said: str) -> bool:
         assert spec is not None

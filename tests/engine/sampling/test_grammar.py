@@ -79,7 +79,7 @@ def write(
     logits = torch.randn(steps, len(requests), VOCAB)
 
     def task(rank: int, gather: Gather) -> list[Sampled]:
-        slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
+        slots = grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,))
         sampler = make(VOCAB, tp, rank, gather, len(requests), slots)
         for slot, request in enumerate(requests):
             sampler.admit(sequence(slot, request, output=outputs[slot] if outputs else ()))
@@ -166,7 +166,7 @@ def test_blanks_do_not_go_on_for_ever(folder: Path, name: str) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     (blank,), known = tokenizer.encode(" ").ids, tokenizer.encode(before).ids
     for most in (32, 5):
-        slots = grammar.GrammarSlots(folder, VOCAB, (EOS,), most)
+        slots = grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,), most)
         slots.admit(0, one, known)
         for _ in range(most):
             assert slots.state(0).allowed(range(VOCAB))[blank]
@@ -191,7 +191,7 @@ def test_blanks_of_a_text_are_not_bounded(folder: Path, one: str, before: str) -
     """In a string, and where nothing else may come."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     (blank,) = tokenizer.encode(" ").ids
-    slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
+    slots = grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,))
     slots.admit(0, one, tokenizer.encode(before).ids)
     for _ in range(60):
         assert slots.state(0).allowed(range(VOCAB))[blank]
@@ -221,7 +221,7 @@ def test_drafts_are_masked_row_by_row_and_end_where_the_grammar_refuses(folder: 
     single = [int(step.ids[0]) for step in write(folder, tp, [request], 40)[0]]
 
     def task(rank: int, gather: Gather) -> list[int]:
-        sampler = make(VOCAB, tp, rank, gather, 1, grammar.GrammarSlots(folder, VOCAB, (EOS,)))
+        sampler = make(VOCAB, tp, rank, gather, 1, grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,)))
         sampler.admit(sequence(0, request))
         drawn, last = list[int](), 3
         steps = torch.randn(40, 1, VOCAB, generator=torch.Generator().manual_seed(17))
@@ -243,7 +243,7 @@ def test_drafts_are_masked_row_by_row_and_end_where_the_grammar_refuses(folder: 
 
 
 def test_masks_of_shards_are_pieces_of_the_whole(folder: Path) -> None:
-    slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
+    slots = grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,))
     slots.admit(0, spec(json=PERSON), [])
     whole = slots.state(0).allowed(range(VOCAB))
     assert 0 < whole.sum() < VOCAB
@@ -255,7 +255,7 @@ def test_a_mask_does_not_hide_bad_logits(folder: Path) -> None:
     """NaN at an id that the grammar forbids: the row is reported all the same."""
 
     def task(rank: int, gather: Gather) -> list[bool]:
-        sampler = make(VOCAB, 2, rank, gather, 2, grammar.GrammarSlots(folder, VOCAB, (EOS,)))
+        sampler = make(VOCAB, 2, rank, gather, 2, grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,)))
         for slot in (0, 1):
             sampler.admit(sequence(slot, params(spec(choice=["yes", "no"]))))
         logits = torch.zeros(2, VOCAB)
@@ -279,7 +279,7 @@ def test_a_grammar_cannot_hold_up_the_engine(folder: Path) -> None:
     """(a{1000}){1000}: compiled or given up by the library within bounds (2 s and 300 MB without them)."""
 
     def admit() -> None:
-        slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
+        slots = grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,))
         slots.admit(0, spec(regex="(a{1000}){1000}"), [])
         assert slots.state(0).allowed(range(VOCAB)).any() or "too many" in (slots.state(0).failure() or "")
 
@@ -326,7 +326,7 @@ def test_without_the_library_asking_for_a_grammar_says_what_to_install(monkeypat
 
 def test_a_mask_costs_little(folder: Path) -> None:
     """Specs that many requests share are compiled once: admitting one more takes well under 5 ms."""
-    slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
+    slots = grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,))
     person = spec(json=PERSON)
     slots.admit(0, person, [])
     assert cheapest(lambda: slots.admit(1, person, []), 20) < 5e-3
@@ -357,7 +357,7 @@ HOSTILE: dict[str, str] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_grammar_that_would_fail_at_work_is_refused_at_the_door(folder: Path, name: str) -> None:
     """By the library's reason or ours, twice, and in bounded time."""
-    slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
+    slots = grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,))
 
     def check() -> None:
         with pytest.raises(ValueError, match=r"cannot be used: .+"):
@@ -372,7 +372,7 @@ def test_a_grammar_that_takes_long_to_compile_is_refused_and_few_are_held(
 ) -> None:
     """The library counts no fuel for it, and a step of all requests would wait. Half a gigabyte for each of 64 would be
     held."""
-    slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
+    slots = grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,))
     with pytest.raises(ValueError, match=r"takes .* s to compile, at most 0.5 s are allowed \(is a multipleOf large"):
         slots.check(spec(json={"type": "integer", "multipleOf": 500_009}))
     compiled: list[str] = []
@@ -392,7 +392,7 @@ def test_a_grammar_that_takes_long_to_compile_is_refused_and_few_are_held(
 
 
 def test_the_door_lets_good_grammars_pass_and_knows_them_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = grammar.GrammarSlots(folder, VOCAB, (EOS,))
+    slots = grammar.GrammarSlots(folder / "tokenizer.json", VOCAB, (EOS,))
     good = [
         spec(json=PERSON),
         spec(regex="[a-z]*"),
