@@ -13,6 +13,7 @@ from ..openai.body import Body
 from ..openai.errors import ApiError, unmade
 from ..openai.line_order import PreparedLine
 from ..openai.prefetch import answer_id
+from ..openai.responses import whole_answer
 from ..openai.to_engine import RequestOrigin, to_requests
 from ..request import Request
 from ..text.tokenizer import TextModel
@@ -97,9 +98,9 @@ class LineFlights(FlightOwner):
         name = self.name(line)
         if answer.error is None:
             try:
-                if answer.values > LARGE_VALUES:
+                if answer.values > LARGE_VALUES and answer.body.responses is None:
                     return large_answer_line(line.custom_id, name, answer.pieces())
-                return output_line(line.custom_id, name, 200, answer.response())
+                return output_line(line.custom_id, name, 200, whole_answer(answer))
             except Exception as error:
                 log.exception("a response could not be built")
                 answer.error = unmade(error)

@@ -14,7 +14,7 @@ from ...topology.json_codec import ReadError, one_line, parse
 from ..text.pool import LARGE_BYTES
 from .body import Body, check_body
 from .errors import ApiError
-from .schema import CHAT, COMPLETIONS, Endpoint
+from .schema import GENERATING, Route
 from .to_engine import wrong_model
 from .validators import did_you_mean, show
 
@@ -22,7 +22,7 @@ MAX_LINE_BYTES = 10_000_000 - 1
 MAX_CUSTOM_ID = 512
 MAX_ERRORS = 100
 _ENVELOPE = ("custom_id", "method", "url", "body")
-_ENDPOINTS: dict[str, Endpoint] = {CHAT: CHAT, COMPLETIONS: COMPLETIONS}
+_ENDPOINTS: dict[str, Route] = {path: path for path in GENERATING}
 _CHUNK = 1 << 20
 _PART_SECONDS, _PART_LINES, _PART_BYTES = 0.05, 256, 1 << 20
 
@@ -46,7 +46,7 @@ class BatchLine(NamedTuple):
 class LineRules:
     """`endpoint`: the only url allowed (a batch). `max_lines=None`: any number. `digests`: lines carry their digest."""
 
-    endpoint: Endpoint | None = None
+    endpoint: Route | None = None
     max_line_bytes: int = MAX_LINE_BYTES
     max_lines: int | None = None
     digests: bool = False
@@ -166,7 +166,7 @@ def _custom_id(value: dict[str, Any]) -> str | None:
     return given if type(given) is str and 1 <= len(given) <= MAX_CUSTOM_ID else None
 
 
-def _envelope(value: dict[str, Any], rules: LineRules) -> Endpoint:
+def _envelope(value: dict[str, Any], rules: LineRules) -> Route:
     for name in _ENVELOPE:
         if name not in value:
             raise ApiError(f"{name} is missing", param=name, code="missing_required_parameter")
@@ -182,7 +182,7 @@ def _envelope(value: dict[str, Any], rules: LineRules) -> Endpoint:
     url = value["url"]
     endpoint = _ENDPOINTS.get(url) if type(url) is str else None
     if endpoint is None:
-        raise ApiError(f"url={show(url)}: {CHAT} or {COMPLETIONS} is expected", param="url", code="invalid_url")
+        raise ApiError(f"url={show(url)}: expected is one of {', '.join(GENERATING)}", param="url", code="invalid_url")
     if rules.endpoint is not None and endpoint != rules.endpoint:
         raise ApiError(f"url={url}: this batch's endpoint is {rules.endpoint}", param="url", code="mismatched_url")
     return endpoint

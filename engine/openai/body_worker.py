@@ -16,7 +16,7 @@ from ..text.tokenizer import TextModel
 from .batch_input import BatchLine, LineRules, check_line
 from .body import TOKENIZE, Body, check_body, check_tokenize, parse_body
 from .errors import ApiError
-from .schema import CHAT, Endpoint, Route
+from .schema import CHAT, Route
 from .to_engine import TRUNCATED, check_model, encode_prompts, with_word_ids
 from .validators import parsed
 
@@ -59,7 +59,7 @@ async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: E
 
 
 async def prepare_line(
-    line: BatchLine, endpoint: Endpoint, served: str, max_ids: int, encoder: Encoder, ids: bool = True
+    line: BatchLine, endpoint: Route, served: str, max_ids: int, encoder: Encoder, ids: bool = True
 ) -> tuple[BatchLine, list[tuple[int, ...]] | ApiError]:
     """Checks a large line of a batch in a worker. Returns the line, its body without prompts, and their ids or the
     error. `ids=False`: only checks it. Raises TextUnavailable."""

@@ -97,13 +97,18 @@ def response_of(answer: Answer, output: list[dict[str, Any]], status: str) -> di
         if status == "in_progress"
         else {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]},
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": details,
             "total_tokens": usage["total_tokens"],
         },
         **(answer.body.responses or {}),
     }
+
+
+def whole_answer(answer: Answer) -> dict[str, Any]:
+    """The body of a finished answer, of its endpoint."""
+    return answer.response() if answer.body.responses is None else whole_response(answer)
 
 
 def whole_response(answer: Answer) -> dict[str, Any]:

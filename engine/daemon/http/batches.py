@@ -13,7 +13,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import AfterValidator, Field
 
 from ...openai.errors import ApiError
-from ...openai.schema import Endpoint
+from ...openai.schema import Route
 from ...openai.validators import StrictModel, checked, invalid, json_schema, parsed, show, takes, text
 from ..store import records
 from ..store.rows import BatchRow, new_id
@@ -41,7 +41,7 @@ _WINDOW_SCHEMA = Field(
 
 class NewBatch(StrictModel):
     input_file_id: Annotated[str, text(80, 1)]
-    endpoint: Endpoint
+    endpoint: Route
     completion_window: Annotated[str, AfterValidator(_window), _WINDOW_SCHEMA]
     metadata: Annotated[dict[Annotated[str, text(64)], Annotated[str, text(512)]], Field(max_length=16)] | None = None
     output_expires_after: ExpiresAfter | None = None

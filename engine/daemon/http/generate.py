@@ -20,7 +20,7 @@ from ...openai.body import Body
 from ...openai.body_worker import Prepared, prepare
 from ...openai.choice import Delta
 from ...openai.errors import ApiError
-from ...openai.responses import ResponseWriter, whole_response
+from ...openai.responses import ResponseWriter, whole_answer
 from ...openai.responses_body import ResponsesFields
 from ...openai.schema import CHAT, COMPLETIONS, GENERATING, RESPONSES, Route, json_schema
 from ...openai.to_engine import RequestOrigin, to_requests
@@ -184,10 +184,8 @@ class Generator:
                 raise _shown(flight.answer.error)
             kind = "text/event-stream"
             if not body.stream:
-                if body.responses is not None:
-                    return JSONResponse(whole_response(flight.answer))
-                if flight.answer.values <= LARGE_VALUES:
-                    return JSONResponse(flight.answer.response())
+                if flight.answer.values <= LARGE_VALUES or body.responses is not None:
+                    return JSONResponse(whole_answer(flight.answer))
                 reply.send_in_pieces(flight.answer)
                 kind = "application/json"
             counted = False

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ...metrics.observer import BatchView
 from ...openai.batch_input import error_line
 from ...openai.errors import ApiError
-from ...openai.schema import CHAT, COMPLETIONS
+from ...openai.schema import COMPLETIONS, GENERATING
 from .rows import ENDED, BatchRow, FileRow, Result, Status, Tokens, new_id
 from .schema import KEYS, Rows
 from .sums import Damaged, is_intact
@@ -258,7 +258,7 @@ def restore_batch(rows: Rows, batch: BatchRow) -> BatchRow:
     restored = replace(
         readable,
         owner=readable.owner if source is None else source.owner,
-        endpoint=batch.endpoint if batch.endpoint == CHAT else COMPLETIONS,
+        endpoint=batch.endpoint if batch.endpoint in GENERATING else COMPLETIONS,
         status="in_progress",
         output_file_id=file_ids.get(f"{batch.id}_output.jsonl"),
         error_file_id=file_ids.get(f"{batch.id}_error.jsonl"),

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ...openai.schema import Endpoint
+from ...openai.schema import Route
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"})
@@ -79,7 +79,7 @@ class BatchRow:
 
     id: str
     owner: str
-    endpoint: Endpoint
+    endpoint: Route
     input_file_id: str
     completion_window: str
     status: Status

@@ -72,7 +72,7 @@ def command(context: click.Context, url: str | None) -> None:
 
 @command.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--endpoint", help="/v1/chat/completions or /v1/completions.  [default: the first line's url]")
+@click.option("--endpoint", help="Such as /v1/responses.  [default: the first line's url]")
 @click.option(
     "--window", default="24h", show_default=True, help="Time until the batch expires, such as 90m, 24h or 7d."
 )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import openai
 import pydantic
 import pytest
-from daemon_tools import LIMITS, NAME, Served, deployment, served
+from daemon_tools import LIMITS, NAME, Served, deployment, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
 from laddertron.engine.openai.body import check_body
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.schema import RESPONSES
 from laddertron.engine.text.tokenizer import ChatOptions, TextModel
+from openai.types.responses import Response
 from tiny_text import byte_level, write_folder
 
 TEMPLATE = (
@@ -50,6 +52,10 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, text: TextModel) -> Iterato
     folder = deployment(tmp_path_factory.mktemp("daemon"))
     with served(folder, text.folder, lambda: [FakeJob(LIMITS, script)]) as running:
         yield running
+
+
+def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
 def fields_of(name: str) -> dict[str, Any]:
@@ -102,6 +108,25 @@ def test_a_response_can_be_parsed_and_sent_back(daemon: Served, text: TextModel)
     assert prompt == (
         f"[Weather]<|system|>be short<|user|>calls<|assistant|><think>hm</think>So{call}{call}<|tool|>sun0<|tool|>sun1"
     )
+
+
+def test_a_batch_of_responses_has_the_same_answers(daemon: Served) -> None:
+    """Small lines, equal ones, one too large for the event loop, and one that cannot be served."""
+    bodies = {name: fields_of(name) for name in ANSWERS}
+    bodies |= {"equal": fields_of("plain"), "large": {**fields_of("plain"), "metadata": {"k": "v" * 70_000}}}
+    bodies["bad"] = {**fields_of("plain"), "previous_response_id": "resp_1"}
+    lines = {name: {"custom_id": name, "method": "POST", "url": RESPONSES, "body": bodies[name]} for name in bodies}
+    client = daemon.client()
+    refused = wait_batch(client, submit(client, jsonl(lines.values()), endpoint=RESPONSES).id)
+    assert (refused.status, refused.errors.data[0].param) == ("failed", "previous_response_id")
+    del lines["bad"]
+    batch = wait_batch(client, submit(client, jsonl(lines.values()), endpoint=RESPONSES).id)
+    assert (batch.status, batch.request_counts.completed) == ("completed", len(lines))
+    for name, line in lines_of(client, batch.output_file_id).items():
+        answer = Response.model_validate(line["response"]["body"])
+        whole = client.responses.create(**bodies[name])
+        assert (answer.object, answer.output_text, answer.status) == ("response", whole.output_text, "completed")
+        assert [item.type for item in answer.output] == [item.type for item in whole.output]
 
 
 def test_an_answer_that_is_cut_off_is_incomplete(daemon: Served) -> None:
