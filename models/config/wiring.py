@@ -113,8 +113,9 @@ def record(measured: Mapping[str, Any], original: str | None, text_sha256: str) 
 
 
 def missing_record(folder: Path, config: ModelConfig) -> str | None:
-    """A warning of weights under another wiring than their family's that were not evaluated."""
-    if config.wiring.name in ("standard", "shortcut") or (folder / RECORD).is_file():
+    """A warning of weights under another wiring than their family's that were not evaluated. Weights of shortcuts and
+    lanes have no other wiring."""
+    if config.wiring.name in ("standard", "shortcut", "lanes") or (folder / RECORD).is_file():
         return None
     return (
         f"{folder}: {config.wiring.name} wiring and no {RECORD}: the weights were not evaluated: "

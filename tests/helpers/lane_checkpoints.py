@@ -15,7 +15,7 @@ from typing import Any
 import checkpoints
 import torch
 from laddertron.models.config.model_config import from_folder
-from laddertron.models.lane_reference import LaneReference
+from lane_reference import LaneReference
 from safetensors.torch import load_file, save_file
 
 VOCAB = 328

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ...models.config.model_config import ModelConfig, Wiring, from_folder
-from ...models.lane_reference import LaneReference
 from ...models.reference import Layer, Reference
 from ...models.weights.fill import fill_target
 from ...models.weights.mapping import open_checkpoint
@@ -87,26 +86,12 @@ def load(model: Reference, folder: Path) -> None:
 
 
 def load_all(folder: Path, device: torch.device = CPU) -> Reference:
-    """A checkpoint as it is, frozen, in fp32."""
-    model = build(replace(from_folder(folder), layout="huggingface"), device)
-    load(model, folder)
-    return model.requires_grad_(False).eval()
-
-
-def load_any(folder: Path, device: torch.device = CPU) -> Reference | LaneReference:
-    """`load_all`, of models of lanes as well."""
+    """A checkpoint as it is, frozen, in fp32. Raises ValueError for a model of lanes."""
     config = from_folder(folder)
-    if config.lanes is None:
-        return load_all(folder, device)
-    with torch.device("meta"):
-        model = LaneReference(config)
-    model.to_empty(device=device)
-    tensors = open_checkpoint(folder, config).tensors
-    with Reader() as reader, torch.no_grad():
-        for name, parameter in model.named_parameters():
-            target = parameter.detach()
-            rows = target if target.ndim == 1 else target.flatten(0, -2)
-            fill_target(reader, tensors, Fill(name, 0, len(rows), name, 0), rows)
+    if config.lanes is not None:
+        raise ValueError(f"{folder}: a model of lanes: serve it, and evaluate it with lm-eval (docs/adapting.md)")
+    model = build(replace(config, layout="huggingface"), device)
+    load(model, folder)
     return model.requires_grad_(False).eval()
 
 

@@ -16,9 +16,9 @@ from laddertron.models.config.lanes import Lanes
 from laddertron.models.config.model_config import ModelConfig, from_folder
 from laddertron.models.config.shapes import ShapeError, check_everywhere, check_shapes, valid_sizes
 from laddertron.models.config.wiring import WiringError, choose_wiring
-from laddertron.models.lane_reference import LaneReference
 from laddertron.models.weights.slices import expected_shapes
 from laddertron.tools.train.build import adapted
+from lane_reference import LaneReference
 
 
 def read(folder: Path, data: dict[str, Any]) -> ModelConfig:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import checkpoints
+import lane_checkpoints
 import loaded_reference as reference
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_folders_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert missing_record(one, from_folder(one)) is None
     with monkeypatch.context() as during:
         during.setattr("os.access", lambda path, mode: mode != os.W_OK or path != two)
-        during.setattr("laddertron.tools.train.build.load_any", None)
+        during.setattr("laddertron.tools.train.build.load_all", None)
         refused = CliRunner().invoke(evaluate, [*words, "--record"])
     assert (refused.exit_code, f"--record {two / RECORD}: cannot write there" in refused.stderr) == (2, True)
     table = CliRunner().invoke(evaluate, [*words, "--record"]).stdout
@@ -66,6 +67,14 @@ def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
     checkpoints.save_tokenizer(two, vocab=290)
     result = CliRunner().invoke(evaluate, [str(one), str(two), "--text", str(tmp_path / "text.txt")])
     assert (result.exit_code, "has another tokenizer than" in result.stderr) == (2, True)
+
+
+def test_lanes_are_refused_and_need_no_record(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    folder = lane_checkpoints.save(tmp_path / "lanes")
+    result = CliRunner().invoke(evaluate, [str(folder), "--text", str(tmp_path / "text.txt")])
+    assert (result.exit_code, "a model of lanes: serve it" in result.stderr) == (2, True)
+    assert missing_record(folder, from_folder(folder)) is None
 
 
 def test_a_scan_ladders_each_layer_and_each_suffix(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def _rows(folders: tuple[Path, ...], o: dict[str, Any], device: Any) -> list[dic
 
     from ....models.config.model_config import from_folder
     from ....models.config.wiring import RECORD, record
-    from ..build import load_any
+    from ..build import load_all
     from ..loss import held_out
 
     original: Path | None = o["original"]
@@ -58,11 +58,11 @@ def _rows(folders: tuple[Path, ...], o: dict[str, Any], device: Any) -> list[dic
             check_output(folder / RECORD, "--record")
     length = o["context"] or min(4096, *(from_folder(folder).max_position_embeddings for folder in everyone))
     ids_N, digest = token_file(first, o["text"], o["tokens"])
-    compared = load_any(original, device) if original else None
+    compared = load_all(original, device) if original else None
     rows = []
     with torch.no_grad():
         for folder in folders:
-            model = load_any(folder, device)
+            model = load_all(folder, device)
             loss_fields = asdict(held_out(model, ids_N, length, compared))
             row = record(loss_fields, original.name if original else None, digest)
             rows.append({"folder": folder.name, "wiring": model.config.wiring.name, **row})

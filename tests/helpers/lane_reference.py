@@ -1,5 +1,5 @@
 """A model of lanes (delayed tensor parallelism) in plain single-process torch: the oracle that the parallel code is
-tested against, and what `evaluate` computes with. Parameters have the checkpoint's names and shapes. Shares ModelConfig
+tested against. Parameters have the checkpoint's names and shapes. Shares ModelConfig
 with the rest, and no code. Tensors: B sequences, T tokens, L lanes, D hidden, d of a head.
 """
 
@@ -9,10 +9,9 @@ import math
 
 import torch
 import torch.nn.functional as F
+from laddertron.models.config.lanes import Lanes
+from laddertron.models.config.model_config import ModelConfig
 from torch import Tensor, nn
-
-from .config.lanes import Lanes
-from .config.model_config import ModelConfig
 
 
 class LaneNorm(nn.Module):
