@@ -155,4 +155,4 @@ monitoring-test: env ## Every panel and alert in a real Prometheus over four ran
 	@$(VENV)/bin/pytest tests/cluster/test_monitoring_live.py -s
 
 metric-docs: env ## Renew docs/metrics.md from the catalogue
-	@$(VENV)/bin/laddertron metrics --markdown > docs/metrics.md
+	@$(VENV)/bin/laddertron monitoring metrics --markdown > docs/metrics.md

@@ -35,8 +35,7 @@ ROLES: Mapping[str, Mapping[str, str]] = {
         "reload": "Apply a changed deployment file to a running daemon.",
         "check-store": "Compare everything stored with its checksums.",
         "keys": "Add, rotate, revoke and list API keys.",
-        "metrics": "Print the catalogue of metrics.",
-        "monitoring": "Export alert rules, dashboards and Prometheus configuration.",
+        "monitoring": "Export alert rules and dashboards, or list the metrics.",
         "bundle": "Collect diagnostics into one archive.",
     },
     "Plan and deploy": {
@@ -62,6 +61,7 @@ ROLES: Mapping[str, Mapping[str, str]] = {
 
 REMOVED: Mapping[str, str] = {
     "simulate": "`plan --all` shows each wiring's step, L and c, and `--nodes` names any machines",
+    "metrics": "`monitoring metrics` prints the catalogue, `monitoring export` writes the dashboards",
     "trial": "guidellm compares servers: send each the same load",
     "profile": "`bench latency --trace FILE` records the steps",
     "timeline": "open the file of `bench latency --trace FILE` at https://ui.perfetto.dev",

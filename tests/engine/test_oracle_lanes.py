@@ -1,5 +1,6 @@
 """Models of lanes through the engine, against tests/helpers/lane_reference.py in fp32: tensor-parallel sizes that
-divide the lanes, heads, norms, windows, delays and both dialects of the config, chosen so that every pair of values occurs."""
+divide the lanes, heads, norms, windows, delays and both dialects of the config, chosen so that every pair of values
+occurs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`laddertron monitoring`: the shipped alert rules, dashboards and Prometheus configuration, as files."""
+"""`laddertron monitoring`: the shipped alert rules, dashboards and Prometheus configuration as files, and the catalogue
+of series, for people, for docs/metrics.md and for programs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ import shutil
 from pathlib import Path
 
 import click
+from rich.console import Console
 
+from ....engine.metrics.catalogue import GROUPS, LABELS
 from .config import FOLDER
 
 _RUNBOOK = "docs/runbook.md"
@@ -18,7 +21,7 @@ _TARGET = re.compile(r"([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
 
 @click.group()
 def command() -> None:
-    """Export this version's alert rules, Grafana dashboards and Prometheus configuration."""
+    """Export this version's alert rules, Grafana dashboards and Prometheus configuration, or print its metrics."""
 
 
 @command.command()
@@ -60,3 +63,75 @@ def export(folder: Path, runbook: str | None, targets: tuple[str, ...], overwrit
     if targets:
         scrapes = folder / "prometheus.yml"
         scrapes.write_text(scrapes.read_text().replace(_DEFAULT_TARGET, json.dumps(targets)))
+
+
+@command.command()
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print docs/metrics.md.")
+@click.option("--json", "as_objects", is_flag=True, help="Print JSON: name, type, labels, help, buckets.")
+def metrics(as_markdown: bool, as_objects: bool) -> None:
+    """Print every series that `/metrics` may contain: its name, type, labels and meaning.
+
+    \b
+      laddertron monitoring metrics
+      laddertron monitoring metrics --json | jq -r '.[].name'
+    """
+    if as_markdown:
+        click.echo(markdown(), nl=False)
+    elif as_objects:
+        click.echo(json.dumps(as_json(), indent=1))
+    else:
+        _print()
+
+
+def _print() -> None:
+    width = max(40, Console().width)
+    for title, group in GROUPS.items():
+        click.echo(f"{title}\n")
+        for series in group:
+            labels = f", by {', '.join(series.labels)}" if series.labels else ""
+            # the name on a line of its own: one that is folded is found by no search
+            text = click.wrap_text(f"{series.kind}{labels}. {series.help}", width, "    ", "    ")
+            click.echo(f"  {series.full_name}\n{text}")
+        click.echo()
+
+
+_HEAD = """# Metrics
+
+`laddertron monitoring metrics --markdown > docs/metrics.md` writes this page from engine/metrics/catalogue.py.
+
+`GET /metrics` answers in OpenMetrics or in Prometheus' text format, as the scraper requests. Ranks send counters and
+gauges once a second, with their heartbeats; counters continue after a relaunch. The number of label values is bounded:
+ids of batches and requests are never labels. Prometheus sets the target label `deployment` (see
+configs/monitoring/prometheus.yml), by which the dashboards filter; they also work without it.
+
+Names follow vLLM's where both have the metric. Exceptions: `kv_cache_usage_ratio`, and `iteration_tokens`, because
+`promtool check metrics` rejects a histogram whose name ends in `_total`. With `metrics.vllm_names: true` the metrics
+also have vLLM's own names."""
+
+
+def markdown() -> str:
+    out = [_HEAD]
+    for title, group in GROUPS.items():
+        out += [f"\n## {title}\n", "| name | type | labels | meaning |", "|---|---|---|---|"]
+        for series in group:
+            labels = ", ".join(series.labels)
+            out.append(f"| `{series.full_name}` | {series.kind} | {labels} | {series.help} |")
+    out += ["\n## Labels\n", "| label | values |", "|---|---|"]
+    out += [f"| {name} | {text} |" for name, text in LABELS.items()]
+    return "\n".join(out) + "\n"
+
+
+def as_json() -> list[dict[str, object]]:
+    """One object a series: name, type, labels, help, buckets."""
+    return [
+        {
+            "name": series.full_name,
+            "type": series.kind,
+            "labels": list(series.labels),
+            "help": series.help,
+            "buckets": list(series.bounds),
+            "group": title,
+        }
+        for title, group in GROUPS.items()
+        for series in group
+    ]

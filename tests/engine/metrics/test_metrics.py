@@ -23,7 +23,7 @@ from laddertron.engine.metrics.histogram import STEP_SECONDS, Buckets
 from laddertron.engine.metrics.observer import MAX_KEYS, MAX_ROUTES, AnswerTimes, BatchView, Observer, overdue_s
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.launchers.cli.__main__ import group
-from laddertron.launchers.cli.commands.metrics import markdown
+from laddertron.launchers.cli.commands.monitoring import markdown
 from laddertron.launchers.job.detect import FailureKind
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
@@ -470,18 +470,18 @@ def test_reports_that_make_no_sense_break_nothing(metrics: Observer, clock: Cloc
 
 def test_the_page_of_docs_is_the_catalogue() -> None:
     assert (ROOT / "docs/metrics.md").read_text() == markdown(), (
-        "make it anew: laddertron metrics --markdown > docs/metrics.md"
+        "make it anew: laddertron monitoring metrics --markdown > docs/metrics.md"
     )
     assert all(label in LABELS for series in CATALOGUE.values() for label in series.labels)
 
 
 def test_the_command_prints_all_of_it() -> None:
-    out = CliRunner().invoke(group, ["metrics"], standalone_mode=False)
+    out = CliRunner().invoke(group, ["monitoring", "metrics"], standalone_mode=False)
     assert out.exit_code == 0
-    names = {item["name"] for item in json.loads(CliRunner().invoke(group, ["metrics", "--json"]).output)}
+    names = {item["name"] for item in json.loads(CliRunner().invoke(group, ["monitoring", "metrics", "--json"]).output)}
     assert names <= set(out.output.split())  # whole, however narrow the terminal: `| grep` finds them
     assert names == {series.full_name for series in CATALOGUE.values()}
-    assert CliRunner().invoke(group, ["metrics", "--markdown"]).output == markdown()
+    assert CliRunner().invoke(group, ["monitoring", "metrics", "--markdown"]).output == markdown()
 
 
 def test_keys_have_series_of_their_own_up_to_a_bound(clock: Clock) -> None:

@@ -432,7 +432,7 @@ def test_a_service_without_home_gets_the_users_own(said: dict[str, str], monkeyp
         ("keys", "add", "FOLDER/keys.json", "alice"),
         ("bundle", "DEMO", "-o", "FOLDER/b.tar.gz"),
         ("batch", "submit", "--help"),
-        ("metrics",),
+        ("monitoring", "metrics"),
         ("serve", "DEMO"),
     ],
     ids=lambda words: words[0],
@@ -530,7 +530,7 @@ def test_a_reader_that_has_gone_is_no_error_of_the_command() -> None:
         raise FileNotFoundError
 
 
-@pytest.mark.parametrize("words", [("config",), ("metrics",), ("--version",), ("topo",)])
+@pytest.mark.parametrize("words", [("config",), ("monitoring", "metrics"), ("--version",), ("topo",)])
 def test_a_full_disk_under_the_output_is_one_line(words: tuple[str, ...]) -> None:
     """Not a traceback, and not Python's exit code 120 for what it could not flush."""
     command = [sys.executable, "-m", "laddertron.launchers.cli", *words]
@@ -565,7 +565,7 @@ def test_no_file_gets_the_number_of_a_closed_stream() -> None:
 
 def test_any_terminal_shows_something() -> None:
     """One of no width, and one whose encoding lacks a character."""
-    for words in (("topo",), ("metrics",), ("plan", "--model", "llama-3.1-8b", "--nodes", "1xH100")):
+    for words in (("topo",), ("monitoring", "metrics"), ("plan", "--model", "llama-3.1-8b", "--nodes", "1xH100")):
         command = [sys.executable, "-m", "laddertron.launchers.cli", *words]
         environ = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "0", "TERM": "dumb"}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)

@@ -47,7 +47,7 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "keys revoke": (("/dev/null/keys.json", "a"), USAGE),
     "keys limit": (("/dev/null/keys.json", "a"), USAGE),
     "keys adopt": (("/dev/null/keys.json", "a"), USAGE),
-    "metrics": (("--no-such",), USAGE),
+    "monitoring metrics": (("--no-such",), USAGE),
     "monitoring export": (("--no-such",), USAGE),
     "bundle": ((MISSING,), USAGE),
     "config": (("no-such",), USAGE),
