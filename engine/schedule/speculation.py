@@ -18,7 +18,7 @@ FIRST_ACCEPTANCE = 0.7
 """The initial acceptance rate of a sequence."""
 LIKELY = 0.3
 """The draft model stops at drafts whose probability to be accepted is less than this."""
-MEMORY = 0.75
+MEMORY = 0.9
 """The decay of the acceptance rate's moving average: the weight of one draft's outcome relative to the next one's."""
 RECOVERY = 0.01
 """In a step without drafts the acceptance rate rises by this share of its distance to FIRST_ACCEPTANCE, so that drafts
@@ -92,6 +92,8 @@ class _Kinds:
     """Steps of one number of sequences, with drafts (True) and without: moving averages of seconds a token."""
 
     seconds: dict[bool, float] = field(default_factory=dict)
+    settle: int = 0
+    """Steps after a change of kind that are not measured."""
     steps: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     """Measured steps of each kind."""
     since: int = 0
@@ -113,7 +115,7 @@ class _Kinds:
         self.since += 1
         if self.since <= self.pause:
             return self.wins
-        if self.since >= self.pause + TRIAL:
+        if self.since >= self.pause + self.settle + TRIAL:
             self.since, self.pause = 0, min(2 * self.pause, LONGEST_PAUSE)
         return not self.wins
 
@@ -137,8 +139,12 @@ class _Kinds:
 class Speculation:
     """The planner reads thresholds and numbers of drafts; commit reports the outcomes."""
 
-    def __init__(self, rule: SpeculationRule) -> None:
+    def __init__(self, rule: SpeculationRule, microbatches: int = 1) -> None:
+        """With several micro-batches a step's time also depends on those before it, which are in other stages: after a
+        change between steps with and without drafts so many are not measured."""
         self._rule = rule
+        self._settle = microbatches if microbatches > 1 else 0
+        self._drafted, self._alike = False, 0
         self.price = StepPrice()
         self._kinds: dict[int, _Kinds] = {}
         self._drafts = self._tokens = 0
@@ -154,7 +160,10 @@ class Speculation:
         """The least probability to be accepted with which a draft pays in the next step, of `sequences` sequences."""
         if not self._rule.priced:
             return self._rule.likely
-        return self.price.row_share(sequences) if self._kinds.setdefault(sequences, _Kinds()).next() else inf
+        return self.price.row_share(sequences) if self._kinds_of(sequences).next() else inf
+
+    def _kinds_of(self, sequences: int) -> _Kinds:
+        return self._kinds.setdefault(sequences, _Kinds(settle=self._settle))
 
     def wanted(self, acceptance: float, threshold: float) -> int:
         """The number of drafts of one sequence."""
@@ -166,10 +175,14 @@ class Speculation:
 
     def observe_step(self, sequences: int, drafts: int, tokens: int, seconds: float) -> None:
         """Records a decode-only step: its rows of sequences and of drafts, and the tokens that it generated."""
-        kinds = self._kinds.setdefault(sequences, _Kinds())
-        if not kinds.stalled(drafts > 0, seconds):
+        kinds, drafted = self._kinds_of(sequences), drafts > 0
+        self._alike = self._alike + 1 if drafted == self._drafted else 0
+        self._drafted = drafted
+        if self._alike < self._settle and kinds.known:
+            return
+        if not kinds.stalled(drafted, seconds):
             self.price.observe(sequences + drafts, seconds)
-            kinds.observe(drafts > 0, seconds / max(1, tokens))
+            kinds.observe(drafted, seconds / max(1, tokens))
 
     def observe_drafts(self, acceptance: float, drafted: int, right: int) -> float:
         """Counts the drafts of one sequence, of which the first `right` were accepted; returns its new acceptance

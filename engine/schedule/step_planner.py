@@ -61,7 +61,7 @@ class Planner:
         self, limits: SchedulerLimits, waiting: WaitingQueues, residency: Residency, counters: Counters
     ) -> None:
         self.limits, self.waiting, self.residency, self.counters = limits, waiting, residency, counters
-        self.speculation = None if limits.speculation is None else Speculation(limits.speculation)
+        self.speculation = None if limits.speculation is None else Speculation(limits.speculation, limits.microbatches)
         self.step = 0
         self.parked: list[str] = []
         """Ids of the requests of which the last plan preempted a choice."""

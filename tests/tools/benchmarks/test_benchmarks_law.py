@@ -22,7 +22,6 @@ import cross_wirings  # noqa: E402
 import law_rank  # noqa: E402
 from cross_wirings import Prices, lanes_of_the_law, of_the_law, predicted_step, prices  # noqa: E402
 from laddertron.engine.batch import Batch  # noqa: E402
-from laddertron.engine.step import runner as runners  # noqa: E402
 from laddertron.tools.plan.step_simulator import law  # noqa: E402
 from laddertron.topology.comm.collectives import Done  # noqa: E402
 from laddertron.topology.comm.ledger import Record  # noqa: E402
@@ -212,20 +211,26 @@ def test_nobody_waits_for_what_is_carried() -> None:
     assert log == [*(f"start {n}" for n in range(1, 7)), "wait 1", "start 7", "wait 2", "start 8"]
 
 
-def test_drafts_are_the_answers_of_freed_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_the_answers_of_freed_slots() -> None:
     """A prompt that was answered before has its answer as drafts, right or wrong as asked; another one has none."""
     runner = SimpleNamespace(
-        tokens=np.arange(20, dtype=np.int32).reshape(2, 10), length=[6, 0], apply_changes=lambda batch: None
+        tokens=np.arange(20, dtype=np.int32).reshape(2, 10),
+        length=[6, 0],
+        apply_changes=lambda batch: None,
+        proposer=SimpleNamespace(),
     )
-    monkeypatch.setattr(runners, "look_up", None)
+
+    def look_up(ids: list[int], most: int) -> Any:
+        tokens = np.array([ids], np.int32)
+        return runner.proposer.propose((), {0: most}, tokens, [len(ids)], None)[0]
+
     for right, drafts in ((1.0, [3, 4, 5]), (0.0, [4, 5, 6])):
         law_rank.give_drafts(runner, 2, right)
-        look_up: Any = vars(runners)["look_up"]
-        assert look_up(np.array([0, 1, 2], np.int32), 8) == []
+        assert look_up([0, 1, 2], 8) == []
         runner.apply_changes(Batch(step=1, released=(0,)))
-        assert look_up(np.array([0, 1, 2], np.int32), 8) == drafts
-        assert look_up(np.array([0, 1, 2], np.int32), 1) == drafts[:1]
-        assert look_up(np.array([0, 1, 9], np.int32), 8) == look_up(np.array([10, 11], np.int32), 8) == []
+        assert look_up([0, 1, 2], 8) == drafts
+        assert look_up([0, 1, 2], 1) == drafts[:1]
+        assert look_up([0, 1, 9], 8) == look_up([10, 11], 8) == []
 
 
 def test_rank_0_has_all_ranks_start_all_reduces() -> None:

@@ -4,7 +4,7 @@
         --only reduce                             or wirings
         --only wirings --repeat 1 --more          one more run of the wirings, two minutes
         --only split-prefill                      two streams against whole steps: prompts; or split-decode; minutes
-        --only drafts                             speculation with drafts of a stated hit rate, five minutes
+        --only drafts                             drafts of a stated hit rate; or drafts-staged: minutes
         --write                                   and renews docs/cross_node.md and its picture
 
 Prints a JSON line for each measurement and, at the end, tables with the thresholds they must reach. Every variant has
@@ -54,6 +54,9 @@ DRAFTS: dict[str, tuple[Any, float]] = {
     "off": (False, 0.0), "ngram, 70%": ("ngram", 0.7), "auto, 70%": ("auto", 0.7), "auto, 0%": ("auto", 0.0),
 }  # fmt: skip
 """engine.speculation, and how many of the drafts are right."""
+SILENT = "no-communication"
+"""The same ranks, each with half of every product, without messages and without drafts."""
+STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
 
 
 def sums(nodes: int, per_node: int, nice: int, **spec: Any) -> Iterator[Row]:
@@ -165,22 +168,25 @@ def splits(site: Site, cases: list[tuple[int, int, int]], turns: int) -> Iterato
                 yield {"delay_s": delay_s, "case": what, **{kind: spread(values) for kind, values in seconds.items()}}
 
 
-def drafts(site: Site, prompt: int, answer: int, turns: int) -> Iterator[Row]:
-    """Tokens/s of decodes without drafts, with all that are found and with those that pay."""
+def drafts(
+    site: Site, prompt: int, answer: int, turns: int, parallel: Row, delays_s: list[float], batches: list[int]
+) -> Iterator[Row]:
+    """Tokens/s of decodes without drafts, with all that are found and with those that pay; and of SILENT."""
     mix = random_mix(8, (prompt, prompt), (answer, answer), None, SHAPE["vocab_size"], 0)
     items = [(item.prompt, item.generate, 0.0) for item in mix]
     with ExitStack() as stack:
         jobs = {}
         for kind, (rule, right) in DRAFTS.items():
-            deployment = site.deployment("llama", "standard", speculation=rule)
+            deployment = site.deployment("llama", "standard", parallel, speculation=rule)
             jobs[kind] = stack.enter_context(site.job(kind, deployment, prompt=prompt, right=right))
+        jobs[SILENT] = stack.enter_context(site.job(SILENT, site.deployment("llama", SILENT)))
 
         def tokens_s(batch: int, kind: str) -> float:
             return float(sum(1 / seconds for seconds in jobs[kind].ask("mix", items=items[:batch])["between_s"]))
 
-        for delay_s in DELAYS:
+        for delay_s in delays_s:
             site.switch.link(delay_s)
-            for batch in (1, 8):
+            for batch in batches:
                 in_turns(jobs, 3, partial(tokens_s, batch))  # answers are recorded, and auto learns
                 rates = in_turns(jobs, turns, partial(tokens_s, batch))
                 yield {"delay_s": delay_s, "batch": batch, **{kind: spread(values) for kind, values in rates.items()}}
@@ -195,12 +201,16 @@ def split_decodes(nice: int) -> Iterator[Row]:
 
 
 def draft_runs(nice: int) -> Iterator[Row]:
-    return on_nodes(drafts, {"llama": SHAPE}, 16, 64, 5, nice=nice)
+    return on_nodes(drafts, {"llama": SHAPE}, 16, 64, 5, {}, DELAYS, [1, 8], nice=nice)
+
+
+def staged_draft_runs(nice: int) -> Iterator[Row]:
+    return on_nodes(drafts, {"llama": SHAPE}, 16, 64, 5, STAGES, [2 * MS], [1, 8], nice=nice)
 
 
 RUNS = {
     "reduce": reduce_runs, "wirings": wiring_runs, "split-prefill": split_prefills, "split-decode": split_decodes,
-    "drafts": draft_runs,
+    "drafts": draft_runs, "drafts-staged": staged_draft_runs,
 }  # fmt: skip
 
 

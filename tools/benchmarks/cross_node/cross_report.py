@@ -96,6 +96,7 @@ TABLES: dict[str, Callable[[Sequence[Line]], list[str]]] = {
     "split-prefill": lambda lines: ["### Split prompts", "", *split_table(lines)],
     "split-decode": lambda lines: ["### Split decodes", "", *split_table(lines)],
     "drafts": lambda lines: ["### Drafts", "", *drafts_table(lines)],
+    "drafts-staged": lambda lines: ["### Drafts through two stages", "", *drafts_table(lines)],
 }
 
 
