@@ -37,6 +37,8 @@ class TextPart(StrictModel):
     text: str
 
 
+_TEXT_KINDS = ("text", "input_text", "output_text")
+_NOT_TEXT = ("annotations", "cache_control", "logprobs")  # what clients and other servers add to a text part
 _Parts = Annotated[tuple[TextPart, ...], array(MAX_PARTS, 1)]
 _PARTS: TypeAdapter[tuple[TextPart, ...]] = TypeAdapter(_Parts)
 Content = str | list[dict[str, str]] | None
@@ -52,7 +54,9 @@ def _content(value: Any) -> Content:
 
 
 def _as_text(part: Any) -> Any:
-    """A refusal as the text part that it is to a template."""
+    """A part of the Responses API, and a refusal, as the text part that they are to a template."""
+    if type(part) is dict and part.get("type") in _TEXT_KINDS:
+        return {name: given for name, given in part.items() if name not in _NOT_TEXT} | {"type": "text"}
     if type(part) is dict and part.keys() == {"type", "refusal"} and part["type"] == "refusal":
         return {"type": "text", "text": part["refusal"]}
     return part
@@ -94,6 +98,7 @@ class Message(StrictModel):
     reasoning: Annotated[str, text(1 << 28)] | None = None
     function_call: Annotated[None, Refused("use tool_calls")] = None
     annotations: Annotated[Any, ignored("they are no part of the text")] = None
+    cache_control: Annotated[Any, ignored("every prefix is cached")] = None
 
     @model_validator(mode="before")
     @classmethod

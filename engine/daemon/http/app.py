@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from ...openai.errors import ApiError
 from ...openai.to_engine import wrong_model
@@ -34,7 +35,7 @@ _ERROR = {
     "properties": {"error": {"type": "object", "required": [*_MEMBERS], "properties": _MEMBERS}},
 }
 _STATUSES = (400, 401, 403, 404, 405, 408, 409, 413, 415, 421, 429, 431, 500, 503, 504, 507)
-_OTHER_KINDS = ("audio", "embeddings", "images", "moderations", "responses")
+_OTHER_KINDS = ("audio", "embeddings", "images", "moderations")
 _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -102,12 +103,17 @@ def _handle_errors(app: FastAPI) -> None:
         if status == 404:
             kind = path.removeprefix("/v1/").lstrip("/").partition("/")[0]
             none = f"{kind} are not supported; " if kind in _OTHER_KINDS else ""
+            none = "responses are not stored; " if kind == "responses" else none
             routes = app.openapi()["paths"]
             at_v1 = any(route.startswith(f"/v1/{kind}") for route in routes) and kind and not path.startswith("/v1/")
             there = f"the API is at /v1: set the base URL to end in /v1 (/v1{path})" if at_v1 else ""
             message = f"no route {path!r}: {none}{there or 'there are ' + ', '.join(routes)}"
         elif status == 405:
-            message = f"{request.method} {path!r}: this route allows {headers.get('Allow', 'other methods')}"
+            named = [given for route, given in app.openapi()["paths"].items() if compile_path(route)[0].match(path)]
+            methods = {method.upper() for operations in named for method in operations}  # of several routes
+            methods |= {"HEAD"} if "GET" in methods else set()
+            headers = {**headers, "Allow": ", ".join(sorted(methods)) or headers.get("Allow", "GET")}
+            message = f"{request.method} {path!r}: this route allows {headers['Allow']}"
         response = response_of(ApiError(message, _CODES.get(status), status=status))
         response.headers.update(headers)
         return response

@@ -598,3 +598,13 @@ def test_characters_that_some_take_for_line_breaks_are_escaped() -> None:
     for encoded in (line.decode(), event({"text": text}).decode().removeprefix("data: ")):
         assert encoded.splitlines() == [encoded.rstrip("\n"), *([""] if encoded.endswith("\n\n") else [])]
         assert text in json.dumps(json.loads(encoded), ensure_ascii=False)
+
+
+def test_text_parts_of_other_clients_are_text() -> None:
+    """Parts of the Responses API, and what clients add for other servers' caches."""
+    parts = [{"type": kind, "text": "a", "cache_control": {"type": "ephemeral"}} for kind in ("text", "input_text")]
+    parts.append({"type": "output_text", "text": "a", "annotations": [], "logprobs": []})
+    body = chat(messages=[{"role": "user", "content": parts, "cache_control": {}}])
+    assert body.messages == ({"role": "user", "content": [{"type": "text", "text": "a"}] * 3},)
+    bad = refusal(messages=[{"role": "user", "content": [{"type": "input_text", "txt": "a"}]}])
+    assert bad.param == "messages[0].content[0].text"

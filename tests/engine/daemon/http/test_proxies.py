@@ -100,3 +100,10 @@ def test_an_idle_connection_is_kept_for_keep_alive(tmp_path: Path) -> None:
             connection.getresponse().read()
             sock = connection.sock
         assert sock.recv(1) == b""
+
+
+def test_a_refused_method_names_all_that_a_path_takes(daemon: Served, secret: tuple[Path, str]) -> None:
+    key = {"authorization": f"Bearer {secret[1]}"}
+    for path, allowed in (("/v1/files", "GET, HEAD, POST"), ("/v1/files/x", "DELETE, GET, HEAD"), ("/docs", "GET")):
+        answer = asked(daemon, "PUT", path, **key)
+        assert (answer.status, answer.getheader("allow")) == (405, allowed)
