@@ -131,7 +131,7 @@ def _laddertron(cluster: Cluster, folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _torch(cluster: Cluster, folder: Path) -> Iterator[str]:
-    packages = Path(metadata.distribution("torch").locate_file(""))
+    packages = Path(str(metadata.distribution("torch").locate_file("")))
     (about,) = packages.glob("torch-*.dist-info/METADATA")
     other = folder / "METADATA"
     other.write_text(about.read_text().replace(f"Version: {metadata.version('torch')}", "Version: 9.9"))
