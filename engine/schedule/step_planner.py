@@ -92,7 +92,8 @@ class Planner:
         chunks, planned, left, complete = plan.chunks, plan.sequences, False, True
         spare = plan.budget - len(running)
         if speculation is not None:
-            plan.threshold = speculation.threshold(len(turn) if several else len(running))
+            share = len(turn) or -(-len(running) // self.limits.microbatches)
+            plan.threshold = speculation.threshold(max(1, share))
             if len(self.waiting) or any(s.computed < s.prompt_len for s in running):
                 spare = min(spare, plan.budget // 8)  # prompts take precedence over drafts
         for sequence in running:
