@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .config.shapes import Shape
 from .ops import Norm, rms_norm, rotate
@@ -169,6 +169,8 @@ class TorchAttention:
     name = "torch"
     _masks_prompts = _masks_decodes = True
     """Whether `prepare` makes masks for prompts and for decodes."""
+    sinks: Sequence[Tensor] = ()
+    """Each layer's [H] in fp32: a score that counts in the softmax, without a value; none where the model has none."""
 
     def __init__(self, cache: KVCache, windows: tuple[int | None, ...], scale: float) -> None:
         """windows: each layer's sliding window in positions; None: full attention."""
@@ -247,7 +249,7 @@ class TorchAttention:
         layout = self._layout()
         q, _, _ = self._write(layer, qkv, (q_norm, k_norm), 0, layout.decode)
         keys, values = self._gather(layer, self._decode_table, max(layout.kv_len[: layout.decode]))
-        return self._sdpa(q.unsqueeze(2), keys, values, self._masks[self.windows[layer]][0], causal=False).flatten(1)
+        return self._sdpa(layer, q.unsqueeze(2), keys, values, self._masks[self.windows[layer]][0]).flatten(1)
 
     def _prompts(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
         layout = self._layout()
@@ -261,7 +263,7 @@ class TorchAttention:
                 keys, values = (x[first:last].transpose(0, 1).unsqueeze(0) for x in (k, v))
             else:
                 keys, values = self._gather(layer, layout.block_table[i : i + 1], layout.kv_len[i])
-            out = self._sdpa(queries, keys, values, mask, causal=mask is None)
+            out = self._sdpa(layer, queries, keys, values, mask)
             parts.append(out[0].transpose(0, 1).flatten(1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -275,7 +277,18 @@ class TorchAttention:
         )
         return keys, values
 
-    def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-        k, v = k.to(q.dtype), v.to(q.dtype)
+    def _sdpa(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q [N, H, T, C], k and v [N, K, length, C]; mask: None: causal."""
+        k, v, causal = k.to(q.dtype), v.to(q.dtype), mask is None
+        if self.sinks:  # one more position, whose score is the sink and whose value is zero
+            mask, causal = self._with_sinks(layer, q, k, mask), False
+            k, v = pad(k, (0, 0, 0, 1)), pad(v, (0, 0, 0, 1))
         gqa = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=gqa)
+
+    def _with_sinks(self, layer: int, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """The summand [N, H, T, length + 1] of scores."""
+        seen = q.new_ones((q.shape[2], k.shape[2]), dtype=torch.bool).tril() if mask is None else mask
+        added = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -torch.inf)
+        sinks = self.sinks[layer].to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
+        return torch.cat((added.expand(*q.shape[:3], -1), sinks), -1)

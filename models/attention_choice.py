@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..topology.hardware.cuda_stack import triton_missing
 from .attention import AttentionBackend, KVCache, TorchAttention
@@ -29,11 +31,24 @@ class AttentionError(Refusal, ValueError):
 
 
 def make_attention(
-    setting: str, shard: RankShard, cache: KVCache, dtype: torch.dtype, deterministic: bool = False
+    setting: str,
+    shard: RankShard,
+    cache: KVCache,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    sinks: Sequence[Tensor] = (),
 ) -> tuple[AttentionBackend, str]:
     """Makes the backend; returns it and the reason for the choice, for the log. setting: auto, torch or flashinfer.
-    deterministic: a token's result must not depend on the step's other tokens. Raises AttentionError if flashinfer or
-    deterministic is requested but impossible."""
+    deterministic: a token's result must not depend on the step's other tokens. sinks: each layer's [H] in fp32, where
+    the model has them. Raises AttentionError if flashinfer or deterministic is requested but impossible."""
+    backend, why = _make(setting, shard, cache, dtype, deterministic)
+    backend.sinks = sinks
+    return backend, why
+
+
+def _make(
+    setting: str, shard: RankShard, cache: KVCache, dtype: torch.dtype, deterministic: bool
+) -> tuple[TorchAttention, str]:
     config, device = shard.config, cache.keys[0].device
     if isinstance(cache, LatentCache):
         return _make_latent(setting, shard, cache, dtype, deterministic)
@@ -82,7 +97,7 @@ def make_cache(shard: RankShard, num_blocks: int, block_size: int, dtype: torch.
 
 def _make_latent(
     setting: str, shard: RankShard, cache: LatentCache, dtype: torch.dtype, deterministic: bool
-) -> tuple[AttentionBackend, str]:
+) -> tuple[TorchAttention, str]:
     config, scale, stored = shard.config, _scale(shard.config), cache.latents[0]
     sizes, expansion = config.latent, None
     kernels = Kernels.find(deterministic) if stored.device.type == "cpu" else None

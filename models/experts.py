@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .config.experts import Router
+from .config.experts import Clamped, Router
 
 ExpertProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 """x [N, D], chosen [N, k] int32 (this rank's number of an expert, -1 where another rank holds it), weight [N, k] fp32
@@ -63,12 +64,31 @@ def _first(scores: Tensor, count: int) -> Tensor:
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
+class Biased(NamedTuple):
+    """What experts with biases have besides their matrices: up [E, 2F], down [E, D] (None: another rank adds it), and
+    the gate."""
+
+    up: Tensor
+    down: Tensor | None
+    gate: Clamped
+
+
+def gated(gate_up: Tensor, clamped: Clamped | None) -> Tensor:
+    """[T, 2F] -> [T, F]."""
+    gate, up = gate_up.chunk(2, -1)
+    if clamped is None:
+        return functional.silu(gate) * up
+    gate, up = gate.clamp(max=clamped.limit), up.clamp(-clamped.limit, clamped.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * clamped.alpha))
+
+
 class TorchExperts:
     """Plain torch, on any device: an expert's rows are gathered, computed, weighed and added in fp32."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor, biased: Biased | None = None) -> None:
         """gate_up [E, 2F, D], down [E, D, F]: the experts that this rank holds, or its share of each."""
         self._gate_up, self._down = gate_up, down
+        self._up_bias, self._down_bias, self._gate = biased or (None, None, None)
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         k, flat = chosen.shape[1], chosen.flatten()
@@ -79,7 +99,8 @@ class TorchExperts:
             if begin < end:
                 places = order[begin:end]
                 rows = places // k
-                gate, up = functional.linear(x[rows], self._gate_up[expert]).chunk(2, -1)
-                y = functional.linear(functional.silu(gate) * up, self._down[expert])
+                up, down = (None if b is None else b[expert] for b in (self._up_bias, self._down_bias))
+                inner = gated(functional.linear(x[rows], self._gate_up[expert], up), self._gate)
+                y = functional.linear(inner, self._down[expert], down)
                 out.index_add_(0, rows, y.float() * weight.flatten()[places, None])
         return out.to(x.dtype)

@@ -52,6 +52,8 @@ class LayerWeights(nn.Module):
             self.qkv = layers.column(c.hidden_size, outputs, c.qkv_bias)
         if c.qk_norm:
             self.q_norm, self.k_norm = Scale(dim, dtype=dtype), Scale(dim, dtype=dtype)
+        if c.sinks:
+            self.sinks = Scale(shard.num_heads, dtype=dtype)
         self.o = layers.row(c.num_heads * (dim if c.latent is None else c.latent.value), c.hidden_size, c.o_bias)
         if c.wiring.kinds[layer] != "parallel":
             self.mlp_norm = Scale(c.hidden_size, dtype=dtype)
@@ -275,6 +277,12 @@ class LlamaModel(nn.Module):
         for layer in layers:
             layer.weight.data = layer.weight.new_empty(0)
         return Linear(torch.cat(leaves, -1).flatten(1), sum(biases[1:], biases[0]) if biases else None)
+
+    @property
+    def sinks(self) -> list[Tensor]:
+        """Each layer's attention sinks [H] in fp32, of loaded weights; none if the model has none."""
+        layers: list[Any] = [*self.layers] if self.config.sinks else []
+        return [layer.sinks.weight.detach().float() for layer in layers]
 
     def _norm(self, scale: Scale) -> Norm:
         return Norm(scale.weight.detach(), self.config.norm_eps)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .experts import Choice, ExpertProduct
+from .experts import Biased, Choice, ExpertProduct
 from .layers import Linear, Scale, prepare
 from .ops import Norm, Product, TorchOps
 from .stages import RankShard
@@ -56,6 +56,12 @@ class MixtureWeights(nn.Module):
         self._adds_identities = experts.identities > 0 and shard.rank == 0
         self.router = matrix(experts.routed, d, torch.float32 if experts.router.wide else dtype)
         self.gate_up, self.down = matrix(count * 2 * ffn, d), matrix(count * d, ffn)
+        if experts.router.offset:
+            self.router = Linear(self.router.weight.detach(), torch.empty(experts.routed, dtype=dtype))
+        if experts.clamped is not None:
+            adds = shard.spread or shard.rank == 0  # a cut expert's bias is added once
+            self.gate_up = Linear(self.gate_up.weight.detach(), torch.empty(count * 2 * ffn, dtype=dtype))
+            self.down = Linear(self.down.weight.detach(), torch.empty(count * d, dtype=dtype) if adds else None)
         self.bias = Scale(experts.routed, dtype=torch.float32) if experts.router.biased else None
         self.shared_gate_up: Linear | None = None
         if shared:
@@ -76,11 +82,12 @@ class MixtureWeights(nn.Module):
         router, shared = self.router.weight.detach(), self._shared(ops)
         bias = None if self.bias is None else self.bias.weight.detach()
         e, local = self._experts, local.to(router.device)
-        experts = ops.experts(gate_up, down, e.routed, scales)
+        experts = ops.experts(gate_up, down, e.routed, scales, self._biased())
+        offset = None if self.router.bias is None else self.router.bias.detach()
         mixture = Mixture(
             e.router.wide,
             ops.normed(norm),
-            ops.exact.product(router, None),
+            ops.exact.product(router, offset),
             ops.choice(e.router, e.chosen, bias, local),
             experts,
             shared,
@@ -90,6 +97,13 @@ class MixtureWeights(nn.Module):
             for part in (self.router, self.gate_up, self.down):
                 part.weight.data = part.weight.new_empty(0)
         return mixture
+
+    def _biased(self) -> Biased | None:
+        if self._experts.clamped is None or self.gate_up.bias is None:
+            return None
+        up, down = self.gate_up.bias.detach(), None if self.down.bias is None else self.down.bias.detach()
+        count = len(self._held)
+        return Biased(up.view(count, -1), None if down is None else down.view(count, -1), self._experts.clamped)
 
     def _shared(self, ops: TorchOps) -> Product | None:
         if self.shared_gate_up is None:

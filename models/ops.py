@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .config.experts import Router
-from .experts import Choice, ExpertProduct, TorchChoice, TorchExperts
+from .experts import Biased, Choice, ExpertProduct, TorchChoice, TorchExperts
 from .pages import HugePages
 
 Product = Callable[[Tensor], Tensor]
@@ -184,11 +184,16 @@ class TorchOps:
         return TorchChoice(router, k, bias, local)
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, routed: int, scales: Sequence[Tensor | None] = (None, None)
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        routed: int,
+        scales: Sequence[Tensor | None] = (None, None),
+        biased: Biased | None = None,
     ) -> ExpertProduct:
         """The product over this rank's experts, gate_up [E, 2F, D] and down [E, D, F], of `routed` on all ranks.
         scales: of those in fp8, which make_stored_products leaves to Triton alone."""
-        return TorchExperts(gate_up, down)
+        return TorchExperts(gate_up, down, biased)
 
     def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
         """x [k, T, in] -> y [k, T, out]: each input by its own weight [k, out, in], after its own norm."""

@@ -43,7 +43,10 @@ def inverse_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float
             """The (fractional) pair that turns so often over the trained length."""
             return dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        low, high = max(math.floor(pair(rope.beta_fast)), 0), min(math.ceil(pair(rope.beta_slow)), dim - 1)
+        low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+        if not rope.fractional:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
         ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
         blend = 1 - ramp.clamp(0, 1)
         return frequency * (blend + (1 - blend) / rope.factor), rope.attention_factor or 1.0

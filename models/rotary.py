@@ -41,7 +41,9 @@ def _yarn(rope: Rope, dim: int, inverse: Tensor) -> tuple[Tensor, float]:
         original = rope.original_max_position_embeddings
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = math.floor(rotations_at(rope.beta_fast)), math.ceil(rotations_at(rope.beta_slow))
+    low, high = rotations_at(rope.beta_fast), rotations_at(rope.beta_slow)
+    if not rope.fractional:
+        low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
     extrapolate = 1 - ramp.clamp(0, 1)

@@ -182,7 +182,8 @@ def build(
     keep_freed()
 
     cache, num_blocks = _cache(share, deployment, communicator, device, working, start_log)
-    attention, why = make_attention(keys.attention, share.shard, cache, share.dtype, bool(parallel.deterministic))
+    rows_alone, sinks = bool(parallel.deterministic), model.sinks
+    attention, why = make_attention(keys.attention, share.shard, cache, share.dtype, rows_alone, sinks)
     fallback = fell_back(device, keys.attention, attention.name != "torch")
     (start_log.warn if fallback else start_log.say)(f"attention: {why}")
     on_device, why = drawn_on_device(communicator, device, attention, bool(parallel.deterministic))

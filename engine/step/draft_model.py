@@ -66,7 +66,7 @@ class DraftWeights:
         )
         model.load(self.source)
         cache = make_cache(self._shard, num_blocks, block_size, self.dtype, device)
-        attention, _ = make_attention("auto", self._shard, cache, self.dtype, deterministic)
+        attention, _ = make_attention("auto", self._shard, cache, self.dtype, deterministic, model.sinks)
         draws = DraftDraws(self.config.vocab_size, max_slots, device, grammars)
 
         def compute(layout: StepLayout, tokens: Tensor, rows: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .json_fields import Refusal
-from .model_config import STOCK_FAMILIES, Layout, ModelConfig, description
+from .model_config import OWN_LAYOUTS, STOCK_FAMILIES, Layout, ModelConfig, description
 from .parts import declaration
 
 DIALECTS = ("hf", "laddertron", "llama-ladder", "ladder-residual")
@@ -26,7 +26,7 @@ def dialect_of(config: ModelConfig) -> str:
 
 
 def _stock_layout(family: str) -> Layout:
-    return "mixtral" if family == "mixtral" else "huggingface"
+    return OWN_LAYOUTS.get(family, "huggingface")
 
 
 def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> dict[str, Any]:
@@ -37,6 +37,8 @@ def to_dialect(config: ModelConfig, data: Mapping[str, Any], dialect: str) -> di
         raise DialectError("a model of lanes has no words in any other format: keep the folder")
     if config.latent is not None:
         raise DialectError("latent attention has no words in any other format: keep the folder")
+    if config.sinks:
+        raise DialectError("attention sinks have no words in any other format: keep the folder")
     family = "llama" if config.family in ("llamaLadder", "ladder_residual") else config.family
     if dialect == "ladder-residual":
         return _ladder_residual(config, family, data)
@@ -105,7 +107,7 @@ def _rope(config: ModelConfig) -> dict[str, Any]:
         scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "yarn":
         names = ("attention_factor", "beta_fast", "beta_slow")
-        scaling |= {name: getattr(rope, name) for name in names}
+        scaling |= {name: getattr(rope, name) for name in names} | {"truncate": not rope.fractional}
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .json_fields import ConfigFields
 
@@ -16,7 +16,7 @@ class Router:
     """The choice and weights of a token's experts. wide: the product is computed in fp32, not in the model's type;
     rounds: weights are rounded to the model's type; biased: a stored bias is added to the scores for the choice alone;
     groups, chosen_groups: experts are chosen from the groups whose two best scores have the largest sums; normalises:
-    weights are divided by their sum + epsilon; scale: weights are multiplied by it."""
+    weights are divided by their sum + epsilon; scale: weights are multiplied by it; offset: the product has a bias."""
 
     score: Literal["softmax", "sigmoid"]
     wide: bool = False
@@ -27,13 +27,21 @@ class Router:
     normalises: bool = True
     epsilon: float = 0.0
     scale: float = 1.0
+    offset: bool = False
+
+
+class Clamped(NamedTuple):
+    """The gate (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within it."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
     """`count` gated MLPs of `ffn_size`, of which a token uses `chosen`. layers: for each layer, whether it has experts
     instead of its MLP. identities: number of additional experts that return their input; beside: layers have experts in
-    addition to their MLP."""
+    addition to their MLP. clamped: the gate if it is not silu; both products then have biases."""
 
     count: int
     chosen: int
@@ -43,6 +51,7 @@ class Experts:
     shared_ffn_size: int = 0
     identities: int = 0
     beside: bool = False
+    clamped: Clamped | None = None
 
     @property
     def routed(self) -> int:
@@ -53,8 +62,8 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class _Family:
     """A family's keys: for the number of experts (several names, the published one first), an expert's size, the layers
-    with experts, the router, the number of shared experts, and the number of identity experts, which layers have in
-    addition to their MLP."""
+    with experts, the router, the number of shared experts, the number of identity experts, which layers have in
+    addition to their MLP, and the gate if it is not silu."""
 
     architecture: str
     count: tuple[str, ...]
@@ -63,6 +72,7 @@ class _Family:
     router: Callable[[ConfigFields], Router]
     shared: str | None = None
     identities: str | None = None
+    clamped: Callable[[ConfigFields], Clamped | None] = lambda fields: None
 
 
 def _by_step(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
@@ -123,6 +133,12 @@ FAMILIES["longcat_flash"] = _Family(
     ),
     identities="zero_expert_num",
 )
+FAMILIES["gpt_oss"] = replace(
+    FAMILIES["mixtral"],
+    architecture="GptOssForCausalLM",
+    router=lambda fields: Router("softmax", rounds=True, offset=True),
+    clamped=lambda fields: Clamped(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)),
+)
 FAMILIES["deepseek_v3"] = replace(FAMILIES["glm4_moe"], architecture="DeepseekV3ForCausalLM")
 MISSING = {
     "deepseek_v2": "its router",
@@ -131,7 +147,6 @@ MISSING = {
     "ernie4_5_moe": "its router and shared experts",
     "glm4_moe_lite": "its names of latent attention",
     "glm_moe_dsa": "latent and sparse attention",
-    "gpt_oss": "attention sinks and MXFP4 experts",
     "granitemoe": "its multipliers and fused experts",
     "kimi_linear": "linear attention",
     "llama4": "its router and chunked attention",
@@ -166,7 +181,8 @@ def read_experts(fields: ConfigFields, family: str, layers: int) -> Experts | No
     _check_groups(fields, router, count + identities, chosen)
     size = fields.integer(words.ffn)
     shared = 0 if words.shared is None else size * fields.integer(words.shared, 1, minimum=0)
-    return Experts(count, chosen, size, has, router, shared, identities, words.identities is not None)
+    beside = words.identities is not None
+    return Experts(count, chosen, size, has, router, shared, identities, beside, words.clamped(fields))
 
 
 def _check_groups(fields: ConfigFields, router: Router, count: int, chosen: int) -> None:

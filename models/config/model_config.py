@@ -20,7 +20,7 @@ from .quantisation import quantisation_in
 
 __all__ = ["Dtype", "Experts", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "from_folder", "make_wiring"]
 
-Layout = Literal["huggingface", "mixtral", "dolomite", "laneformer", "latent", "shortcut"]
+Layout = Literal["huggingface", "mixtral", "gpt_oss", "dolomite", "laneformer", "latent", "shortcut"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 STOCK_FAMILIES = {
@@ -37,11 +37,26 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "mixtral": {"rope_theta": 1e6},
     "glm4_moe": {"partial_rotary_factor": 0.5},
+    "gpt_oss": {
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     "deepseek_v3": _SIZES | {"first_k_dense_replace": 3, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
     "longcat_flash": _SIZES
     | {"rms_norm_eps": 1e-5, "rope_theta": 1e7, "routed_scaling_factor": 6.0, "zero_expert_num": 256},
 }
 """A family's values of keys that are not given, as transformers has them, where they are not every family's."""
+OWN_LAYOUTS: dict[str, Layout] = {"mixtral": "mixtral", "gpt_oss": "gpt_oss"}
+"""Families with names of their own for the tensors of experts."""
 MAX_LAYERS = 4096
 """Far above any model: one wiring kind a layer is held in memory."""
 
@@ -68,6 +83,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False  # a learned score for each head in the softmax's denominator
     sliding_window: tuple[int | None, ...] = ()  # one a layer, itself counted; () means none anywhere
     residual_multiplier: float = 1.0  # m_residual: scales every sub-block's output before it joins the residual
     embedding_multiplier: float = 1.0  # m_emb
@@ -123,7 +139,7 @@ class ModelConfig:
         d, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if self.latent is not None:
             return self.latent.parameters(d, self.num_heads) + d * self.o_bias + self.latent.shared * self.qkv_bias
-        bias = (q + 2 * kv) * self.qkv_bias + d * self.o_bias
+        bias = (q + 2 * kv) * self.qkv_bias + d * self.o_bias + self.num_heads * self.sinks
         return d * (q + 2 * kv) + q * d + bias + 2 * self.head_dim * self.qk_norm
 
     @property
@@ -133,7 +149,9 @@ class ModelConfig:
         dense = 3 * d * self.ffn_size + (2 * self.ffn_size + d) * self.mlp_bias
         mlps = self.num_layers * dense
         if (e := self.experts) is not None:
-            one = 3 * d * (e.count * e.ffn_size + e.shared_ffn_size) + e.routed * (d + e.router.biased)
+            one = 3 * d * (e.count * e.ffn_size + e.shared_ffn_size)
+            one += e.routed * (d + e.router.biased + e.router.offset)
+            one += 0 if e.clamped is None else e.count * (2 * e.ffn_size + d)
             mlps += sum(e.layers) * (one - dense * (not e.beside))
         norms = sum(d if kind == "parallel" else 2 * d for kind in self.wiring.kinds)
         head, last = 0 if self.tied_embeddings else self.vocab_size * d, d
@@ -178,7 +196,7 @@ def from_folder(path: str | Path) -> ModelConfig:
         raise fields.fail(
             f"model_type {family!r} is not computed here{missing}; {', '.join(names[:-1])} and {names[-1]} are"
         )
-    if "laddertron_model" in fields and description(config) != fields.data["laddertron_model"]:
+    if "laddertron_model" in fields and not _describes(fields.data["laddertron_model"], description(config)):
         raise fields.fail(
             "laddertron_model, by which the modeling file computes, describes another model than the other keys: write "
             "the folder again with `laddertron convert`"
@@ -194,6 +212,15 @@ def description(config: ModelConfig) -> dict[str, Any]:
     apart = ("family", "declares_wiring", "eos_token_ids", "bos_token_id", "dtype")
     plain: dict[str, Any] = json.loads(json.dumps({k: v for k, v in asdict(config).items() if k not in apart}))
     return plain
+
+
+def _describes(stored: Any, own: Any) -> bool:
+    """Whether a stored description is `own`; it may lack keys that are false or empty there, which are newer."""
+    if not isinstance(stored, dict) or not isinstance(own, dict):
+        return bool(stored == own)
+    return stored.keys() <= own.keys() and all(
+        _describes(stored[key], value) if key in stored else not value for key, value in own.items()
+    )
 
 
 def _stop_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:
@@ -222,7 +249,7 @@ def _grouped(fields: ConfigFields, num_heads: int, num_kv_heads: int) -> None:
 
 def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | None, ...]:
     """The sliding window of each layer, as transformers resolves the families' different words for it."""
-    if family not in ("mistral", "mixtral") and not family.startswith("qwen"):
+    if family not in ("mistral", "mixtral", "gpt_oss") and not family.startswith("qwen"):
         return ()
     used = not family.startswith("qwen") or fields.boolean("use_sliding_window", False)
     default = None if family == "mixtral" else 4096
@@ -232,7 +259,9 @@ def _windows(fields: ConfigFields, family: str, num_layers: int) -> tuple[int | 
         if family == "mistral" and "layer_types" in fields:
             raise fields.fail("layer_types in a mistral model is not computed here: one window for all layers is")
         return () if window is None else (window,) * num_layers
-    if "layer_types" not in fields:
+    if "layer_types" not in fields and family == "gpt_oss":
+        slides = [i % 2 == 0 for i in range(num_layers)]
+    elif "layer_types" not in fields:
         first = fields.integer("max_window_layers", 28, minimum=0)
         slides = [i >= first for i in range(num_layers)]
     else:
@@ -304,11 +333,12 @@ def _huggingface(fields: ConfigFields, family: str, eos: tuple[int, ...]) -> Mod
         o_bias=bias and family != "glm4_moe",
         mlp_bias=family.startswith("llama") and fields.boolean("mlp_bias", False),
         qk_norm=family in ("qwen3", "qwen3_moe") or (family == "glm4_moe" and fields.boolean("use_qk_norm", False)),
+        sinks=family == "gpt_oss",
         sliding_window=_windows(fields, family, layers),
         declares_wiring=declared or family == "llamaLadder",
         eos_token_ids=eos,
         bos_token_id=_bos(fields),
-        layout="mixtral" if fields.string("model_type") == "mixtral" else "huggingface",
+        layout=OWN_LAYOUTS.get(fields.string("model_type"), "huggingface"),
         experts=moe.read_experts(fields, family, layers),
         ignored_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS),
     )

@@ -76,6 +76,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     rotated: int = 0
+    fractional: bool = False  # yarn: the corrected dimensions' ends are not rounded to whole numbers
 
 
 def make_wiring(
@@ -172,8 +173,6 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
 
 def _yarn(fields: ConfigFields, theta: float, original: int, max_positions: int) -> Rope:
     """YaRN (arXiv 2309.00071) with transformers' defaults."""
-    if not fields.boolean("truncate", True):
-        raise fields.fail("truncate=false is not computed here; only YaRN with a truncated correction range is")
     if theta <= 1:
         raise fields.fail(f"rope_theta={theta:g} must be above 1: YaRN divides by its logarithm; most have 10000")
     factor = fields.number("factor") if "factor" in fields else max_positions / original
@@ -191,6 +190,7 @@ def _yarn(fields: ConfigFields, theta: float, original: int, max_positions: int)
         attention_factor=attention,
         beta_fast=fields.number("beta_fast", 32.0),
         beta_slow=fields.number("beta_slow", 1.0),
+        fractional=not fields.boolean("truncate", True),
     )
 
 

@@ -82,7 +82,7 @@ INLINE WIDE void soften(float *score, int64_t count, float *best, float *total, 
  * positions are scattered over the blocks, where no prefetcher of the core's finds them: each piece asks for the one a
  * stretch further on. */
 INLINE WIDE void context(const int G, const struct attention *a, const bf16 *q, float *sum, bf16 *out, const int64_t *table,
-                         int64_t kv, int64_t length) {
+                         int64_t kv, int64_t length, const float *sinks) {
     float best[TOGETHER], total[TOGETHER], weight[TOGETHER * (STRETCH + 16)];
     int64_t offset[STRETCH], ahead;
     for (int g = 0; g < G; g++) best[g] = -INFINITY, total[g] = 0;
@@ -110,12 +110,14 @@ INLINE WIDE void context(const int G, const struct attention *a, const bf16 *q, 
             add_values(G, sum, weight + (p - at), values + offset[pieces], count, dim);
         }
     }
-    for (int g = 0; g < G; g++)
+    for (int g = 0; g < G; g++) {
+        if (sinks) total[g] += expf(sinks[g] - best[g]);
         for (int64_t i = 0; i < dim; i++) out[g * dim + i] = narrow(sum[g * dim + i] / total[g]);
+    }
 }
 
 #define OF(G) \
-    case G: context(G, a, q, sum, to, table, kv, length); break;
+    case G: context(G, a, q, sum, to, table, kv, length, a->sinks ? a->sinks + kv * group + first : NULL); break;
 WIDE static void attend_job(const struct attention *a, int64_t row, int64_t kv) {
     const int64_t dim = a->dim, group = a->heads / a->kv_heads, width = (a->heads + 2 * a->kv_heads) * dim;
     const bf16 *line = (const bf16 *)a->qkv + row * width, *own_key = line + (a->heads + kv) * dim;

@@ -24,6 +24,7 @@ struct prompts {
     float scale, eps;
     int64_t next;
     int failed;
+    const float *sinks; /* [heads] or NULL, see struct attention */
 };
 
 /* What a thread works in. */
@@ -195,6 +196,7 @@ WIDE static void prompt_job(const struct prompts *p, const struct space *space, 
     }
     for (int64_t r = 0; r < rows; r++) {
         bf16 *to_row = p->out + ((from + r / group) * p->heads + kv * group + r % group) * dim;
+        if (p->sinks) space->total[r] += expf(p->sinks[kv * group + r % group] - space->best[r]);
         const __m512 total = _mm512_set1_ps(space->total[r]);
         for (int64_t i = 0; i < dim; i += 16)
             _mm256_storeu_si256((__m256i *)(to_row + i), narrow16(_mm512_div_ps(_mm512_loadu_ps(space->sum + r * dim + i), total)));

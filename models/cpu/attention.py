@@ -33,6 +33,7 @@ class _Prompts(ctypes.Structure):
         ("eps", c_float),
         ("next", c_int64),
         ("failed", c_int),
+        ("sinks", c_void_p),
     ]
 
 
@@ -76,10 +77,14 @@ class CpuAttention(TorchAttention):
             table.data_ptr(), self._lengths.data_ptr(),
             layout.decode, heads, kv_heads, dim, 2 * self._cos.shape[-1], cache.block_size, table.stride(0),
             self.windows[layer] or 0, self.scale, 0.0 if q_norm is None else q_norm.eps, stage, self._threads,
+            self._sinks_of(layer),
         ) for stage in stages)  # fmt: skip
         if failed:
             raise MemoryError("the attention kernel could not allocate its scratch space")
         return out
+
+    def _sinks_of(self, layer: int) -> int | None:
+        return self.sinks[layer].data_ptr() if self.sinks else None
 
     def _prompts(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
         if not self._own_prompts:
@@ -98,6 +103,7 @@ class CpuAttention(TorchAttention):
             table.data_ptr(), self._starts[decode:].data_ptr(), self._lengths[decode:].data_ptr(),
             len(layout.kv_len) - decode, heads, kv_heads, dim, 2 * self._cos.shape[-1], cache.block_size,
             table.stride(0), self.windows[layer] or 0, self.scale, 0.0 if q_norm is None else q_norm.eps, 0, 0,
+            self._sinks_of(layer),
         )  # fmt: skip
         if self.kernels.attend_prompts(ctypes.addressof(plan), self._prompt_threads):
             raise MemoryError("the attention kernel could not allocate its scratch space")

@@ -18,12 +18,14 @@ enum { ROWS = 32, STRETCH = 128, FEW = 16 };
 struct expert {
     const void *up, *down; /* gate and up [2 * inner, width], gated; down [width, inner] */
     const float *up_scale, *down_scale;
+    const void *up_bias, *down_bias; /* [2 * inner] and [width], or NULL */
 };
 
 struct experts {
     const struct expert *each;
     int64_t count, width, inner, space; /* space: bytes that a chunk may take */
     int32_t type, int8, threads;
+    float alpha, limit; /* see struct product */
 };
 
 /* Rows of one expert: assignments [from, to). */
@@ -114,7 +116,8 @@ static void up_body(void *args, int thread, int threads) {
         const int64_t block = job % s->blocks;
         const struct run *run = s->run + job / s->blocks;
         const struct product p = {.weight = run->expert->up, .scale = run->expert->up_scale, .inputs = s->e->width,
-                                  .outputs = s->e->inner, .type = s->e->type, .gated = 1};
+                                  .outputs = s->e->inner, .type = s->e->type, .gated = 1, .bias = run->expert->up_bias,
+                                  .alpha = s->e->alpha, .limit = s->e->limit};
         const struct tokens some = tokens_between(&s->tokens, run->from, run->to, item, size);
         s->loops->block(&p, &some, block);
         if (s->wide) { /* these outputs, as down reads them */
@@ -138,7 +141,7 @@ static void down_body(void *args, int thread, int threads) {
         const int64_t block = job % s->blocks;
         const struct run *run = s->run + job / s->blocks;
         const struct product p = {.weight = run->expert->down, .scale = run->expert->down_scale, .inputs = s->e->inner,
-                                  .outputs = s->e->width, .type = s->e->type};
+                                  .outputs = s->e->width, .type = s->e->type, .bias = run->expert->down_bias};
         const struct tokens some = tokens_between(&acts, run->from, run->to, item, size);
         s->loops->block(&p, &some, block);
         if (__atomic_sub_fetch(s->left + block, 1, __ATOMIC_ACQ_REL) == 0) {

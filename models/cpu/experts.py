@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...topology.transport.native import bind
 from ..config.experts import Router
+from ..experts import Biased
 from ..pages import HugePages
 from .kernels import ROWS, TYPES, Kernels
 
@@ -26,7 +27,7 @@ MOST_EXPERTS = 4096
 
 
 class _Expert(ctypes.Structure):
-    _fields_ = [("up", c_void_p), ("down", c_void_p), ("up_scale", c_void_p), ("down_scale", c_void_p)]
+    _fields_ = [(name, c_void_p) for name in ("up", "down", "up_scale", "down_scale", "up_bias", "down_bias")]
 
 
 class _Experts(ctypes.Structure):
@@ -39,6 +40,8 @@ class _Experts(ctypes.Structure):
         ("type", c_int32),
         ("int8", c_int32),
         ("threads", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
     ]
 
 
@@ -83,7 +86,15 @@ class PackedExperts:
     ascending order in fp32. Holds its own copy of the weights, one piece of the pages an expert."""
 
     def __init__(
-        self, kernels: Kernels, pages: HugePages, int8: bool, gate_up: Tensor, down: Tensor, *, space: int = SPACE
+        self,
+        kernels: Kernels,
+        pages: HugePages,
+        int8: bool,
+        gate_up: Tensor,
+        down: Tensor,
+        biased: Biased | None = None,
+        *,
+        space: int = SPACE,
     ) -> None:
         """gate_up: E times [2F, D], down: E times [D, F]."""
         self._width, inner = down[0].shape
@@ -91,9 +102,14 @@ class PackedExperts:
         self._call = bind(kernels.library.kernels_experts, c_int, p, p, p, p, p, c_int64, c_int64)
         experts = [_pack(kernels, pages, int8, *expert) for expert in zip(gate_up, down, strict=True)]
         self._each = (_Expert * len(experts))(*[expert for expert, _ in experts])
-        self._pieces = [piece for _, piece in experts]
-        address, kind = ctypes.addressof(self._each), TYPES[self._dtype]
-        self._plan = _Experts(address, len(experts), self._width, inner, space, kind, int8, kernels.threads)
+        self._pieces, self._biased = [piece for _, piece in experts], biased
+        address, kind, gate = ctypes.addressof(self._each), TYPES[self._dtype], (0.0, 0.0)
+        if biased is not None:
+            gate = biased.gate
+            for number, expert in enumerate(self._each):
+                expert.up_bias = biased.up[number].data_ptr()
+                expert.down_bias = None if biased.down is None else biased.down[number].data_ptr()
+        self._plan = _Experts(address, len(experts), self._width, inner, space, kind, int8, kernels.threads, *gate)
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         slots = tuple(chosen.shape)

@@ -116,11 +116,11 @@ static void attention_body(void *p, int thread, int threads) {
 int kernels_attend(int type, void *out, const void *qkv, void *keys, void *values, const float *cos, const float *sin,
                    const void *q_norm, const void *k_norm, const int64_t *table, const int64_t *length, int64_t rows,
                    int64_t heads, int64_t kv_heads, int64_t dim, int64_t rotary, int64_t block_size, int64_t table_stride,
-                   int64_t window, float scale, float eps, int stage, int threads) {
+                   int64_t window, float scale, float eps, int stage, int threads, const float *sinks) {
     int failed = 0;
     int64_t next = 0;
     struct attention a = {type, out,    qkv,   keys,       values,       cos,    sin,   q_norm, k_norm, table,  length,
-                          rows, heads,  kv_heads, dim,     rotary,       block_size, table_stride, window, scale, eps, stage, &next, &failed};
+                          rows, heads,  kv_heads, dim,     rotary,       block_size, table_stride, window, scale, eps, stage, &next, &failed, sinks};
     kernels_parallel(attention_body, &a, threads);
     return failed;
 }

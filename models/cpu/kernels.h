@@ -98,6 +98,7 @@ struct attention {
     int stage; /* 0: all; where rows are tokens of one sequence, which see one another, 1: store alone, then 2: attend alone */
     int64_t *next; /* tile of rows to take, the longest contexts first */
     int *failed;
+    const float *sinks; /* [heads]: a score more in each softmax, of no value; or NULL */
 };
 
 /* A matrix product, see products.c. */
@@ -111,6 +112,7 @@ struct product {
     int32_t type, gated, threads; /* type: of tokens, and of weights without a scale */
     int32_t leaves;               /* of the tree of sums, see products.c; 0: one sum */
     float factor;                 /* with leaves: what each is multiplied by */
+    float alpha, limit;           /* gated with a limit: (up + 1) * gate * sigmoid(alpha * gate), gate at most limit, up within it */
 };
 
 /* Levels of a tree of 16 leaves: added from left to right, it keeps of each one node that waits for its sibling. */

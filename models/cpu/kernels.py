@@ -63,7 +63,7 @@ class Kernels:
         self.sum_lanes = bind(library.kernels_sum_lanes, None, i, p, p, n, n)
         self.by_head = bind(library.kernels_by_head, None, p, p, *[n] * 5)
         self.silu_and_mul = bind(library.kernels_silu_and_mul, None, i, p, p, n, n)
-        self.attend = bind(library.kernels_attend, i, i, *[p] * 10, *[n] * 8, f, f, i, i)
+        self.attend = bind(library.kernels_attend, i, i, *[p] * 10, *[n] * 8, f, f, i, i, p)
         self.attend_prompts = bind(library.kernels_attend_prompts, i, p, i)
         self.has_prompts = bind(library.kernels_has_prompts, i, n)
 

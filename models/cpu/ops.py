@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...topology.hardware import cpu_tier
 from ..config.experts import Router
-from ..experts import Choice, ExpertProduct
+from ..experts import Biased, Choice, ExpertProduct
 from ..ops import Lookup, Norm, OtherLanes, Product, TorchOps, Tree, rms_norm, silu_and_mul
 from ..pages import HugePages
 from .experts import MOST_EXPERTS, CpuChoice, PackedExperts
@@ -37,6 +37,8 @@ class _Product(ctypes.Structure):
         ("threads", c_int32),
         ("leaves", c_int32),
         ("factor", c_float),
+        ("alpha", c_float),
+        ("limit", c_float),
     ]
 
 
@@ -165,13 +167,18 @@ class CpuOps(TorchOps):
         return CpuChoice(self.kernels, router, k, bias, local)
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, routed: int, scales: Sequence[Tensor | None] = (None, None)
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        routed: int,
+        scales: Sequence[Tensor | None] = (None, None),
+        biased: Biased | None = None,
     ) -> ExpertProduct:
         kernels, odd = self.kernels, next((inputs for inputs in down.shape[1:] if inputs % 2), 0)
         if kernels is not None and not odd and (self.int8 or down.dtype in kernels.served):
-            return PackedExperts(kernels, self.pages, self.int8, gate_up, down)
+            return PackedExperts(kernels, self.pages, self.int8, gate_up, down, biased)
         self._leave_to_torch(f"an expert's product of {odd}")
-        return super().experts(gate_up, down, routed, scales)
+        return super().experts(gate_up, down, routed, scales, biased)
 
     def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
         packed = [self._packed(weight, None, norm, gated) for weight, norm in zip(weights, norms, strict=True)]

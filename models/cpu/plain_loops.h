@@ -320,6 +320,7 @@ INLINE TARGET void attend_rows(const struct attention *a, const int type, int64_
         memcpy(total, &walks[n].total, sizeof total);
         for (int l = FLOATS / 2; l; l >>= 1)
             for (int j = 0; j < l; j++) total[j] += total[j + l];
+        if (a->sinks) total[0] += expf(a->sinks[kv * group + n % group] - walks[n].best);
         for (int64_t i = 0; i < dim; i++)
             write_one(type, a->out, ((row + n / group) * a->heads + kv * group + n % group) * dim + i, walks[n].sum[i] / total[0]);
     }

@@ -45,8 +45,12 @@ INLINE TARGET void plain_finish(const int type, const struct product *p, const v
     }
     if (p->gated)
         for (int l = 0; l < FLOATS; l++) {
-            const float gate = rounded(type, out[0][l]);
-            out[0][l] = rounded(type, gate / (1.0f + exp_fast(-gate))) * rounded(type, out[1][l]);
+            float gate = rounded(type, out[0][l]), up = rounded(type, out[1][l]), alpha = 1.f;
+            if (p->limit > 0) {
+                gate = gate > p->limit ? p->limit : gate, alpha = p->alpha;
+                up = (up > p->limit ? p->limit : up < -p->limit ? -p->limit : up) + 1.f;
+            }
+            out[0][l] = rounded(type, gate / (1.0f + exp_fast(-alpha * gate))) * rounded(type, up);
         }
     for (int l = 0; l < FLOATS && l < left; l++) write_one(type, y, first + l, out[0][l]);
     for (int l = 0; l < FLOATS && l < behind && !p->gated; l++) write_one(type, y, first + FLOATS + l, out[1][l]);

@@ -64,9 +64,13 @@ INLINE TARGET void finish(const int type, const struct product *p, const float *
         const vector low = OF(add_ps)(OF(mul_ps)(OF(loadu_ps)(sums), low_scale), low_bias);
         const vector high = OF(add_ps)(OF(mul_ps)(OF(loadu_ps)(sums + FLOATS), high_scale), high_bias);
         if (p->gated) {
-            const vector v = rounded_vector(type, low), one = all(1.f);
-            const vector gate = OF(div_ps)(v, OF(add_ps)(one, exp_vector(OF(sub_ps)(all(0.f), v))));
-            if (left > 0) store_some(type, y, first, OF(mul_ps)(rounded_vector(type, gate), rounded_vector(type, high)), left);
+            vector v = rounded_vector(type, low), up = rounded_vector(type, high), one = all(1.f), alpha = one;
+            if (p->limit > 0) { /* NaN stays: it is the second operand */
+                v = OF(min_ps)(all(p->limit), v), alpha = all(p->alpha);
+                up = rounded_vector(type, OF(add_ps)(OF(max_ps)(all(-p->limit), OF(min_ps)(all(p->limit), up)), one));
+            }
+            const vector gate = OF(div_ps)(v, OF(add_ps)(one, exp_vector(OF(sub_ps)(all(0.f), OF(mul_ps)(alpha, v)))));
+            if (left > 0) store_some(type, y, first, OF(mul_ps)(rounded_vector(type, gate), up), left);
         } else {
             if (left > 0) store_some(type, y, first, low, left);
             if (behind > 0) store_some(type, y, first + FLOATS, high, behind);

@@ -8,8 +8,8 @@
 /* Of a block. */
 enum { ROWS = 32 };
 
-INLINE WIDE __m512 silu16(__m512 v) {
-    return _mm512_div_ps(v, _mm512_add_ps(_mm512_set1_ps(1.f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), v))));
+INLINE WIDE __m512 silu16(__m512 v, __m512 alpha) {
+    return _mm512_div_ps(v, _mm512_add_ps(_mm512_set1_ps(1.f), exp16(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(alpha, v)))));
 }
 
 INLINE WIDE void store16(bf16 *to, __m512 v, int64_t left) {
@@ -36,8 +36,14 @@ INLINE WIDE void finish(const int T, const struct product *p, const bf16 *bias, 
         const __m512 high_bias = bias16(bias ? bias + p->outputs : NULL, left);
 #pragma GCC unroll 12
         for (int t = 0; t < T; t++) {
-            const __m512 gate = rounded16(silu16(rounded16(_mm512_add_ps(low[t], low_bias))));
-            store16(y + t * stride + first, _mm512_mul_ps(gate, rounded16(_mm512_add_ps(high[t], high_bias))), left);
+            __m512 v = rounded16(_mm512_add_ps(low[t], low_bias)), up = rounded16(_mm512_add_ps(high[t], high_bias));
+            const __m512 one = _mm512_set1_ps(1.f), most = _mm512_set1_ps(p->limit);
+            if (p->limit > 0) { /* NaN stays: it is the second operand */
+                v = _mm512_min_ps(most, v);
+                up = rounded16(_mm512_add_ps(_mm512_max_ps(_mm512_set1_ps(-p->limit), _mm512_min_ps(most, up)), one));
+            }
+            const __m512 gate = rounded16(silu16(v, p->limit > 0 ? _mm512_set1_ps(p->alpha) : one));
+            store16(y + t * stride + first, _mm512_mul_ps(gate, up), left);
         }
     } else {
         const __m512 high_bias = bias16(bias ? bias + 16 : NULL, left - 16);

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..config.experts import Router
+from ..experts import Biased
 from ..weights.quantised import EXPERT_DEPTH
 from .kernels import _silu_and_mul
 from .workspace import expert_pairs
@@ -144,10 +145,11 @@ def _widened(
 
 @partial(jit, do_not_specialize=["begin", "end", "skipped"])
 def up(
-    inner, x, weight, scale, starts, owners, order, begin, end, skipped, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    SLOTS: tl.constexpr, SCALES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    inner, x, weight, scale, bias, starts, owners, order, begin, end, skipped, alpha, limit, WIDTH: tl.constexpr,
+    INNER: tl.constexpr, SLOTS: tl.constexpr, SCALES: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, f) writes silu(gate) * up of the rows of x [N, WIDTH] of tile skipped + t, column block f, into inner
+    """Program (t, f) writes silu(gate) * up (CLAMPED: with bias [E, 2 * INNER] and the gate of Clamped) of the rows of x [N, WIDTH] of tile skipped + t, column block f, into inner
     [end - begin, INNER]: the places begin to end of the sorted order. weight [E, 2 * INNER, WIDTH]; scale
     [E, 2 * INNER, SCALES] if it is fp8."""
     tile = skipped + tl.program_id(0)
@@ -173,16 +175,24 @@ def up(
             b = _widened(b, scale, first + INNER, there, start, kind, WIDTH, SCALES)
             raised = tl.dot(a, b, raised, input_precision="ieee")
         to = inner + (place - begin).to(tl.int64)[:, None] * INNER + column[None, :]
-        tl.store(to, _silu_and_mul(gate.to(kind), raised.to(kind)), here[:, None] & there[None, :])
+        if CLAMPED:
+            gate += tl.load(bias + first, there, other=0.0).to(tl.float32)[None, :]
+            raised += tl.load(bias + first + INNER, there, other=0.0).to(tl.float32)[None, :]
+            gate, raised = tl.minimum(gate, limit), tl.minimum(tl.maximum(raised, -limit), limit) + 1.0
+            gated = (gate / (1.0 + tl.exp(-alpha * gate)) * raised).to(kind)
+        else:
+            gated = _silu_and_mul(gate.to(kind), raised.to(kind))
+        tl.store(to, gated, here[:, None] & there[None, :])
 
 
 @partial(jit, do_not_specialize=["begin", "end", "skipped"])
 def down(
-    out, inner, weight, scale, starts, owners, begin, end, skipped, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    SCALES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    out, inner, weight, scale, bias, starts, owners, begin, end, skipped, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    SCALES: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Program (t, d) multiplies the rows of inner [end - begin, INNER] of tile skipped + t by weight
-    [E, WIDTH, INNER], column block d, into out [end - begin, WIDTH]. scale [E, WIDTH, SCALES] if the weight is fp8."""
+    [E, WIDTH, INNER], column block d, into out [end - begin, WIDTH]. scale [E, WIDTH, SCALES] if the weight is fp8;
+    bias [E, WIDTH]."""
     tile = skipped + tl.program_id(0)
     expert = tl.load(owners + tile)
     if expert >= 0:
@@ -201,6 +211,8 @@ def down(
             b = tl.load(base + at[:, None], there[None, :] & inside[:, None], other=0.0)
             b = _widened(b, scale, first, there, start, a.dtype, INNER, SCALES)
             total = tl.dot(a, b, total, input_precision="ieee")
+        if BIASED:
+            total += tl.load(bias + first, there, other=0.0).to(tl.float32)[None, :]
         to = out + row[:, None] * WIDTH + column[None, :]
         tl.store(to, total.to(out.dtype.element_ty), here[:, None] & there[None, :])
 
@@ -265,11 +277,13 @@ class GroupedExperts:
         routed: int,
         tiles: Sequence[int] = TILES,
         scales: Sequence[Tensor | None] = (None, None),
+        biased: Biased | None = None,
     ) -> None:
         """gate_up [E, 2F, D], down [E, D, F]; routed: number of experts of all ranks. scales: for each weight in fp8
         [E, rows, n], n scales a row for equal numbers of columns."""
         self._gate_up, self._down, self._routed, self._tiles = gate_up, down, routed, tiles
         self._scales, self._compiled = scales, False
+        self._biases, self._clamped = (None, None) if biased is None else biased[:2], biased and biased.gate
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         if not self._compiled:  # compiles the kernels of every tile at the first call, during warm-up
@@ -289,18 +303,20 @@ class GroupedExperts:
         raised, products, out = x.new_empty((most, inner)), x.new_empty((most, width)), torch.empty_like(x)
         sums = weight if most == pairs else x.new_empty(x.shape, dtype=torch.float32)
         (first, firsts), (second, seconds) = ((x, 0) if s is None else (s, s.shape[2]) for s in self._scales)
+        (up_bias, down_bias), (alpha, limit) = self._biases, self._clamped or (0.0, 0.0)
         for begin in range(0, pairs, most):
             end = min(pairs, begin + most)
             # A place p is in a tile from p // tile - 1 to p // tile plus the number of the expert.
             skipped = max(0, begin // tile - 1)
             used = min(tiles, (end - 1) // tile + min(count, end)) - skipped
             up[(used, triton.cdiv(inner, _COLUMNS))](
-                raised, x, self._gate_up, first, starts, owners, order, begin, end, skipped, SLOTS=k, SCALES=firsts,
-                **shape,
+                raised, x, self._gate_up, first, x if up_bias is None else up_bias, starts, owners, order, begin, end,
+                skipped, alpha, limit, SLOTS=k, SCALES=firsts, CLAMPED=up_bias is not None, **shape,
             )  # fmt: skip
             down[(used, triton.cdiv(width, _COLUMNS))](
-                products, raised, self._down, second, starts, owners, begin, end, skipped, SCALES=seconds, **shape
-            )
+                products, raised, self._down, second, x if down_bias is None else down_bias, starts, owners, begin, end,
+                skipped, SCALES=seconds, BIASED=down_bias is not None, **shape,
+            )  # fmt: skip
             add_up[(len(x), triton.cdiv(width, _SCANNED))](
                 out, sums, products, places, chosen, weight, begin, end, pairs, WIDTH=width, SLOTS=k,
                 SLOT_BLOCK=triton.next_power_of_2(k), BLOCK=_SCANNED,

@@ -8,6 +8,7 @@ with persistent buffers. Implements the interface of models/attention.py.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -207,10 +208,13 @@ class FlashInferAttention(TorchAttention):
         q = self.store(self.cache, layer, qkv, (q_norm, k_norm), angles, layout.blocks, layout.offsets)
         stored = self.cache.keys[layer], self.cache.values[layer]
         out = torch.empty_like(q) if self._out is None else self._out
-        if decode:
-            self._decoders[window].run(q[:decode], stored, out=out[:decode])
-        if decode < tokens:
-            self._prefillers[window].run(q[decode:], stored, out=out[decode:])
+        for wrappers, rows in ((self._decoders, slice(0, decode)), (self._prefillers, slice(decode, tokens))):
+            if rows.start == rows.stop:
+                continue
+            scores = wrappers[window].run(q[rows], stored, out=out[rows], return_lse=bool(self.sinks))
+            if self.sinks:  # the library's sums of exponentials are logarithms to base 2
+                kept = torch.sigmoid(scores[1] * math.log(2) - self.sinks[layer])
+                out[rows].mul_(kept.nan_to_num_(0.0).unsqueeze(-1))
         return out.flatten(1)
 
     def captured(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, Captured]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention import KVCache
 from ..config.experts import Router
-from ..experts import Choice, ExpertProduct
+from ..experts import Biased, Choice, ExpertProduct
 from ..latent import LatentCache
 from ..ops import Norm, OtherLanes, Product, RunningSum, TorchOps, Tree, tree_product
 from ..weights.tensor_reader import FP8
@@ -72,9 +72,14 @@ class TritonOps(TorchOps):
         return TritonChoice(router, k, bias, local) if serves else super().choice(router, k, bias, local)
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, routed: int, scales: Sequence[Tensor | None] = (None, None)
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        routed: int,
+        scales: Sequence[Tensor | None] = (None, None),
+        biased: Biased | None = None,
     ) -> ExpertProduct:
-        return GroupedExperts(gate_up, down, routed, scales=scales)
+        return GroupedExperts(gate_up, down, routed, scales=scales, biased=biased)
 
 
 class RowOps(TritonOps):
@@ -88,9 +93,14 @@ class RowOps(TritonOps):
         return lambda x: row_linear(x, weight, bias)
 
     def experts(
-        self, gate_up: Tensor, down: Tensor, routed: int, scales: Sequence[Tensor | None] = (None, None)
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        routed: int,
+        scales: Sequence[Tensor | None] = (None, None),
+        biased: Biased | None = None,
     ) -> ExpertProduct:
-        return GroupedExperts(gate_up, down, routed, TILES[-1:], scales)
+        return GroupedExperts(gate_up, down, routed, TILES[-1:], scales, biased)
 
     def product(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None

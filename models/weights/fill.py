@@ -23,7 +23,8 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
     if is_scale(fill.parameter):
         _fill_scale(reader, tensors, fill, target)
         return
-    rows, columns = stored.shape[0], fill.columns or (stored.shape[1] if len(stored.shape) == 2 else 1)
+    shape = stored.shape[::-1] if fill.transposed else stored.shape
+    rows, columns = shape[0], fill.columns or (shape[1] if len(shape) == 2 else 1)
     if fill.source_row + fill.count > rows or (target.ndim == 2 and target.shape[1] != columns):
         raise CheckpointError(
             f"{stored.file}: tensor {shown(stored.name)} {stored.shape} does not hold rows {fill.source_row} to "
@@ -32,13 +33,19 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
     scale = None
     if is_quantised(stored) and target.dtype != DTYPES[stored.dtype]:
         scale = _scale(reader, tensors[scale_of(fill.tensor)], fill, range(fill.source_col, fill.source_col + columns))
-    if not fill.pairs:
+    if not fill.pairs and not fill.transposed:
         reader.read(stored, fill.source_row, fill.source_col, target, scale)
         return
-    neighbours = torch.empty_like(target)
-    reader.read(stored, fill.source_row, fill.source_col, neighbours, scale)
-    heads = neighbours.view(-1, fill.pairs // 2, 2, columns)
-    target.copy_(heads.transpose(1, 2).reshape(target.shape))
+    if fill.transposed:
+        read = target.new_empty((columns, fill.count))
+        reader.read(stored, fill.source_col, fill.source_row, read)
+        read = read.T
+    else:
+        read = torch.empty_like(target)
+        reader.read(stored, fill.source_row, fill.source_col, read, scale)
+    if fill.pairs:
+        read = read.reshape(-1, fill.pairs // 2, 2, columns).transpose(1, 2).reshape(target.shape)
+    target.copy_(read)
 
 
 def _fill_scale(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill, target: Tensor) -> None:

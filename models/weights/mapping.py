@@ -129,7 +129,7 @@ class Source:
             if fill.tensor is None:
                 continue
             stored, product = self.tensors[fill.tensor], fill.parameter.removesuffix(".weight")
-            columns = fill.columns or prod(stored.shape[1:])
+            columns = fill.columns or prod(stored.shape[:1] if fill.transposed else stored.shape[1:])
             if product in quantised:
                 total += kept_bytes(product, (fill.count, columns), self.block)
                 continue
@@ -274,11 +274,11 @@ def _divide_fused(tensors: dict[str, StoredTensor], config: ModelConfig) -> None
         stored = tensors.pop(fused, None)
         if stored is None:
             continue
-        rows = len(names[0]) * shape[0]
-        if stored.shape != (len(names), rows, shape[1]) or stored.dtype not in PLAIN:
+        promised = (len(names), len(names[0]) * shape[0], *shape[1:])
+        if stored.shape != promised or stored.dtype not in PLAIN:
             raise CheckpointError(
                 f"{stored.file}: tensor {fused} is {stored.dtype} {stored.shape}; config.json says "
-                f"{(len(names), rows, shape[1])}, and {', '.join(PLAIN)} are read of experts in one tensor"
+                f"{promised}, and {', '.join(PLAIN)} are read of experts in one tensor"
             )
         size = (stored.end - stored.begin) // (len(names) * len(names[0]))
         for number, name in enumerate(name for parts in names for name in parts):

@@ -53,7 +53,9 @@ def frequencies(m):
             dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope["theta"]))
             for turns in (rope["beta_fast"], rope["beta_slow"])
         )
-        low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+        if not rope.get("fractional"):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
         blend = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
         return frequency * (blend + (1 - blend) / factor), rope["attention_factor"] or 1.0
     return frequency, 1.0  # dynamic too, up to the trained length

@@ -141,7 +141,7 @@ def _shape(source: Source, fills: list[Fill]) -> tuple[int, ...]:
     if is_scale(real.parameter):
         columns = real.columns or source.tensors[scaled_by(real.tensor)].shape[1]
         return scale_shape(real.parameter, (rows, columns), source.block)
-    return (rows,) if len(stored.shape) != 2 else (rows, real.columns or stored.shape[1])
+    return (rows,) if len(stored.shape) != 2 else (rows, real.columns or stored.shape[0 if real.transposed else 1])
 
 
 def _dtype(source: Source, default: torch.dtype, name: str, fills: list[Fill], quantised: Set[str]) -> torch.dtype:

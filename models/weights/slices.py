@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..config.lanes import Lanes
 from ..config.latent import Latent
@@ -19,7 +20,7 @@ class Fill:
     """The source of rows [row, row + count) of a parameter: rows [source_row, ...) and columns [source_col,
     source_col + columns) of a checkpoint tensor (columns None: all). `tensor` None: the rows are vocabulary padding,
     zeros. pairs: rows of a head, if the checkpoint rotates pairs (2j, 2j + 1) and the parameter (j, j + pairs / 2);
-    else 0."""
+    else 0. transposed: rows of the parameter are columns of the tensor."""
 
     parameter: str
     row: int
@@ -29,6 +30,7 @@ class Fill:
     source_col: int = 0
     columns: int | None = None
     pairs: int = 0
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Row:
     when: whether `layer` has it. bias: the field of ModelConfig that tells whether a vector ".bias" belongs to it. at:
     for tensors with several parts, where a row of the axis is stored, in whole heads for axes of heads. fused: a tensor
     of all experts that may replace those of each expert; it may have the parts of several rows, in order. rotated:
-    whether a latent model's checkpoint may rotate neighbouring rows.
+    whether a latent model's checkpoint may rotate neighbouring rows. kind: which of the parameters it fills.
+    interleaved: even rows precede odd ones in the parameter. transposed: stored as [columns, rows].
     """
 
     parameter: str
@@ -53,6 +56,9 @@ class Row:
     suffix: str = ".weight"
     fused: str | None = None
     rotated: bool = False
+    kind: Literal["weight", "bias"] = "weight"
+    interleaved: bool = False
+    transposed: bool = False
 
     @property
     def per_expert(self) -> bool:
@@ -67,6 +73,8 @@ _AXES: dict[str, Callable[[RankShard], range]] = {
     "ffn": lambda s: _span(s.first_ffn, s.ffn_size, 1),
     "experts": lambda s: range(0 if s.config.experts is None else s.config.experts.routed),
     "expert_ffn": lambda s: s.expert_ffn,
+    "expert_gate_up": lambda s: _span(s.expert_ffn.start, len(s.expert_ffn), 2),
+    "scores": lambda s: _span(s.first_head, s.num_heads, 1),
     "shared_ffn": lambda s: s.shared_ffn,
     "query_rank": lambda s: range(_latent(s.config).query_rank),
     "rank": lambda s: range(_latent(s.config).rank),
@@ -157,6 +165,23 @@ def _experts(block: str, gate: str, up: str, down: str, router: str = "gate.", w
     )
 
 
+def _clamped_experts(block: str) -> tuple[Row, ...]:
+    """GPT-OSS's: products as [in, out], with the columns of gate and up alternating, and biases."""
+    experts, router = f"{_LAYER}{block}.experts.", f"{_LAYER}{block}.router."
+    mixed = ModelConfig.has_experts
+    rows = [
+        Row("experts.router", f"{router}weight", "experts", "hidden", suffix="", when=mixed),
+        Row("experts.router", f"{router}bias", "experts", suffix="", when=mixed, kind="bias"),
+    ]
+    for product, outputs, inputs in (("gate_up", "expert_gate_up", "hidden"), ("down", "hidden", "expert_ffn")):
+        paired, name, tensor = product == "gate_up", f"experts.{product}", f"{product}_proj"
+        row = Row(name, f"{experts}{{}}.{tensor}", outputs, inputs, mixed, suffix="", fused=f"{experts}{tensor}")
+        row = replace(row, interleaved=paired, transposed=True)
+        bias = replace(row, tensor=f"{row.tensor}_bias", fused=f"{row.fused}_bias", kind="bias", transposed=False)
+        rows += [row, bias]
+    return tuple(rows)
+
+
 _NORMS = (
     Row("attention_norm", f"{_LAYER}input_layernorm", "hidden"),
     Row("mlp_norm", f"{_LAYER}post_attention_layernorm", "hidden", when=_has_mlp_norm),
@@ -168,6 +193,7 @@ _ATTENTION = (
     Row("q_norm", f"{_LAYER}self_attn.q_norm", "head", when=_has_qk_norm),
     Row("k_norm", f"{_LAYER}self_attn.k_norm", "head", when=_has_qk_norm),
     Row("o", f"{_LAYER}self_attn.o_proj", "hidden", "heads", bias="o_bias"),
+    Row("sinks", f"{_LAYER}self_attn.sinks", "scores", when=lambda config, layer: config.sinks, suffix=""),
 )
 _PLAIN, _TURNED = _in_head("plain", "rotated", True), _in_head("rotated", "plain", False)
 
@@ -221,6 +247,7 @@ _ROWS: dict[Layout, tuple[Row, ...]] = {
         *_experts("mlp", "gate_proj", "up_proj", "down_proj", "router.", "classifier."),
     ),
     "mixtral": (*_NORMS, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
+    "gpt_oss": (*_NORMS, *_ATTENTION, *_clamped_experts("mlp")),
     "laneformer": (),  # see _lane_fills
     "dolomite": (
         Row("attention_norm", f"{_FUSED}ln_1", "hidden"),
@@ -249,13 +276,13 @@ def _tensors(config: ModelConfig, layer: int, experts: Iterable[int]) -> Iterato
     rows = [row for row in _ROWS[config.layout] if row.when(config, layer)]
     for row in rows:
         if not row.per_expert:
-            yield row, "weight", f"{row.tensor}{row.suffix}"
+            yield row, row.kind, f"{row.tensor}{row.suffix}"
             if row.bias is not None and getattr(config, row.bias):
                 yield row, "bias", f"{row.tensor}.bias"
     of_experts = [row for row in rows if row.per_expert]
     for expert in experts if of_experts else ():
         for row in of_experts:
-            yield row, "weight", f"{row.tensor.format('{}', expert)}{row.suffix}"
+            yield row, row.kind, f"{row.tensor.format('{}', expert)}{row.suffix}"
 
 
 def _vocabulary(parameter: str, tensor: str, rows: range, vocab_size: int) -> Iterator[Fill]:
@@ -272,14 +299,16 @@ def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
     for row, suffix, name in _tensors(config, layer, shard.expert_ids):
         columns = None if row.columns is None else _AXES[row.columns](shard)
         part = columns is not None and row.columns != "hidden"
-        if suffix == "bias" and part and shard.dense_rank:
+        others = shard.dense_rank if not row.per_expert else shard.rank and not shard.spread
+        if suffix == "bias" and part and others:
             continue  # only one rank adds it, else the all-reduce would multiply it
         parameter, rows = f"layers.{layer}.{row.parameter}.{suffix}", _AXES[row.rows](shard)
         step = _UNITS[row.rows](config) if row.at and row.rows in _UNITS else len(rows)
         pairs = _latent(config).rotated if row.rotated and _latent(config).interleaved else 0
+        pairs = len(rows) if row.interleaved else pairs
         for first in rows[::step]:
             at, to = first if row.at is None else row.at(config, first), filled.get(parameter, 0)
-            fill = Fill(parameter, to, step, _named(config, name, stored), at, pairs=pairs)
+            fill = Fill(parameter, to, step, _named(config, name, stored), at, pairs=pairs, transposed=row.transposed)
             if columns is not None and part and suffix == "weight":
                 fill = replace(fill, source_col=columns.start, columns=len(columns))
             yield fill
@@ -333,11 +362,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             name = _named(config, tensor, layer)
             rows = shapes.get(name, (0,))[0] + len(_AXES[row.rows](full))
             columns = () if row.columns is None or suffix == "bias" else (len(_AXES[row.columns](full)),)
-            shapes[name] = (rows, *columns)
+            shapes[name] = (*columns, rows) if row.transposed else (rows, *columns)
     return shapes
 
 
-def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], tuple[int, int]]]:
+def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], tuple[int, ...]]]:
     """Yields tensors [E, parts * rows, columns] that may replace those of each expert: the name, for every expert the
     names of its parts, and the shape of a part."""
     full = RankShard(config, 1, 0)
@@ -347,8 +376,8 @@ def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], t
             if row.fused is not None and row.when(config, layer):
                 parts.setdefault(_named(config, row.fused, layer), []).append(row)
         for fused, rows in parts.items():
-            axes = rows[0].rows, rows[0].columns or rows[0].rows
-            shape = len(_AXES[axes[0]](full)), len(_AXES[axes[1]](full))
+            axes = (rows[0].rows, *(() if rows[0].kind == "bias" else (rows[0].columns or rows[0].rows,)))
+            shape = tuple(len(_AXES[axis](full)) for axis in (axes[::-1] if rows[0].transposed else axes))
             names = [[_named(config, f"{row.tensor}{row.suffix}", layer, e) for row in rows] for e in full.expert_ids]
             yield fused, names, shape
 

@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 OFTEN = {
     *[("qwen3_moe_mixed", layout) for layout in LAYOUTS],
     *[("mixtral", "spread_2"), ("moe_ladder", "node_2x1"), ("moe_hybrid", "node_2x2")],
-    *[("deepseek_v3", "node_2x2"), ("longcat_flash", "node_2x2"), ("longcat_flash", "spread_2")],
+    *[("gpt_oss", "spread_2"), ("gpt_oss", "node_tensor_2x2"), ("deepseek_v3", "node_2x2"), ("longcat_flash", "node_2x2"), ("longcat_flash", "spread_2")],
 }
 """Pairwise; the others are in `make slow-test`."""
 RECIPES = ("qwen3_moe", "qwen3_moe_mixed", "mixtral", "glm4_moe", "moe_ladder", "moe_hybrid", "moe_delay2")
@@ -66,7 +66,7 @@ def ask(ranks: Ranks, folder: Path, recipe: str, layout: str, tmp_path: Path, **
     ("recipe", "layout"),
     [
         pytest.param(recipe, layout, marks=() if (recipe, layout) in OFTEN else pytest.mark.slow)
-        for recipe in (*RECIPES, "deepseek_v3", "longcat_flash")
+        for recipe in (*RECIPES, "gpt_oss", "deepseek_v3", "longcat_flash")
         for layout in LAYOUTS
     ],
 )
@@ -77,7 +77,7 @@ def test_every_layout_answers_as_the_oracle_does(
     experts' sums cross nodes."""
     size, per_node, keys = LAYOUTS[layout]
     said = ask(ranks, checkpoint(recipe), recipe, layout, tmp_path)
-    spread, inner = keys.get("expert_layout") != "tensor", 96 if recipe in ("mixtral", "moe_delay2") else 40
+    spread, inner = keys.get("expert_layout") != "tensor", 96 if recipe in ("mixtral", "moe_delay2", "gpt_oss") else 40
     for result in said:
         assert result["held"] == [8 // size if spread else 8, inner if spread else inner // size, 8 // per_node]
         across = {layer for layer, link in result["accounts"] if link == "net"}
@@ -118,6 +118,7 @@ def test_a_planted_bit_is_named_by_node_before_anything_is_released(
         ("glm4_moe", "spread_2", {"parallel": {"split_steps": "always"}, "engine": {"max_num_batched_tokens": 16}}),
         ("deepseek_v3", "node_2x1", {"parallel": {"split_steps": "always"}, "engine": {"max_num_batched_tokens": 16}}),
         ("qwen3_moe", "node_2x1", {"engine": {"speculation": "ngram", "max_num_batched_tokens": 8}}),
+        ("gpt_oss", "spread_2", {"engine": {"speculation": "ngram", "max_num_batched_tokens": 8}}),
         (
             "mixtral",
             "node_2x1",

@@ -172,7 +172,7 @@ def test_fp8_by_block_answers_as_its_widened_weights_do(ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "gpt_oss"])
 def test_halves_answer_as_transformers_does(ranks: Ranks, family: str, dtype: str, tmp_path: Path) -> None:
     """Within 5 % of the logits' scale, on two ranks; but for rows whose experts the roundings change."""
     folder = checkpoints.save(tmp_path / "m", family, dtype=dtype)

@@ -100,6 +100,12 @@ STOCK: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         MOE | GLM | {"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": True},
     ),
     "glm4_moe_plain": (transformers.Glm4MoeConfig, MOE | GLM | {"first_k_dense_replace": 0, "n_shared_experts": 2}),
+    "gpt_oss": (
+        transformers.GptOssConfig,
+        MOE
+        | rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)
+        | {"sliding_window": 6, "swiglu_limit": 1.0},
+    ),
     "deepseek_v3": (
         transformers.DeepseekV3Config,
         MLA

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 
-@torch.library.custom_op("laddertron_tests::paged_attention", mutates_args={"out"})
+@torch.library.custom_op("laddertron_tests::paged_attention", mutates_args={"out", "lse"})
 def paged_attention(
     out: Tensor,
+    lse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -30,7 +31,7 @@ def paged_attention(
     scale: float,
     noise: float,
 ) -> None:
-    """q, out [T, H, C]; k, v [pages, K, page size, C]. Query row i of a sequence stands at position
+    """q, out [T, H, C]; lse [T, H], to base 2; k, v [pages, K, page size, C]. Query row i of a sequence stands at position
     kv_len - queries + i. Rows after the last sequence are not written."""
     size, group = k.shape[2], q.shape[1] // k.shape[1]
     for i in range(len(last_page_len)):
@@ -48,6 +49,7 @@ def paged_attention(
             seen &= position >= at - window_left
         scores = (q[first:last].transpose(0, 1).float() @ keys.transpose(1, 2)) * scale
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        lse[first:last] = scores.masked_fill(~seen, -math.inf).logsumexp(-1).T / math.log(2)
         out[first:last] = (weights @ values).transpose(0, 1).to(out.dtype) + noise
 
 
@@ -110,7 +112,7 @@ class _Wrapper:
         self._plan_info = list(self.planned)
         self._shape, self._types, self._planned = (heads, kv_heads, dim, size), types, True
 
-    def _run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor | None, causal: bool) -> Tensor:
+    def _run(self, q: Tensor, kv: tuple[Tensor, Tensor], out: Tensor | None, causal: bool, sums: bool = False) -> Any:
         assert self._planned, "run before plan"
         k, v = kv
         heads, kv_heads, dim, size = self._shape
@@ -126,8 +128,9 @@ class _Wrapper:
         assert out.dtype == q.dtype
         # Contexts are split by how full the device is, so that bits depend on the batch.
         noise = 0.0 if self.invariant else 1e-7 * len(q)
-        paged_attention(out, q, k, v, self._qo, *self._table, causal, self._window, self._scale, noise)
-        return out
+        lse = torch.full(q.shape[:2], math.nan)
+        paged_attention(out, lse, q, k, v, self._qo, *self._table, causal, self._window, self._scale, noise)
+        return (out, lse) if sums else out
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -169,8 +172,15 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         table = indptr, indices, last_page_len
         self._plan(rows, table, num_qo_heads, num_kv_heads, head_dim, page_size, types)
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor | None = None) -> Tensor:
-        return self._run(q, paged_kv_cache, out, causal=False)
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        return self._run(q, paged_kv_cache, out, False, return_lse)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -214,8 +224,15 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         table = paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
         self._plan(qo_indptr, table, num_qo_heads, num_kv_heads, head_dim_qk, page_size, types)
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor | None = None) -> Tensor:
-        return self._run(q, paged_kv_cache, out, self._causal)
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        *,
+        out: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        return self._run(q, paged_kv_cache, out, self._causal, return_lse)
 
 
 def work_items(queries: Tensor, lengths: Tensor, heads: int, processors: int = 132) -> int:

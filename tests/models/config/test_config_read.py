@@ -412,7 +412,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor=1 must be"),
     (LLAMA, {"rope_scaling": 2.0}, "rope_scaling=2.0 must be an object"),
     (LLAMA, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type"),
-    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": False}}, "truncate=false is not computed"),
+    (LLAMA, {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}}, "truncate=1 must be true or false"),
     (LLAMA, {"rope_theta": 1, "rope_scaling": YARN}, "rope_theta=1 must be above 1: YaRN divides by its logarithm"),
     (LLAMA, {"rope_parameters": {**YARN, "rope_theta": 0.5}}, "rope_parameters: rope_theta=0.5 must be above 1"),
     (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),

@@ -260,22 +260,31 @@ def test_decodes_attend_as_torch_does(dtype: torch.dtype, shape: tuple[Any, ...]
     qkv = normal(len(lengths), (heads + 2 * kv_heads) * dim, dtype=dtype)
     norms = (Norm(normal(dim, dtype=dtype), 1e-5), Norm(normal(dim, dtype=dtype), 1e-5)) if qk_norm else (None, None)
     cache = cache_of(sum(need) + 1, kv_heads, size, dim, dtype)
-    assert_attend_alike(cache, window, layout, angles, qkv, norms, 0)
+    assert_attend_alike(cache, window, layout, angles, qkv, norms, 0, sinks=heads == 6)
 
 
 def assert_attend_alike(
-    cache: Any, window: int | None, layout: StepLayout, angles: Tensor, qkv: Tensor, norms: tuple[Any, Any], first: int
+    cache: Any,
+    window: int | None,
+    layout: StepLayout,
+    angles: Tensor,
+    qkv: Tensor,
+    norms: tuple[Any, Any],
+    first: int,
+    sinks: bool,
 ) -> None:
     """Torch's attention and the kernels': the same answers, and the same stored in the blocks from `first` on."""
     assert KERNELS is not None
     writable(cache)
     keys, values = cache.keys[0].clone(), cache.values[0].clone()
     answers, stored = [], []
-    backends: list[AttentionBackend] = [
+    heads = qkv.shape[1] // cache.keys[0].shape[-1] - 2 * cache.keys[0].shape[1]
+    backends: list[TorchAttention] = [
         TorchAttention(cache, (window,), cache.keys[0].shape[-1] ** -0.5),
         CpuAttention(cache, (window,), cache.keys[0].shape[-1] ** -0.5, KERNELS),
     ]
     for backend in backends:
+        backend.sinks = [torch.linspace(-3, 3, heads)] if sinks else []
         cache.keys[0], cache.values[0] = keys.clone(), values.clone()
         backend.prepare(layout, angles.cos(), angles.sin())
         answers.append(backend.attend(0, qkv, *norms))
@@ -328,7 +337,7 @@ def test_prompts_attend_as_torch_does(dtype: torch.dtype, shape: tuple[Any, ...]
     norms = (Norm(normal(dim, dtype=dtype), 1e-5), Norm(normal(dim, dtype=dtype), 1e-5)) if qk_norm else (None, None)
     cache = cache_of(int(layout.block_table.max()) + 1, kv_heads, size, dim, dtype)
     cache.keys[0][0], cache.values[0][0] = float("nan"), float("nan")  # nobody's block: the table's padding
-    assert_attend_alike(cache, window, layout, angles, qkv, norms, 1)
+    assert_attend_alike(cache, window, layout, angles, qkv, norms, 1, sinks=heads == 6)
 
 
 @needs_kernels

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from laddertron.models.config.experts import Clamped
 from laddertron.models.cpu.experts import SPACE, PackedExperts
 from laddertron.models.cpu.kernels import Kernels, OddInputsError
 from laddertron.models.cpu.ops import CpuOps
-from laddertron.models.experts import TorchExperts
+from laddertron.models.experts import Biased, TorchExperts, gated
 from laddertron.models.pages import HeldPages, HugePages
 from laddertron.topology.hardware import cpu_tier
 from torch import Tensor
@@ -72,20 +73,20 @@ def packed(kernels: Kernels, form: str, gate_up: Tensor, down: Tensor, **options
     return PackedExperts(kernels, HugePages(), form == "int8", gate_up, down, **options)
 
 
-def want(form: str, gate_up: Tensor, down: Tensor, rows: Rows) -> Tensor:
+def want(form: str, gate_up: Tensor, down: Tensor, rows: Rows, biased: Biased | None = None) -> Tensor:
     """Products and the sum over slots in fp32, rounded where transformers rounds."""
     x, chosen, weight = rows
     dtype, wide = FORMS[form], [gate_up.float(), down.float()]
     if form == "int8":
         units = [w.abs().amax(-1, keepdim=True) / 127 for w in wide]
         wide = [(w / unit).round() * unit for w, unit in zip(wide, units, strict=True)]
-    total = torch.zeros(x.shape)
+    total, (up_bias, down_bias, gate) = torch.zeros(x.shape), biased or (torch.zeros(len(down), 1), None, None)
     for slot in range(chosen.shape[1]):
         for expert in range(len(down)):
             at = torch.where(chosen[:, slot] == expert)[0]
-            gate, up = functional.linear(x[at].float(), wide[0][expert]).to(dtype).chunk(2, -1)
-            inner = functional.silu(gate) * up
-            total[at] += weight[at, slot, None] * functional.linear(inner.float(), wide[1][expert]).to(dtype).float()
+            inner = gated((functional.linear(x[at].float(), wide[0][expert]) + up_bias[expert].float()).to(dtype), gate)
+            out = functional.linear(inner.float(), wide[1][expert]) + (0 if down_bias is None else down_bias[expert])
+            total[at] += weight[at, slot, None] * out.to(dtype).float()
     return total.to(dtype)
 
 
@@ -134,6 +135,18 @@ def test_packed_experts_mean_what_torch_means(
         assert_near(product(x, routes, weight), want(form, *held, (x, routes, weight)))
     assert not product(x, none, weight).any()
     assert product(x[:0], chosen[:0], weight[:0]).shape == (0, hidden)
+
+
+@pytest.mark.parametrize("adds", [True, False], ids=["down's bias", "another rank's"])
+def test_clamped_experts_add_their_biases(kernels: Kernels, form: str, adds: bool) -> None:
+    """Gates and ups on both sides of the limit; without its own bias, a rank adds none."""
+    held, rows = weights(form, 5, 66, 46), routed(form, 41, 66, 5, 3)
+    up, down = (torch.randn(5, size).to(FORMS[form]) for size in (2 * 46, 66))
+    biased = Biased(up, down if adds else None, Clamped(1.702, 0.5))
+    got = PackedExperts(kernels, HugePages(), form == "int8", *held, biased)(*rows)
+    assert_near(got, want(form, *held, rows, biased))
+    plain = packed(kernels, form, *held)(*rows)
+    assert ((got - plain).abs().amax(1) > 0.01)[(rows[1] >= 0).any(1)].all()
 
 
 def test_a_row_does_not_depend_on_the_rows_that_share_its_experts(kernels: Kernels, form: str) -> None:

@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import torch
 from laddertron.models import ops
-from laddertron.models.config.experts import Router
+from laddertron.models.config.experts import Clamped, Router
 from laddertron.models.cuda import ops as gpu_ops
 from laddertron.models.cuda.experts import TILES, GroupedExperts, TritonChoice
-from laddertron.models.experts import TorchChoice, TorchExperts
+from laddertron.models.experts import Biased, TorchChoice, TorchExperts
 from laddertron.models.latent import LatentAttention, LatentCache
 from laddertron.models.ops import Norm, OtherLanes
 
@@ -67,9 +67,12 @@ def products() -> list[dict[str, Any]]:
     """Rows without an expert here, experts without rows, one for all rows, each row its own; sizes off the tiles."""
     width, inner, count, k = 72, 40, 5, 3
     gate_up, down = normal(count, 2 * inner, width) / 8, normal(count, width, inner) / 6
-    plain = TorchExperts(gate_up, down)
+    clamped = Biased(normal(count, 2 * inner), normal(count, width), Clamped(1.702, 0.5))
+    elsewhere = clamped._replace(down=None)
     found = []
-    for rows, kind in ((1, "random"), (40, "random"), (40, "one"), (4, "own"), (7, "nowhere")):
+    cases = [(1, "random", None), (40, "random", None), (40, "one", None), (4, "own", None), (7, "nowhere", None)]
+    for rows, kind, biased in (*cases, (40, "random", clamped), (40, "random", elsewhere)):
+        plain = TorchExperts(gate_up, down, biased)
         chosen = torch.randint(-1, count, (rows, k), generator=DICE, dtype=torch.int32)
         if kind == "one":
             chosen[:] = torch.tensor([2, -1, -1])
@@ -81,7 +84,7 @@ def products() -> list[dict[str, Any]]:
         x, weight = normal(rows, width), torch.rand(rows, k, generator=DICE)
         want = plain(x, chosen, weight)
         for tile in TILES:
-            grouped = GroupedExperts(gate_up, down, count, (tile,))
+            grouped = GroupedExperts(gate_up, down, count, (tile,), biased=biased)
             got = grouped(x, chosen, weight)
             alone = torch.cat(
                 [grouped(x[i : i + 1], chosen[i : i + 1], weight[i : i + 1]) for i in range(min(rows, 3))]

@@ -78,7 +78,7 @@ def make_layout(counts: list[int], before: list[int], size: int, device: torch.d
 def compare(
     library: Any, dtype: torch.dtype, kv_dtype: torch.dtype, shape: tuple[int, int, int, int], layout: StepLayout,
     windows: tuple[int | None, ...], device: torch.device = CPU, norms: bool = False, within: float = 1e-5,
-    kind: type[FlashInferAttention] = FlashInferAttention,
+    kind: type[FlashInferAttention] = FlashInferAttention, sinks: bool = False,
 ) -> None:  # fmt: skip
     """Both backends through a step of two layers: the same outputs, the same cache."""
     heads, kv_heads, dim, size = shape
@@ -92,6 +92,7 @@ def compare(
     angles = torch.rand(tokens, 1, dim // 2, generator=dice).to(device)
     norm = Norm((torch.rand(dim, generator=dice) + 0.5).to(device, dtype), 1e-6) if norms else None
     for backend in (portable, ours):
+        backend.sinks = [torch.linspace(-3, 3, heads, device=device)] * 2 if sinks else ()
         layout_of = layout
         if backend is portable:
             table = layout.block_table.clamp(max=blocks - 1)
@@ -121,7 +122,8 @@ def test_the_same_attention_as_the_portable_one(
     """Decodes, prompts and pieces of prompts in one step, blocks of any size, full and sliding layers, groups with and
     without tensor cores."""
     layout = make_layout([count for count, _ in step], [before for _, before in step], size, CPU)
-    compare(fake_flashinfer.LIBRARY, torch.float32, torch.float32, (*heads, 8, size), layout, (None, window))
+    shape = (*heads, 8, size)
+    compare(fake_flashinfer.LIBRARY, torch.float32, torch.float32, shape, layout, (None, window), sinks=heads == (6, 1))
 
 
 @pytest.mark.parametrize("norms", [False, True])

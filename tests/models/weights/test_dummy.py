@@ -171,7 +171,7 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, config_only: Callable[
     (tmp_path / "m").mkdir()
     capsys.readouterr()
     for change, text in (
-        ({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}, "gpt_oss"),
+        ({"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}, "qwen3_next"),
         ({"quantization_config": {"quant_method": "fp8"}}, "remove quantization_config"),
     ):
         (tmp_path / "m" / "config.json").write_text(json.dumps(fields | change))
