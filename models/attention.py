@@ -26,8 +26,8 @@ _LARGEST = torch.finfo(FP8).max
 
 
 def block_bytes(shard: RankShard, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on one rank: block_size positions, all layers, keys and values, or latents."""
-    return block_size * shard.config.num_layers * shard.kv_elements * dtype.itemsize
+    """Bytes of one block on one rank: block_size positions, all layers, keys and values, or latents and index keys."""
+    return block_size * shard.cached_elements * dtype.itemsize
 
 
 class KVCache:
@@ -40,17 +40,15 @@ class KVCache:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks, shard.num_kv_heads, block_size, shard.config.head_dim)
-        layers = range(shard.config.num_layers)
-        # zeros, not empty: positions after a sequence's end are masked, but NaN times a weight of zero is still NaN.
-        pages, size = HugePages(), torch.Size(shape).numel() * dtype.itemsize
+        layers, self._pages, self._device = range(shard.config.num_layers), HugePages(), device
+        self.keys = [self._zeros(shape, dtype) for _ in layers]
+        self.values = self.keys if self.values_are_keys else [self._zeros(shape, dtype) for _ in layers]
 
-        def zeros() -> Tensor:
-            if device.type == "cpu":
-                return pages.take(size).view(dtype).view(shape)
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.keys = [zeros() for _ in layers]
-        self.values = self.keys if self.values_are_keys else [zeros() for _ in layers]
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        # not empty: positions after a sequence's end are masked, but NaN times a weight of zero is still NaN.
+        if self._device.type == "cpu":
+            return self._pages.take(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=self._device)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -100,11 +100,12 @@ def _make_latent(
 ) -> tuple[TorchAttention, str]:
     config, scale, stored = shard.config, _scale(shard.config), cache.latents[0]
     sizes, expansion = config.latent, None
+    topk = None if sizes is None or sizes.index is None else sizes.index.topk
     kernels = Kernels.find(deterministic) if stored.device.type == "cpu" else None
     if setting == "auto" and kernels is not None and fits_latents(cache, dtype):
         if not deterministic and sizes is not None:
             expansion = Expansion(sizes, shard.num_heads, dtype.itemsize)
-        return CpuLatentAttention(cache, scale, kernels, expansion=expansion), "cpu kernels, on latents"
+        return CpuLatentAttention(cache, scale, kernels, expansion=expansion, topk=topk), "cpu kernels, on latents"
     if deterministic:
         raise AttentionError(
             f"parallel.deterministic with engine.attention={setting}, latents {cache.latents[0].dtype}: attention on "
@@ -112,7 +113,7 @@ def _make_latent(
             "token; or use false"
         )
     if setting == "torch" or (stored.device.type == "cpu" and setting == "auto"):
-        return LatentAttention(cache, scale), "torch, on latents"
+        return LatentAttention(cache, scale, topk=topk), "torch, on latents"
     library = _library(stored.device, dtype, config, shard.num_heads)
     if stored.dtype != dtype:
         library = f"it reads latents in the model's type, not {stored.dtype}"
@@ -125,7 +126,7 @@ def _make_latent(
         return backend, f"flashinfer {library.__version__}, on latents"
     if setting == "flashinfer":
         raise AttentionError(f"engine.attention=flashinfer: {library}; use auto or torch")
-    return LatentAttention(cache, scale), f"torch, on latents, not flashinfer: {library}"
+    return LatentAttention(cache, scale, topk=topk), f"torch, on latents, not flashinfer: {library}"
 
 
 def flashinfer_serves(

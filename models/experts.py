@@ -72,6 +72,9 @@ class Biased(NamedTuple):
     down: Tensor | None
     gate: Clamped
 
+    def of(self, expert: int) -> tuple[Tensor, Tensor | None, Clamped]:
+        return self.up[expert], None if self.down is None else self.down[expert], self.gate
+
 
 def gated(gate_up: Tensor, clamped: Clamped | None) -> Tensor:
     """[T, 2F] -> [T, F]."""
@@ -88,7 +91,7 @@ class TorchExperts:
     def __init__(self, gate_up: Tensor, down: Tensor, biased: Biased | None = None) -> None:
         """gate_up [E, 2F, D], down [E, D, F]: the experts that this rank holds, or its share of each."""
         self._gate_up, self._down = gate_up, down
-        self._up_bias, self._down_bias, self._gate = biased or (None, None, None)
+        self._biased = biased
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         k, flat = chosen.shape[1], chosen.flatten()
@@ -99,8 +102,8 @@ class TorchExperts:
             if begin < end:
                 places = order[begin:end]
                 rows = places // k
-                up, down = (None if b is None else b[expert] for b in (self._up_bias, self._down_bias))
-                inner = gated(functional.linear(x[rows], self._gate_up[expert], up), self._gate)
+                up, down, gate = (None, None, None) if self._biased is None else self._biased.of(expert)
+                inner = gated(functional.linear(x[rows], self._gate_up[expert], up), gate)
                 y = functional.linear(inner, self._down[expert], down)
                 out.index_add_(0, rows, y.float() * weight.flatten()[places, None])
         return out.to(x.dtype)

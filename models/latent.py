@@ -8,16 +8,20 @@ latents, which long chunks of prompts gain by. R: the latent's width, r: the rot
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention import KVCache, StepLayout, TorchAttention
-from .config.latent import Expansion
+from .config.latent import GATHERED, Expansion
 from .ops import Norm, rms_norm, rotate
 from .stages import RankShard
+
+ODD_FACTOR = 0x1E3779B97F4A7C15
+"""Odd, so that its multiples differ modulo 2^64. Numbers are mixed into digests by such multiples, with the high bits
+mixed into the low ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,8 @@ class Chunk:
 
 class LatentCache(KVCache):
     """`latents[l]` is [blocks, block_size, R + r]: the normed latent, then the rotated key. As keys they are of one
-    head, and values are their first R columns."""
+    head, and values are their first R columns. With sparse attention `index_keys[l]` is [blocks, block_size, dim] in
+    layers that choose positions, else None."""
 
     values_are_keys = True
 
@@ -46,6 +51,13 @@ class LatentCache(KVCache):
     ) -> None:
         super().__init__(shard, num_blocks, block_size, dtype, device)
         self.latents = [latent.squeeze(1) for latent in self.keys]
+        index = None if (latent := shard.config.latent) is None else latent.index
+        shape = (num_blocks, block_size, 0 if index is None else index.dim)
+        self.index_keys = [self._zeros(shape, dtype) if full else None for full in (index.full if index else ())]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.keys, *(keys for keys in self.index_keys if keys is not None)]
 
     def store(self, layer: int, blocks: Tensor, offsets: Tensor, latents: Tensor) -> None:
         """Stores latents [T, R + r] at (blocks[t], offsets[t])."""
@@ -58,17 +70,28 @@ class LatentAttention(TorchAttention):
 
     name = "torch, latent"
 
-    def __init__(self, cache: LatentCache, scale: float, expansion: Expansion | None = None) -> None:
-        """expansion: None where every token is computed in absorbed form."""
+    def __init__(
+        self, cache: LatentCache, scale: float, expansion: Expansion | None = None, topk: int | None = None
+    ) -> None:
+        """expansion: None where every token is computed in absorbed form; topk: of the positions that a token's index
+        chooses, None: it attends to all."""
         super().__init__(cache, (None,) * len(cache.latents), scale)
         self.latents, self._expansion = cache, expansion
         self.expanded: list[Chunk] = []
         self.absorbed = torch.empty(0, dtype=torch.int64)
         """Rows of the step that are in no expanded chunk, if there is one: those that `attend` takes."""
+        self._topk = topk
+        self._rows: tuple[StepLayout, Tensor, Tensor]
+        self.sparse = False
+        """Whether a token of the step has more positions than it may attend to."""
+        self.chosen = torch.empty(0, 0, dtype=torch.int32)
+        """Positions [T, topk] of the step's tokens, ascending, then -1; those of the last layer that chose."""
 
     def prepare(self, layout: StepLayout, cos: Tensor, sin: Tensor) -> None:
-        start, sequences = layout.query_start, range(layout.decode, len(layout.kv_len))
-        rule = self._expansion
+        start, prompts = layout.query_start, range(layout.decode, len(layout.kv_len))
+        rule, self._rows = self._expansion, (layout, cos, sin)
+        most = max(layout.kv_len) if self._topk is None else self._topk
+        self.sparse, sequences = max(layout.kv_len) > most, [i for i in prompts if layout.kv_len[i] <= most]
         chosen = [i for i in sequences if rule and rule.pays(start[i + 1] - start[i], layout.kv_len[i])]
         self.expanded = [self._chunk(layout, i, cos, sin) for i in chosen]
         if chosen:
@@ -90,6 +113,56 @@ class LatentAttention(TorchAttention):
         self.latents.store(layer, chunk.blocks, chunk.offsets, torch.cat((rms_norm(own[:, :rank], norm), key), -1))
         return self._gathered(layer, chunk.table, chunk.length, own.dtype)[0]
 
+    def store_index(self, layer: int, keys: Tensor) -> None:
+        """Stores the index keys [T, dim] of all rows, which are not yet rotated."""
+        (layout, cos, sin), cached = self._rows, self.latents.index_keys[layer]
+        assert cached is not None
+        cached[layout.blocks, layout.offsets] = self.latents._stored(rotate(keys[:, None], cos, sin)[:, 0])
+
+    def choose(self, layer: int, queries: Tensor, weights: Tensor) -> Tensor:
+        """Chooses each token's positions by queries [T, H, dim], not yet rotated, and weights [T, H] in fp32, after
+        store_index. Of equal sums the lower position comes first. Returns a digest [T] int64 of the choice."""
+        _, cos, sin = self._rows
+        self.chosen = self._choose(layer, rotate(queries, cos, sin), weights)
+        mixed = (self.chosen.long() + 1) * ODD_FACTOR
+        return (mixed ^ (mixed >> 29)).mul_(ODD_FACTOR).sum(-1)
+
+    def _choose(self, layer: int, queries: Tensor, weights: Tensor) -> Tensor:
+        layout, cached, topk = self._rows[0], self.latents.index_keys[layer], self._topk
+        assert cached is not None
+        assert topk is not None
+        chosen = torch.full((len(queries), topk), -1, dtype=torch.int32, device=queries.device)
+        for i, (first, last) in enumerate(pairwise(layout.query_start)):
+            table = layout.block_table[i, : -(-layout.kv_len[i] // self.cache.block_size)]
+            keys = cached[table].flatten(0, 1)[: layout.kv_len[i]].float()
+            rows = max(1, GATHERED // (4 * queries.shape[1] * len(keys)))
+            for at in range(first, last, rows):
+                some = slice(at, min(at + rows, last))
+                scores = (queries[some].float() @ keys.T).relu_().mul_(weights[some, :, None]).sum(1)
+                positions = layout.positions[some, None]
+                scores.masked_fill_(torch.arange(len(keys), device=keys.device) > positions, -torch.inf)
+                best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :topk]
+                best = best.masked_fill(best > positions, len(keys)).sort(-1).values
+                chosen[some, : best.shape[1]] = best.masked_fill(best == len(keys), -1).int()
+        return chosen
+
+    def _attend_chosen(self, q: Tensor, layer: int, rank: int) -> Tensor:
+        """latent_attend, over each token's own positions."""
+        layout, size = self._layout(), self.cache.block_size
+        positions = self.chosen[self.absorbed] if self.expanded else self.chosen
+        counts = torch.tensor([b - a for a, b in pairwise(layout.query_start)], device=q.device)
+        tables = layout.block_table.repeat_interleave(counts, 0)
+        cached, parts = self.latents.latents[layer].flatten(0, 1), []
+        rows = max(1, GATHERED // (positions.shape[1] * cached.shape[1] * q.element_size()))
+        for at in range(0, len(q), rows):
+            some = positions[at : at + rows].long()
+            own = some.clamp(min=0)  # without a position: its sequence's first, which counts nothing
+            slots = tables[at : at + rows].gather(1, own // size) * size + own % size
+            keys, mask = cached[slots].to(q.dtype).unsqueeze(1), (some >= 0)[:, None, None]
+            out = scaled_dot_product_attention(q[at : at + rows, None], keys, keys, mask, scale=self.scale)
+            parts.append(out[:, 0, :, :rank])
+        return torch.cat(parts)
+
     def attend(self, layer: int, qkv: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Tensor:
         assert k_norm is not None
         queries = self._rotate_and_store(layer, qkv, k_norm)
@@ -106,6 +179,8 @@ class LatentAttention(TorchAttention):
 
     def latent_attend(self, q: Tensor, layer: int, rank: int) -> Tensor:
         """Rotated queries [T, H, R + r] -> [T, H, R] over what is stored of each token's sequence up to itself."""
+        if self.sparse:
+            return self._attend_chosen(q, layer, rank)
         layout, (decode_mask, masks) = self._layout(), self._masks[None]
         parts, decode, start = [], layout.decode, layout.query_start
         if decode:

@@ -4,11 +4,12 @@ values are multiplied into queries and outputs (absorbed); chunks that gain by i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import layer_norm, pad
 
 from .attention import AttentionBackend
 from .config.latent import Latent
@@ -17,6 +18,38 @@ from .latent import Chunk, LatentAttention
 from .layers import Linear, Scale, prepare
 from .ops import Norm, Product, TorchOps
 from .stages import RankShard
+
+INDEX_EPS = 1e-6
+"""Of the layer norm of index keys, in every family."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexProducts:
+    """What a layer chooses positions by: queries of what the attention's queries are made of; keys and, in fp32,
+    weights of the normed residual. scale, bias: of the keys' layer norm."""
+
+    sizes: Latent
+    normed: Product
+    queries: Product
+    keys: Product
+    weights: Product
+    scale: Tensor
+    bias: Tensor
+
+    def __call__(self, attention: LatentAttention, layer: int, x: Tensor, residual: Tensor) -> Tensor | None:
+        """x: the first product's output. Returns the choice's digest, None if all tokens attend to all positions."""
+        index, turned = self.sizes.index, self.sizes.rotated
+        assert index is not None
+        normed = self.normed(residual)
+        attention.store_index(layer, layer_norm(self.keys(normed), (index.dim,), self.scale, self.bias, INDEX_EPS))
+        if not attention.sparse:
+            return None
+        made, tokens = self.queries(x[:, : self.sizes.query_rank]), len(x)
+        queries = made.new_empty((tokens, index.heads, index.dim))
+        queries[..., :turned] = made[:, : index.heads * turned].view(tokens, index.heads, -1)
+        queries[..., turned:] = made[:, index.heads * turned :].view(tokens, index.heads, -1)
+        weights = self.weights(normed.float()) * (index.heads * index.dim) ** -0.5
+        return attention.choose(layer, queries, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +65,16 @@ class LatentProducts:
     values: Product
     norm: Norm
     expand: Product | None = None
+    index: IndexProducts | None = None
 
-    def __call__(self, attention: AttentionBackend, layer: int, x: Tensor) -> Tensor:
-        """The first product's output -> [T, H * value]."""
+    def __call__(
+        self, attention: AttentionBackend, layer: int, x: Tensor, residual: Tensor, note: Callable[[Tensor], None]
+    ) -> Tensor:
+        """The first product's output of the residual -> [T, H * value]. note: called with the digest [T] of the
+        positions that the layer chose."""
         assert isinstance(attention, LatentAttention)
+        if self.index is not None and (chosen := self.index(attention, layer, x, residual)) is not None:
+            note(chosen)
         if not attention.expanded:
             return self._absorbed(attention, layer, x)
         out = x.new_empty((len(x), self.heads * self.sizes.value))
@@ -77,7 +116,7 @@ class LatentProducts:
 class LatentWeights(nn.Module):
     """The parameters that LatentProducts has on this rank: its own heads', and whole what all heads share."""
 
-    def __init__(self, shard: RankShard, dtype: torch.dtype) -> None:
+    def __init__(self, shard: RankShard, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         config, heads = shard.config, shard.num_heads
         assert config.latent is not None
@@ -94,25 +133,44 @@ class LatentWeights(nn.Module):
             self.q_norm, self.q = Scale(sizes.query_rank, dtype=dtype), matrix(made, sizes.query_rank)
         self.norm = Scale(sizes.rank, dtype=dtype)
         self.keys, self.values = matrix(heads * sizes.plain, sizes.rank), matrix(heads * sizes.value, sizes.rank)
+        self._chooses = (index := sizes.index) is not None and index.full[layer]
+        if index is not None and self._chooses:
+            self.index_q = matrix(index.heads * index.dim, sizes.query_rank)
+            self.index_k = matrix(index.dim, config.hidden_size)
+            wide = torch.empty((index.heads, config.hidden_size), dtype=torch.float32)
+            self.index_weights = Linear(wide, None)
+            self.index_norm = Linear(torch.empty(index.dim, dtype=dtype), torch.empty(index.dim, dtype=dtype))
 
     def prepare(self, ops: TorchOps, norm: Norm) -> tuple[Product, LatentProducts]:
         """The first product and the rest. Weights are given up where the operators hold a repacked copy."""
         sizes, heads, queries = self._sizes, self._heads, None
         down = prepare(self.down, ops, norm)
+        index: IndexProducts | None = None
         if self.q is not None:
-            queries = prepare(self.q, ops, Norm(self.q_norm.weight.detach(), sizes.norm_eps))
+            q_norm = Norm(self.q_norm.weight.detach(), sizes.norm_eps)
+            queries = prepare(self.q, ops, q_norm)
+            index = self._index(ops, norm, q_norm)
         keys, values = (part.weight.detach().view(heads, -1, sizes.rank) for part in (self.keys, self.values))
         scale = self.norm.weight.detach()
         scale = scale if sizes.scale == 1.0 else (scale.float() * sizes.scale).to(scale.dtype)
         expands = isinstance(ops, CpuOps) and ops.kernels is not None and not ops.kernels.deterministic
         products = LatentProducts(
             sizes, heads, queries, _by_head(ops, keys.transpose(1, 2)), _by_head(ops, values),
-            Norm(scale, sizes.norm_eps), _by_head(ops, keys) if expands else None,
+            Norm(scale, sizes.norm_eps), _by_head(ops, keys) if expands else None, index,
         )  # fmt: skip
         if ops.repacks:
             for part in (self.keys, self.values):
                 part.weight.data = part.weight.new_empty(0)
         return down, products
+
+    def _index(self, ops: TorchOps, norm: Norm, q_norm: Norm) -> IndexProducts | None:
+        if not self._chooses:
+            return None
+        scale, bias = self.index_norm.weight.detach(), self.index_norm.bias
+        assert bias is not None
+        queries, keys = prepare(self.index_q, ops, q_norm), prepare(self.index_k, ops)
+        weights = prepare(self.index_weights, ops.exact)
+        return IndexProducts(self._sizes, ops.normed(norm), queries, keys, weights, scale, bias.detach())
 
 
 def _by_head(ops: TorchOps, weights: Tensor) -> Product:

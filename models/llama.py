@@ -20,6 +20,7 @@ from .attention import AttentionBackend, StepLayout
 from .config.model_config import ModelConfig
 from .config.shapes import LEAVES, WHOLE, Sharing
 from .cuda.fp8 import Fp8
+from .latent import ODD_FACTOR, LatentAttention
 from .latent_layer import LatentProducts, LatentWeights
 from .layers import Cut, Layers, Linear, Scale, VocabEmbedding, make_layers, prepare
 from .mixture import Mixture, MixtureWeights
@@ -33,11 +34,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_ODD_FACTOR = 0x1E3779B97F4A7C15
-"""Odd, so that its multiples differ modulo 2^64. The factor of a position in the routing digest is such a multiple,
-with its high bits mixed into the low ones."""
-
-
 class LayerWeights(nn.Module):
     """One layer's parameters on this rank, under the names that models/weights/load.py fills."""
 
@@ -47,7 +43,7 @@ class LayerWeights(nn.Module):
         outputs = (c.num_heads + 2 * shard.num_kv_heads * shard.dense_size) * dim  # replicas of KV heads counted
         self.attention_norm = Scale(c.hidden_size, dtype=dtype)
         if c.latent is not None:
-            self.latent = LatentWeights(shard, dtype)
+            self.latent = LatentWeights(shard, layer, dtype)
         else:
             self.qkv = layers.column(c.hidden_size, outputs, c.qkv_bias)
         if c.qk_norm:
@@ -139,6 +135,7 @@ class LlamaModel(nn.Module):
         self._attention: AttentionBackend | None = None
         self._at_once = False
         self._chosen: list[tuple[int, Tensor]] = []
+        self._positions: list[Tensor] = []
         self._routing, self._earlier = blake2b(digest_size=8), b""
         self.on_rows: Callable[[Tensor], None] | None = None
         """Called once per step on CPUs with the number of rows [E] of each expert in a middle layer, for the
@@ -345,6 +342,8 @@ class LlamaModel(nn.Module):
                 every = every.masked_fill(padding.repeat(len(self._chosen))[:, None], -1)
             self._follow(every.flatten())
             self._chosen.clear()
+        if self._positions:
+            self._follow_positions(torch.cat(self._positions), padding)
         if self.boundary is not None and self.shard.per_node:
             self._pass_routing(self.boundary)
         if not self.shard.samples:
@@ -373,8 +372,10 @@ class LlamaModel(nn.Module):
             x = x if self.config.embedding_multiplier == 1.0 else x * self.config.embedding_multiplier
         else:
             first, *rest = self._receive(self.boundary, len(tokens), 1 + self.stage.pending)
+            borrowed = self._borrow(self.boundary, len(tokens))
             yield
             x, pending = first.wait(), tuple(rest)
+            borrowed()
         # desync divides its residual, which a RunningSum does not support.
         late = self.ops.sums_late and not wiring.desync_every
         start: Any = self._running(x) if wiring.lanes is not None or late else x
@@ -384,8 +385,28 @@ class LlamaModel(nn.Module):
         end, pending = yield from residual.flow(start, plan, self, scopes, size, pending, self._at_once)
         x = end.whole() if isinstance(end, RunningSum | LaneStream) else end
         if self.boundary is not None and not self.shard.samples:
-            return self._send_to_next_stage(self.boundary, x, pending)
+            x = self._send_to_next_stage(self.boundary, x, pending)
+            chosen = self._choice()
+            if self.stage.lends and chosen is not None:
+                self.boundary.send(chosen.chosen.view(torch.float32))
         return x
+
+    def _choice(self) -> LatentAttention | None:
+        """The attention whose tokens attend to chosen positions; None if they attend to all."""
+        attention = self._attention
+        return attention if isinstance(attention, LatentAttention) and attention.sparse else None
+
+    def _borrow(self, boundary: Boundary, tokens: int) -> Callable[[], None]:
+        """Asks for the positions that the previous stage chose, if this one begins with them; returns what waits."""
+        attention, latent = self._choice(), self.config.latent
+        if not self.stage.borrows or attention is None or latent is None or latent.index is None:
+            return lambda: None
+        (received,) = boundary.receive((tokens, latent.index.topk), torch.float32, 1)
+
+        def wait() -> None:
+            attention.chosen = received.wait().view(torch.int32)
+
+        return wait
 
     def _running(self, x: Tensor) -> RunningSum | LaneStream:
         return RunningSum(x)
@@ -441,14 +462,24 @@ class LlamaModel(nn.Module):
         if self.routing is None:
             self._routing.update(chosen.to(torch.int16).numpy().tobytes())
             return
-        factors = torch.arange(1, len(chosen) + 1, device=chosen.device).mul_(_ODD_FACTOR)
-        factors.bitwise_xor_(factors >> 29).mul_(_ODD_FACTOR).bitwise_or_(1)
+        factors = torch.arange(1, len(chosen) + 1, device=chosen.device).mul_(ODD_FACTOR)
+        factors.bitwise_xor_(factors >> 29).mul_(ODD_FACTOR).bitwise_or_(1)
         self.routing.add_(factors.mul_(chosen + 1).sum())
 
+    def _follow_positions(self, digests: Tensor, padding: Tensor | None) -> None:
+        """Adds the digests [layers * T] of the positions that a step's layers chose to the digest of `routed`."""
+        self._positions.clear()
+        if self.routing is None:
+            self._routing.update(digests.numpy().tobytes())
+            return
+        layers = 1 if padding is None else len(digests) // len(padding)
+        places = torch.arange(1, len(digests) + 1, device=digests.device).mul_(2).add_(1).mul_(digests)
+        self.routing.add_((places if padding is None else places.masked_fill(padding.repeat(layers), 0)).sum())
+
     def routed(self) -> bytes:
-        """A digest of the experts chosen for all rows so far. It must be equal on all ranks: otherwise rows of an
-        expert were computed twice or not at all. With a dense path per node, the digests of the previous stages come
-        first. On a GPU the digest is `routing`, which is copied to the host."""
+        """A digest of the experts and positions chosen for all rows so far. It must be equal on all ranks: otherwise
+        rows of an expert were computed twice or not at all. With a dense path per node, the digests of the previous
+        stages come first. On a GPU the digest is `routing`, which is copied to the host."""
         if self.routing is not None:
             return self.routing.cpu().numpy().tobytes()
         return self._earlier + self._routing.digest()
@@ -480,7 +511,7 @@ class LlamaModel(nn.Module):
             raise RuntimeError("attention outside of forward")
         x = part.qkv(residual)
         if part.latent is not None:
-            return part.latent(self._attention, layer, x)
+            return part.latent(self._attention, layer, x, residual, self._positions.append)
         return self._attention.attend(layer, x, part.q_norm, part.k_norm)
 
     def _scaled(self, partial: Tensor) -> Tensor:

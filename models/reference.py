@@ -326,6 +326,10 @@ class Reference(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: int | None = None) -> None:
         super().__init__()
+        if config.sinks or (config.latent is not None and config.latent.index is not None):
+            raise ValueError(
+                f"{config.family}: attention sinks and sparse attention are served, not trained or compared"
+            )
         self.config = config
         self.tp = tp or config.wiring.trained_tp or 1
         for what, size in (("heads", config.num_heads), ("FFN", config.ffn_size)):

@@ -21,7 +21,8 @@ class StageError(Refusal, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage `index` of `count`. `pending`: the number of outputs in flight at its start; `left`: at its end."""
+    """Stage `index` of `count`. `pending`: the number of outputs in flight at its start; `left`: at its end.
+    lends: the next stage begins with a layer that uses the positions which this one chose."""
 
     config: ModelConfig
     index: int = 0
@@ -29,6 +30,12 @@ class Stage:
     first_layer: int = 0
     pending: int = 0
     left: int = 0
+    lends: bool = False
+
+    @property
+    def borrows(self) -> bool:
+        """Whether it begins with a layer that uses the positions which an earlier stage chose."""
+        return not _chooses(self.config, 0)
 
     @property
     def first(self) -> bool:
@@ -41,10 +48,17 @@ class Stage:
 
 def make_stages(config: ModelConfig, layers: Sequence[int]) -> tuple[Stage, ...]:
     ends = (0, *accumulate(layers))
+    pending = [pending_at(config.wiring, end) for end in ends]
     return tuple(
-        Stage(_layers(config, a, b), i, len(layers), a, pending_at(config.wiring, a), pending_at(config.wiring, b))
+        Stage(_layers(config, a, b), i, len(layers), a, pending[i], pending[i + 1], not _chooses(config, b))
         for i, (a, b) in enumerate(pairwise(ends))
     )
+
+
+def _chooses(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer, or the end, needs no positions that an earlier layer chose."""
+    index = None if config.latent is None else config.latent.index
+    return index is None or layer == len(index.full) or index.full[layer]
 
 
 def _layers(config: ModelConfig, begin: int, end: int) -> ModelConfig:
@@ -55,7 +69,11 @@ def _layers(config: ModelConfig, begin: int, end: int) -> ModelConfig:
     windows, experts = config.sliding_window[begin:end], config.experts
     if experts is not None:
         experts = replace(experts, layers=experts.layers[begin:end])
-    return replace(config, num_layers=end - begin, wiring=wiring, sliding_window=windows, experts=experts)
+    latent = config.latent
+    if latent is not None and latent.index is not None:
+        latent = replace(latent, index=replace(latent.index, full=latent.index.full[begin:end]))
+    layers = end - begin
+    return replace(config, num_layers=layers, wiring=wiring, sliding_window=windows, experts=experts, latent=latent)
 
 
 def choose_layers(config: ModelConfig, count: int, requested: Sequence[int] = ()) -> tuple[int, ...]:
@@ -197,6 +215,9 @@ class RankShard:
             return {"qkv": d * (heads + 2 * self.num_kv_heads) * c.head_dim, "o": heads * c.head_dim * d}
         queries = heads * (latent.plain + latent.rotated) * (latent.query_rank or d)
         expanded = heads * (latent.plain + latent.value) * latent.rank
+        if latent.index is not None:  # of a layer on average
+            of_index = latent.index.parameters(d, latent.query_rank) * sum(latent.index.full)
+            queries += of_index // c.num_layers
         return {"qkv": d * latent.shared + queries, "o": heads * latent.value * d, "kv_b": expanded}
 
     @property
@@ -210,9 +231,16 @@ class RankShard:
 
     @property
     def kv_elements(self) -> int:
-        """Elements per position in a layer's KV cache."""
+        """Elements per position in a layer's KV cache, without index keys."""
         latent = self.config.latent
         return 2 * self.num_kv_heads * self.config.head_dim if latent is None else latent.width
+
+    @property
+    def cached_elements(self) -> int:
+        """Elements per position in the KV cache of all layers."""
+        index = None if self.config.latent is None else self.config.latent.index
+        keys = 0 if index is None else sum(index.full) * index.dim
+        return self.config.num_layers * self.kv_elements + keys
 
     @property
     def num_lanes(self) -> int:

@@ -48,9 +48,8 @@ class DesyncError(RuntimeError):
             nodes = sorted({rank // per_node for rank in ranks})
             last = f" to {{}} of {tp}" if per_node > 1 else f" of {tp}"
             named = [f"node {n} (rank {n * per_node}{last.format((n + 1) * per_node - 1)})" for n in nodes]
-            what = (
-                f"{' and '.join(named)} chose other experts for the same rows {'than the others' * majority}".rstrip()
-            )
+            chose = "chose other experts or positions for the same rows"
+            what = f"{' and '.join(named)} {chose} {'than the others' * majority}".rstrip()
             what = what if stage is None else f"of stage {stage}, {what}"
         elif majority:
             what = f"{who} of {tp} drew other ids than the majority"

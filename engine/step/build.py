@@ -306,6 +306,8 @@ def _check(
         check_alike(communicator, "engine.draft_model", "draft")
     if share.sharing.per_node:
         check_alike(communicator, "parallel.dense_path=node", "choose experts")
+    if share.config.latent is not None and share.config.latent.index is not None:
+        check_alike(communicator, "sparse attention", "choose positions")
     check_memory(keys, size, share.needed, available_bytes(device, sharers(deployment, device)), working, device)
     return working
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ...models.config.latent import EXPANDED_SPACE, Expansion
+from ...models.config.latent import EXPANDED_SPACE, GATHERED, Expansion
 from ...models.config.model_config import ModelConfig
 from ...models.config.shapes import WHOLE, Shape, Sharing
 from ...models.cuda.workspace import MOST_PROMPTS, expert_bytes, latent_workspace_bytes, workspace_bytes
@@ -102,6 +102,8 @@ def working_memory(
     }
     if keys.gpu:
         parts["activations"] += _of_experts(shard, tokens, value_bytes)
+    if config.latent is not None and config.latent.index is not None:  # scores, or gathered latents, and copies
+        parts["activations"] += 3 * GATHERED + keys.max_model_len * config.latent.index.dim * 4
     if keys.standby:
         parts["standby rank"] = GPU_CONTEXT + (NCCL_BUFFERS if size > 1 else 0) if keys.gpu else STANDBY_RANK
     if not keys.gpu:

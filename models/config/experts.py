@@ -99,6 +99,11 @@ def _sigmoid(fields: ConfigFields) -> Router:
 
 
 def _but_first(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
+    if "mlp_layer_types" in fields:
+        types = fields.strings("mlp_layer_types")
+        if len(types) != layers or not set(types) <= {"dense", "sparse"}:
+            raise fields.fail(f"mlp_layer_types must be {layers} times dense or sparse")
+        return tuple(kind == "sparse" for kind in types)
     first = fields.integer("first_k_dense_replace", 1, minimum=0)
     return tuple(i >= first for i in range(layers))
 
@@ -140,13 +145,13 @@ FAMILIES["gpt_oss"] = replace(
     clamped=lambda fields: Clamped(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)),
 )
 FAMILIES["deepseek_v3"] = replace(FAMILIES["glm4_moe"], architecture="DeepseekV3ForCausalLM")
+FAMILIES["deepseek_v32"] = replace(FAMILIES["glm4_moe"], architecture="DeepseekV32ForCausalLM")
+FAMILIES["glm_moe_dsa"] = replace(FAMILIES["glm4_moe"], architecture="GlmMoeDsaForCausalLM")
 MISSING = {
     "deepseek_v2": "its router",
-    "deepseek_v32": "latent and sparse attention",
     "deepseek_v4": "sparse attention",
     "ernie4_5_moe": "its router and shared experts",
     "glm4_moe_lite": "its names of latent attention",
-    "glm_moe_dsa": "latent and sparse attention",
     "granitemoe": "its multipliers and fused experts",
     "kimi_linear": "linear attention",
     "llama4": "its router and chunked attention",

@@ -8,7 +8,13 @@ from typing import Any
 
 from .json_fields import ConfigFields
 
-FAMILIES = {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3", "longcat_flash": "longcat_flash"}
+FAMILIES = {
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v32": "deepseek_v32",
+    "glm_moe_dsa": "glm_moe_dsa",
+    "kimi_k2": "deepseek_v3",
+    "longcat_flash": "longcat_flash",
+}
 """Values of model_type, and the family that each is computed as."""
 WRAPPED = ("kimi_k25",)
 """Values of model_type whose `text_config` is the language model."""
@@ -25,6 +31,7 @@ _COMPUTED: dict[str, dict[str, Any]] = {
     },
 }
 """The one value of a key that is computed."""
+_COMPUTED |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _COMPUTED["deepseek_v3"])
 _WORDS = {
     "expert_ffn_hidden_size": "moe_intermediate_size",
     "ffn_hidden_size": "intermediate_size",
@@ -32,6 +39,24 @@ _WORDS = {
     "num_layers": "num_hidden_layers",
 }
 """LongCat's, and DeepSeek's for the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Sparse attention (DeepSeek-V3.2, DSA): a token attends to the `topk` positions t with the highest sums over
+    `heads` heads of weight x relu(query . key of t), each of `dim` elements, of which the first are rotated.
+    interleaved: the checkpoint rotates neighbouring pairs; full: whether a layer chooses positions; else it uses those
+    of the last layer that did."""
+
+    heads: int
+    dim: int
+    topk: int
+    interleaved: bool
+    full: tuple[bool, ...]
+
+    def parameters(self, hidden: int, query_rank: int) -> int:
+        """Elements of a layer that chooses."""
+        return query_rank * self.heads * self.dim + hidden * (self.dim + self.heads) + 2 * self.dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +74,16 @@ class Latent:
     interleaved: bool
     scale: float = 1.0
     norm_eps: float = 1e-6
+    index: Index | None = None
+
+    @property
+    def index_interleaved(self) -> bool:
+        return self.index is not None and self.index.interleaved
+
+    @property
+    def index_plain(self) -> int:
+        """Elements of an index key that are not rotated."""
+        return 0 if self.index is None else self.index.dim - self.rotated
 
     @property
     def width(self) -> int:
@@ -70,6 +105,8 @@ class Latent:
 
 LEAST_EXPANDED = 16
 """Tokens of a chunk that may be expanded: drafts and short chunks never are."""
+GATHERED = 64 << 20
+"""Bytes of scores of positions, or of latents, that torch's sparse attention computes or gathers at once."""
 EXPANDED_SPACE = 256 << 20
 """Bytes that expanded keys and values may take: those of one sequence in one layer."""
 
@@ -117,6 +154,8 @@ def read_latent(words: ConfigFields, family: str) -> tuple[ConfigFields, Latent,
         query_rank=words.integer("q_lora_rank") if "q_lora_rank" in words else 0,
         interleaved=words.boolean("rope_interleave", True),
     )
+    if family in ("deepseek_v32", "glm_moe_dsa"):
+        latent = replace(latent, index=_read_index(words, latent, shares=family == "glm_moe_dsa"))
     for key, size in (("kv_lora_rank", latent.rank), ("qk_rope_head_dim", latent.rotated)):
         if size % 2:
             raise words.fail(f"{key}={size} must be even")
@@ -128,6 +167,28 @@ def read_latent(words: ConfigFields, family: str) -> tuple[ConfigFields, Latent,
         raise words.fail("attention_bias with q_lora_rank null is not computed here; false is")
     absorbed = {"head_dim": latent.width, "num_key_value_heads": heads}
     return ConfigFields(words.where, {**words.data, **absorbed}), latent, scale
+
+
+def _read_index(words: ConfigFields, latent: Latent, shares: bool) -> Index:
+    """shares: the family has layers without an indexer, and rotates neighbouring pairs of the index."""
+    layers = words.integer("num_hidden_layers")
+    if not latent.query_rank:
+        raise words.fail("q_lora_rank is null: the indexer's queries are made of the queries' latent")
+    dim, types = words.integer("index_head_dim"), ["full"] * layers
+    if dim < latent.rotated:
+        raise words.fail(f"index_head_dim={dim} must be at least qk_rope_head_dim={latent.rotated}")
+    if shares and "indexer_types" in words:
+        types = list(words.strings("indexer_types"))
+    elif shares and "index_topk_pattern" in words:
+        pattern = words.data["index_topk_pattern"]
+        types = [{"F": "full", "S": "shared"}.get(one, one) for one in pattern]
+    elif shares:
+        every, offset = words.integer("index_topk_freq", 1), words.integer("index_skip_topk_offset", 2, minimum=0)
+        types = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(layers)]
+    if len(types) != layers or types[0] != "full" or not set(types) <= {"full", "shared"}:
+        raise words.fail(f"indexer_types: {types}: must be {layers} times full or shared, the first of them full")
+    full = tuple(kind == "full" for kind in types)
+    return Index(words.integer("index_n_heads"), dim, words.integer("index_topk"), shares, full)
 
 
 def _as_deepseek(words: ConfigFields) -> ConfigFields:

@@ -51,9 +51,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_v3": _SIZES | {"first_k_dense_replace": 3, "n_group": 8, "routed_scaling_factor": 2.5, "topk_group": 4},
+    "glm_moe_dsa": {
+        **_SIZES,
+        "q_lora_rank": 2048,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "rms_norm_eps": 1e-5,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+    },
     "longcat_flash": _SIZES
     | {"rms_norm_eps": 1e-5, "rope_theta": 1e7, "routed_scaling_factor": 6.0, "zero_expert_num": 256},
 }
+DEFAULTS["deepseek_v32"] = DEFAULTS["deepseek_v3"] | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
 """A family's values of keys that are not given, as transformers has them, where they are not every family's."""
 OWN_LAYOUTS: dict[str, Layout] = {"mixtral": "mixtral", "gpt_oss": "gpt_oss"}
 """Families with names of their own for the tensors of experts."""
@@ -153,6 +166,8 @@ class ModelConfig:
             one += e.routed * (d + e.router.biased + e.router.offset)
             one += 0 if e.clamped is None else e.count * (2 * e.ffn_size + d)
             mlps += sum(e.layers) * (one - dense * (not e.beside))
+        if self.latent is not None and (index := self.latent.index) is not None:
+            mlps += sum(index.full) * index.parameters(d, self.latent.query_rank)
         norms = sum(d if kind == "parallel" else 2 * d for kind in self.wiring.kinds)
         head, last = 0 if self.tied_embeddings else self.vocab_size * d, d
         if self.lanes is not None:

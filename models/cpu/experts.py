@@ -92,8 +92,8 @@ class PackedExperts:
         int8: bool,
         gate_up: Tensor,
         down: Tensor,
-        biased: Biased | None = None,
         *,
+        biased: Biased | None = None,
         space: int = SPACE,
     ) -> None:
         """gate_up: E times [2F, D], down: E times [D, F]."""

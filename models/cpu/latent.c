@@ -25,6 +25,9 @@ struct latents {
     int64_t sequences, heads, rank, rotary, block_size, table_stride, space;
     float scale, eps;
     int32_t type, threads;
+    const int32_t *chosen; /* [tokens, topk]: the positions that a token sees, ascending; or NULL: all up to itself */
+    const int64_t *seen;   /* [tokens]: how many these are */
+    int64_t topk;
 };
 
 /* Rows [row, row + rows), row = token * heads + head, and which number their first job has. */
@@ -73,8 +76,9 @@ static void store(const struct latents *l) {
         }
 }
 
-/* How many positions a strip's last row sees. */
+/* How many positions a strip's last row sees; of chosen ones, those of its token. */
 static int64_t end_of(const struct latents *l, const struct strip *strip) {
+    if (l->chosen) return l->seen[strip->row / l->heads];
     return position_of(l, strip->sequence, (strip->row + strip->rows - 1) / l->heads) + 1;
 }
 
@@ -85,8 +89,10 @@ static int64_t cut(const struct latents *l, struct strip *strips, int64_t *count
     int64_t jobs = 0;
     *count = 0;
     for (int64_t s = 0; s < l->sequences; s++)
-        for (int64_t row = l->start[s] * l->heads, end = l->start[s + 1] * l->heads; row < end; row += STRIP, ++*count) {
-            const struct strip strip = {s, row, end - row < STRIP ? end - row : STRIP, jobs};
+        for (int64_t row = l->start[s] * l->heads, end = l->start[s + 1] * l->heads, rows; row < end; row += rows, ++*count) {
+            const int64_t left = l->chosen ? l->heads - row % l->heads : end - row; /* tokens that choose share no positions */
+            rows = left < STRIP ? left : STRIP;
+            const struct strip strip = {s, row, rows, jobs};
             if (strips) strips[*count] = strip;
             jobs += chunks_of(l, &strip);
         }
@@ -122,7 +128,9 @@ static void compute_body(void *args, int thread, int threads) {
         const int64_t base = (job - strip->job) * CHUNK, left = end_of(l, strip) - base;
         c.rows = strip->rows, c.count = left < CHUNK ? left : CHUNK;
         c.sum = w->slots + (job - w->from) * w->most * (l->rank + 2);
-        for (int64_t j = 0; j < c.count;) {
+        const int32_t *chosen = l->chosen ? l->chosen + strip->row / l->heads * l->topk + base : NULL;
+        for (int64_t j = 0; chosen && j < c.count; j++) at[j] = slot_of(l, strip->sequence, chosen[j]);
+        for (int64_t j = 0; !chosen && j < c.count;) {
             const char *slot = slot_of(l, strip->sequence, base + j);
             for (int64_t left = l->block_size - (base + j) % l->block_size; left && j < c.count; left--, slot += bytes) at[j++] = slot;
         }
@@ -130,7 +138,7 @@ static void compute_body(void *args, int thread, int threads) {
         memset(seen, 0, sizeof seen);
         for (int64_t r = 0; r < strip->rows; r++) {
             const int64_t token = (strip->row + r) / l->heads, head = (strip->row + r) % l->heads;
-            const int64_t sees = position_of(l, strip->sequence, token) + 1 - base;
+            const int64_t sees = (chosen ? l->seen[token] : position_of(l, strip->sequence, token) + 1) - base;
             q[r] = (const char *)l->x + (token * (l->heads + 1) + head) * bytes;
             cos[r] = l->cos + token * half, sin[r] = l->sin + token * half;
             seen[r] = (int32_t)(sees < 0 ? 0 : sees < c.count ? sees : c.count);

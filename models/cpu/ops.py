@@ -176,7 +176,7 @@ class CpuOps(TorchOps):
     ) -> ExpertProduct:
         kernels, odd = self.kernels, next((inputs for inputs in down.shape[1:] if inputs % 2), 0)
         if kernels is not None and not odd and (self.int8 or down.dtype in kernels.served):
-            return PackedExperts(kernels, self.pages, self.int8, gate_up, down, biased)
+            return PackedExperts(kernels, self.pages, self.int8, gate_up, down, biased=biased)
         self._leave_to_torch(f"an expert's product of {odd}")
         return super().experts(gate_up, down, routed, scales, biased)
 

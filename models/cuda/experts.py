@@ -149,9 +149,9 @@ def up(
     INNER: tl.constexpr, SLOTS: tl.constexpr, SCALES: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, f) writes silu(gate) * up (CLAMPED: with bias [E, 2 * INNER] and the gate of Clamped) of the rows of x [N, WIDTH] of tile skipped + t, column block f, into inner
-    [end - begin, INNER]: the places begin to end of the sorted order. weight [E, 2 * INNER, WIDTH]; scale
-    [E, 2 * INNER, SCALES] if it is fp8."""
+    """Program (t, f) writes silu(gate) * up (CLAMPED: with bias [E, 2 * INNER] and the gate of Clamped) of the rows of
+    x [N, WIDTH] of tile skipped + t, column block f, into inner [end - begin, INNER]: the places begin to end
+    of the sorted order. weight [E, 2 * INNER, WIDTH]; scale [E, 2 * INNER, SCALES] if it is fp8."""
     tile = skipped + tl.program_id(0)
     expert = tl.load(owners + tile)
     if expert >= 0:

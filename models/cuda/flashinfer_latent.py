@@ -31,7 +31,7 @@ def unfit(
     device: torch.device, capability: tuple[int, int], dtype: torch.dtype, latent: Latent, heads: int
 ) -> str | None:
     """The reason why FlashInfer cannot run this model on this device, or None. heads: of this rank."""
-    return unfit_device(device, capability, dtype) or latent_unfit(latent.rank, latent.rotated, heads)
+    return unfit_device(device, capability, dtype) or latent_unfit(latent, heads)
 
 
 class FlashInferLatent(LatentAttention):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..config.latent import Latent
 from ..config.shapes import Shape
 
 MULTIPROCESSORS = 192
@@ -95,9 +96,11 @@ def latent_items(tokens: int, sequences: int, heads: int) -> int:
     return max(2 * sequences, tokens * heads // 128 + 1 + sequences) + MULTIPROCESSORS
 
 
-def latent_unfit(rank: int, rotated: int, heads: int) -> str | None:
-    """The reason why FlashInfer has no kernel for latents of `rank`, keys of `rotated` and `heads` heads a rank, or
-    None."""
+def latent_unfit(latent: Latent, heads: int) -> str | None:
+    """The reason why FlashInfer has no kernel for these latents and `heads` heads a rank, or None."""
+    rank, rotated = latent.rank, latent.rotated
+    if latent.index is not None:
+        return "its wrapper reads all positions, not those that sparse attention chooses"
     if rank not in LATENT_RANKS or rotated != 64:
         ranks = ", ".join(map(str, LATENT_RANKS))
         return f"it has kernels for latents of {ranks} and keys of 64, not {rank} and {rotated}"

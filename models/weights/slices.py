@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..config.lanes import Lanes
-from ..config.latent import Latent
+from ..config.latent import Index, Latent
 from ..config.model_config import Layout, ModelConfig
 from ..stages import RankShard
 
@@ -42,7 +42,7 @@ class Row:
     when: whether `layer` has it. bias: the field of ModelConfig that tells whether a vector ".bias" belongs to it. at:
     for tensors with several parts, where a row of the axis is stored, in whole heads for axes of heads. fused: a tensor
     of all experts that may replace those of each expert; it may have the parts of several rows, in order. rotated:
-    whether a latent model's checkpoint may rotate neighbouring rows. kind: which of the parameters it fills.
+    the field of Latent that tells whether the checkpoint rotates neighbouring rows. kind: which parameter it fills.
     interleaved: even rows precede odd ones in the parameter. transposed: stored as [columns, rows].
     """
 
@@ -55,7 +55,7 @@ class Row:
     at: Callable[[ModelConfig, int], int] | None = None
     suffix: str = ".weight"
     fused: str | None = None
-    rotated: bool = False
+    rotated: str = ""
     kind: Literal["weight", "bias"] = "weight"
     interleaved: bool = False
     transposed: bool = False
@@ -82,6 +82,10 @@ _AXES: dict[str, Callable[[RankShard], range]] = {
     "plain_heads": lambda s: _span(s.first_head, s.num_heads, _latent(s.config).plain),
     "rotated_heads": lambda s: _span(s.first_head, s.num_heads, _latent(s.config).rotated),
     "value_heads": lambda s: _span(s.first_head, s.num_heads, _latent(s.config).value),
+    "index_heads": lambda s: range(_index(s.config).heads),
+    "index_plain": lambda s: range(_latent(s.config).index_plain),
+    "rotated_index_heads": lambda s: range(_index(s.config).heads * _latent(s.config).rotated),
+    "plain_index_heads": lambda s: range(_index(s.config).heads * _latent(s.config).index_plain),
 }
 """A rank's rows or columns of an axis, numbered as in a stored tensor that has only this axis."""
 
@@ -92,6 +96,8 @@ _UNITS: dict[str, Callable[[ModelConfig], int]] = {
     "plain_heads": lambda c: _latent(c).plain,
     "rotated_heads": lambda c: _latent(c).rotated,
     "value_heads": lambda c: _latent(c).value,
+    "rotated_index_heads": lambda c: _latent(c).rotated,
+    "plain_index_heads": lambda c: _latent(c).index_plain,
 }
 """Rows per head."""
 
@@ -99,6 +105,12 @@ _UNITS: dict[str, Callable[[ModelConfig], int]] = {
 def _latent(config: ModelConfig) -> Latent:
     assert config.latent is not None
     return config.latent
+
+
+def _index(config: ModelConfig) -> Index:
+    index = _latent(config).index
+    assert index is not None
+    return index
 
 
 def _span(first: int, count: int, unit: int) -> range:
@@ -198,6 +210,10 @@ _ATTENTION = (
 _PLAIN, _TURNED = _in_head("plain", "rotated", True), _in_head("rotated", "plain", False)
 
 
+def _after_latent(config: ModelConfig, row: int) -> int:
+    return _latent(config).rank + row
+
+
 def _latent_attention(block: str) -> tuple[Row, ...]:
     """Rows of a layer's latent attention. In each product the first parts of all heads precede the second parts."""
     bias = "qkv_bias"
@@ -213,17 +229,43 @@ def _latent_attention(block: str) -> tuple[Row, ...]:
     return (
         Row("latent.down", f"{block}q_a_proj", "query_rank", "hidden", when=with_queries, bias=bias),
         Row("latent.down", direct, "plain_heads", "hidden", when=without, at=_PLAIN),
-        Row("latent.down", direct, "rotated_heads", "hidden", when=without, at=_TURNED, rotated=True),
+        Row("latent.down", direct, "rotated_heads", "hidden", when=without, at=_TURNED, rotated="interleaved"),
         Row("latent.down", both, "rank", "hidden", bias=bias),
-        Row("latent.down", both, "rotated", "hidden", bias=bias, at=lambda c, row: _latent(c).rank + row, rotated=True),
+        Row("latent.down", both, "rotated", "hidden", bias=bias, at=_after_latent, rotated="interleaved"),
         Row("latent.q_norm", f"{block}q_a_layernorm", "query_rank", when=with_queries),
         Row("latent.q", made, "plain_heads", "query_rank", when=with_queries, at=_PLAIN),
-        Row("latent.q", made, "rotated_heads", "query_rank", when=with_queries, at=_TURNED, rotated=True),
+        Row("latent.q", made, "rotated_heads", "query_rank", when=with_queries, at=_TURNED, rotated="interleaved"),
         Row("latent.norm", f"{block}kv_a_layernorm", "rank"),
         Row("latent.keys", pair, "plain_heads", "rank", at=_in_head("plain", "value", True)),
         Row("latent.values", pair, "value_heads", "rank", at=_in_head("value", "plain", False)),
         Row("o", f"{block}o_proj", "hidden", "value_heads", bias="o_bias"),
     )
+
+
+def _indexer(block: str) -> tuple[Row, ...]:
+    """Rows of a layer's indexer, which every rank has. The rotated parts of all heads precede the others."""
+
+    def chooses(config: ModelConfig, layer: int) -> bool:
+        index = _latent(config).index
+        return index is not None and index.full[layer]
+
+    def behind(config: ModelConfig, row: int) -> int:
+        return _latent(config).rotated + row
+
+    turned, first, rest = "index_interleaved", "rotated", "index_plain"
+    queries, keys, made, key = "latent.index_q", "latent.index_k", f"{block}wq_b", f"{block}wk"
+    one, other = _in_head("rotated", "index_plain", True), _in_head("index_plain", "rotated", False)
+    rows = [
+        Row(queries, made, "rotated_index_heads", "query_rank", chooses, at=one, rotated=turned),
+        Row(queries, made, "plain_index_heads", "query_rank", chooses, at=other),
+        Row(keys, key, first, "hidden", chooses, rotated=turned),
+        Row(keys, key, rest, "hidden", chooses, at=behind),
+        Row("latent.index_weights", f"{block}weights_proj", "index_heads", "hidden", chooses),
+    ]
+    weight = Row("latent.index_norm", f"{block}k_norm", first, when=chooses, rotated=turned)
+    for part in (weight, replace(weight, kind="bias", suffix=".bias")):
+        rows += [part, replace(part, rows=rest, at=behind, rotated="")]
+    return tuple(rows)
 
 
 def _mlp(block: str) -> tuple[Row, ...]:
@@ -238,7 +280,13 @@ _MLP = _mlp(f"{_LAYER}mlp.")
 _MOE = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _ROWS: dict[Layout, tuple[Row, ...]] = {
     "huggingface": (*_NORMS, *_ATTENTION, *_MLP, *_MOE),
-    "latent": (*_NORMS, *_latent_attention(f"{_LAYER}self_attn."), *_MLP, *_MOE),
+    "latent": (
+        *_NORMS,
+        *_latent_attention(f"{_LAYER}self_attn."),
+        *_indexer(f"{_LAYER}self_attn.indexer."),
+        *_MLP,
+        *_MOE,
+    ),
     "shortcut": (
         Row("attention_norm", f"{_LAYER}input_layernorm.%", "hidden"),
         Row("mlp_norm", f"{_LAYER}post_attention_layernorm.%", "hidden"),
@@ -304,7 +352,7 @@ def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
             continue  # only one rank adds it, else the all-reduce would multiply it
         parameter, rows = f"layers.{layer}.{row.parameter}.{suffix}", _AXES[row.rows](shard)
         step = _UNITS[row.rows](config) if row.at and row.rows in _UNITS else len(rows)
-        pairs = _latent(config).rotated if row.rotated and _latent(config).interleaved else 0
+        pairs = _latent(config).rotated if row.rotated and getattr(_latent(config), row.rotated) else 0
         pairs = len(rows) if row.interleaved else pairs
         for first in rows[::step]:
             at, to = first if row.at is None else row.at(config, first), filled.get(parameter, 0)

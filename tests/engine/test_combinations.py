@@ -34,6 +34,7 @@ SPLIT: dict[str, Any] = {"split": "always"}
 NGRAM: dict[str, Any] = {"speculation": "ngram"}
 MODEL: dict[str, Any] = {"speculation": "model"}
 LATENT = {"deepseek_v3": (SPLIT, NGRAM, SPLIT | NGRAM, MODEL), "longcat_flash": (NGRAM, MODEL)}
+LATENT |= {"glm_moe_dsa": (SPLIT | NGRAM, MODEL)}
 
 
 @needs_kernels

@@ -113,7 +113,9 @@ def test_every_family_answers_as_transformers_does(
     check(ranks, folder, transformers_logits(folder), size, tmp_path)
 
 
-@pytest.mark.parametrize("recipe", ["llama", "llama_mqa", "gpt_oss", pytest.param("llama_bias", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recipe", ["llama", "llama_mqa", "gpt_oss", pytest.param("llama_bias", marks=pytest.mark.slow)]
+)
 def test_more_ranks_than_kv_heads(
     ranks: Callable[..., list[Any]], checkpoint: Callable[..., Path], recipe: str, tmp_path: Path
 ) -> None:

@@ -26,7 +26,14 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 OFTEN = {
     *[("qwen3_moe_mixed", layout) for layout in LAYOUTS],
     *[("mixtral", "spread_2"), ("moe_ladder", "node_2x1"), ("moe_hybrid", "node_2x2")],
-    *[("gpt_oss", "spread_2"), ("gpt_oss", "node_tensor_2x2"), ("deepseek_v3", "node_2x2"), ("longcat_flash", "node_2x2"), ("longcat_flash", "spread_2")],
+    *[
+        ("gpt_oss", "spread_2"),
+        ("gpt_oss", "node_tensor_2x2"),
+        ("deepseek_v32", "node_2x2"),
+        ("deepseek_v3", "node_2x2"),
+        ("longcat_flash", "node_2x2"),
+        ("longcat_flash", "spread_2"),
+    ],
 }
 """Pairwise; the others are in `make slow-test`."""
 RECIPES = ("qwen3_moe", "qwen3_moe_mixed", "mixtral", "glm4_moe", "moe_ladder", "moe_hybrid", "moe_delay2")
@@ -66,7 +73,7 @@ def ask(ranks: Ranks, folder: Path, recipe: str, layout: str, tmp_path: Path, **
     ("recipe", "layout"),
     [
         pytest.param(recipe, layout, marks=() if (recipe, layout) in OFTEN else pytest.mark.slow)
-        for recipe in (*RECIPES, "gpt_oss", "deepseek_v3", "longcat_flash")
+        for recipe in (*RECIPES, "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "longcat_flash")
         for layout in LAYOUTS
     ],
 )
@@ -94,8 +101,8 @@ def test_every_layout_answers_as_the_oracle_does(
 @pytest.mark.parametrize(
     ("size", "per_node", "culprit", "said"),
     [
-        (4, 1, 2, "node 2 (rank 2 of 4) chose other experts for the same rows than the others"),
-        (2, 1, 1, "node 0 (rank 0 of 2) and node 1 (rank 1 of 2) chose other experts for the same rows"),
+        (4, 1, 2, "node 2 (rank 2 of 4) chose other experts or positions for the same rows than the others"),
+        (2, 1, 1, "node 0 (rank 0 of 2) and node 1 (rank 1 of 2) chose other experts or positions for the same rows"),
     ],
 )
 def test_a_planted_bit_is_named_by_node_before_anything_is_released(
@@ -111,6 +118,17 @@ def test_a_planted_bit_is_named_by_node_before_anything_is_released(
     assert found[0][1] == 4
 
 
+def test_another_choice_of_positions_is_named_before_anything_is_released(
+    ranks: Ranks, checkpoint: Callable[[str], Path]
+) -> None:
+    """On one node sparse attention chooses by other weights, in the fifth pass."""
+    args = {"folder": str(checkpoint("deepseek_v32")), "prompt": list(range(20, 34)), "parallel": NODE, "per_node": 1}
+    found = ranks(2, "expert_cases:planted", args | {"culprit": 1, "at": 4})
+    for error, _ in found:
+        assert "node 0 (rank 0 of 2) and node 1 (rank 1 of 2) chose other experts or positions" in error, found
+    assert found[0][1] == 4
+
+
 @pytest.mark.parametrize(
     ("recipe", "layout", "more"),
     [
@@ -119,6 +137,16 @@ def test_a_planted_bit_is_named_by_node_before_anything_is_released(
         ("deepseek_v3", "node_2x1", {"parallel": {"split_steps": "always"}, "engine": {"max_num_batched_tokens": 16}}),
         ("qwen3_moe", "node_2x1", {"engine": {"speculation": "ngram", "max_num_batched_tokens": 8}}),
         ("gpt_oss", "spread_2", {"engine": {"speculation": "ngram", "max_num_batched_tokens": 8}}),
+        ("glm_moe_dsa", "spread_2", {"engine": {"speculation": "ngram", "max_num_batched_tokens": 8}}),
+        (
+            "deepseek_v32",
+            "node_2x1",
+            {
+                "parallel": {"split_steps": "always"},
+                "engine": {"kv_cache_memory": 48 << 10},
+                "model": {"max_model_len": 64},
+            },
+        ),
         (
             "mixtral",
             "node_2x1",
@@ -164,7 +192,9 @@ def test_a_planted_bit_in_an_earlier_stage_is_named(ranks: Ranks, checkpoint: Ca
     """The last stage compares what its peers chose in each stage; the first one's ranks see it end."""
     args = {"folder": str(checkpoint("qwen3_moe")), "prompt": [7, 9, 20, 41], "per_node": 1, "culprit": 1}
     args["parallel"] = NODE | {"pipeline_parallel_size": 2}
-    said = "of stage 0, node 0 (rank 0 of 2) and node 1 (rank 1 of 2) chose other experts for the same rows"
+    said = (
+        "of stage 0, node 0 (rank 0 of 2) and node 1 (rank 1 of 2) chose other experts or positions for the same rows"
+    )
     found = ranks(4, "expert_cases:planted", args | {"at": 4})
     assert all(said in error for error, _ in found[2:]), found
     assert found[0][1] <= 4

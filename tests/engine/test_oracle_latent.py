@@ -23,6 +23,16 @@ SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory": 24 
 """Of a cache with 24 blocks of four positions, of one layer with 40 values in fp32."""
 
 
+def random_index(family: str, words: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """Heads enough that no sum is exactly zero, which transformers would order in any way."""
+    del words["rope_interleave"]
+    words["q_lora_rank"] = words["q_lora_rank"] or 24
+    rotated, layers = words["qk_rope_head_dim"], ["full", *(chance.choice(("full", "shared")) for _ in range(2))]
+    types = {"indexer_types": layers} if family == "glm_moe_dsa" else {}
+    sizes = {"index_n_heads": 24, "index_head_dim": rotated + chance.choice((0, 2, 16))}
+    return words | sizes | types | {"index_topk": chance.choice((1, 7, 16, 100)), "num_key_value_heads": 8}
+
+
 def random_config(family: str, chance: random.Random) -> dict[str, Any]:
     """Of 8 heads on up to 4 ranks; every size that the checkpoint names is drawn."""
     rotated, groups = chance.choice((2, 4, 8, 16)), chance.choice((1, 2, 4))
@@ -56,14 +66,15 @@ def random_config(family: str, chance: random.Random) -> dict[str, Any]:
     sizes["q_lora_rank"] = made = chance.choice((None, sizes["q_lora_rank"]))
     sizes |= {"attention_bias": made is not None and chance.random() < 0.5, "rope_interleave": chance.random() < 0.5}
     sizes |= {"n_group": groups, "topk_group": chance.randrange(1, groups + 1), "num_experts_per_tok": 2}
-    return sizes | {"first_k_dense_replace": dense, "n_shared_experts": shared, "norm_topk_prob": chance.random() < 0.5}
+    sizes |= {"first_k_dense_replace": dense, "n_shared_experts": shared, "norm_topk_prob": chance.random() < 0.5}
+    return random_index(family, sizes, chance) if family in ("deepseek_v32", "glm_moe_dsa") else sizes
 
 
 @pytest.mark.parametrize(
     ("family", "number"),
     [
         pytest.param(family, number, marks=() if number == 0 else pytest.mark.slow)
-        for family in ("deepseek_v3", "longcat_flash")
+        for family in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "longcat_flash")
         for number in range(10)
     ],
 )
@@ -103,10 +114,43 @@ def test_prompts_in_expanded_form_answer_as_transformers_does(
 
 
 @pytest.mark.parametrize(
+    ("family", "size", "engine"),
+    [
+        ("glm_moe_dsa", 2, {"max_num_batched_tokens": 8}),
+        ("deepseek_v32", 1, {"max_num_batched_tokens": 16, "kv_cache_memory": 64 << 10, "max_num_seqs": 4}),
+        pytest.param("deepseek_v32", 4, {"speculation": "ngram"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_contexts_cross_the_number_of_positions_that_attend(
+    ranks: Ranks, checkpoint: Callable[[str], Path], family: str, size: int, engine: dict[str, Any]
+) -> None:
+    """Prompts of 7 to 11 tokens, where 9 attend, and answers beyond; chunks that cross it; prefixes from the cache; two
+    choices of each prompt, which copy blocks; in a cache that is too small for all."""
+    head = list(range(20, 40))
+    prompts = [head[:length] for length in (7, 8, 9, 10, 11)] + [[*head[:12], 50 + i, 60] for i in range(3)]
+    folder, words = checkpoint(family), {"max_tokens": 24, "n": 2}
+    args = {
+        "folder": str(folder),
+        "prompts": prompts,
+        "engine": engine,
+        "model": {"max_model_len": 64},
+        "params": words,
+    }
+    answers = ranks(size, "engine_cases:generate", args)[0]
+    assert all(first == second for first, second in answers.values())
+    with torch.inference_mode():
+        single = {name: [first] for name, (first, _) in answers.items()}
+        assert_greedy(transformers_logits(folder), prompts, single, 24)
+
+
+@pytest.mark.parametrize(
     ("family", "speculation", "count"),
     [
         ("deepseek_v3_plain", False, 8),
         ("longcat_flash", "ngram", 8),
+        ("glm_moe_dsa", "ngram", 8),
+        pytest.param("deepseek_v32", False, 1000, marks=pytest.mark.slow),
         *[
             pytest.param(family, speculation, 1000, marks=pytest.mark.slow)
             for family in ("deepseek_v3_plain", "longcat_flash")
@@ -124,14 +168,15 @@ def test_random_schedules_answer_as_the_reference_does(
 ) -> None:
     """Prompts that share their beginnings come while others run, in a cache that is too small for them."""
     folder = checkpoint(family)
-    layers = 3 if family == "deepseek_v3_plain" else 4
+    layers = 4 if family == "longcat_flash" else 3
     engine = SMALL | {"speculation": speculation, "kv_cache_memory": layers * SMALL["kv_cache_memory"]}
     args = {"folder": str(folder), "seed": run_seed, "count": count, "engine": engine}
     (told,) = ranks(1, "latent_cases:schedules", args, timeout_s=1800.0)
     assert told["prefix_cache_hits_total"] > 0
     assert told["num_preemptions_total"] > 0
     assert (told["spec_decode_num_accepted_tokens_total"] > 0) == (speculation == "ngram")
-    logits, excused, positions = reference_logits(folder), 0, 0
+    oracle = reference_logits if from_folder(folder).latent.index is None else transformers_logits  # type: ignore[union-attr]
+    logits, excused, positions = oracle(folder), 0, 0
     for prompt, answer in told["answers"]:
         assert answer
         with torch.inference_mode():
@@ -172,7 +217,7 @@ def test_fp8_by_block_answers_as_its_widened_weights_do(ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "longcat_flash", "gpt_oss"])
 def test_halves_answer_as_transformers_does(ranks: Ranks, family: str, dtype: str, tmp_path: Path) -> None:
     """Within 5 % of the logits' scale, on two ranks; but for rows whose experts the roundings change."""
     folder = checkpoints.save(tmp_path / "m", family, dtype=dtype)

@@ -20,7 +20,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp3": (3, {"pipeline_parallel_size": 3, "pipeline_layers": [1, 1, 1], "pipeline_microbatches": 4}),
     "tp2xpp2": (4, {"pipeline_parallel_size": 2, "pipeline_layers": [1, 2], "pipeline_microbatches": 3}),
 }
-USUAL = {"llama", "llama_tied", "qwen3", "ladder", "hybrid", "parallel"}
+USUAL = {"llama", "llama_tied", "qwen3", "ladder", "hybrid", "parallel", "glm_moe_dsa"}
 
 
 def check(

@@ -244,7 +244,13 @@ STANDBY = ("daemon.standby=1", "engine.kv_cache_memory=16MiB")
     [
         *[("qwen3_moe", layout, rank) for layout in (TENSOR, SPREAD) for rank in (0, 1)],
         *[("deepseek_v3", SPREAD, 1), ("longcat_flash", TENSOR, 0), ("longcat_flash", SPREAD, 1), ("lanes", (), 1)],
-        *[("deepseek_v3", STANDBY, 0), ("longcat_flash", SPREAD + STANDBY, 1), ("lanes", STANDBY, 0)],
+        *[
+            ("glm_moe_dsa", (), 1),
+            ("deepseek_v32", STANDBY, 0),
+            ("deepseek_v3", STANDBY, 0),
+            ("longcat_flash", SPREAD + STANDBY, 1),
+            ("lanes", STANDBY, 0),
+        ],
     ],
     ids=lambda value: "-".join(word.rpartition("=")[2] for word in value) if isinstance(value, tuple) else None,
 )

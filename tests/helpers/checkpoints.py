@@ -60,6 +60,10 @@ MLA = {
 """eps is that of the other norms, not of the latents'."""
 
 
+DSA = {"index_n_heads": 24, "index_head_dim": 12, "index_topk": 9}
+"""Heads enough that no position has a sum of exactly zero, where transformers breaks ties in any order."""
+
+
 def rope(kind: str, **factors: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **factors}}
 
@@ -115,6 +119,17 @@ STOCK: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "deepseek_v3_plain": (
         transformers.DeepseekV3Config,
         MLA | {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 2, "n_shared_experts": 2},
+    ),
+    "deepseek_v32": (
+        transformers.DeepseekV32Config,
+        MLA
+        | DSA
+        | rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.7)
+        | {"attention_bias": True},
+    ),
+    "glm_moe_dsa": (
+        transformers.GlmMoeDsaConfig,
+        MLA | DSA | {"indexer_types": ["full", "shared", "shared"]},
     ),
     "longcat_flash": (
         transformers.LongcatFlashConfig,

@@ -64,7 +64,8 @@ def answers(
 def planted(
     rank: Rank, folder: str, prompt: list[int], parallel: dict[str, Any], per_node: int, culprit: int, at: int
 ) -> tuple[str, int]:
-    """One bit of one router's logits, the sign of the largest, is flipped on `culprit` in the forward pass `at`.
+    """One bit of one router's logits, the sign of the largest, is flipped on `culprit` in the forward pass `at`; of a
+    model with sparse attention the signs of its first index's weights.
     Returns the error, and how many tokens were released before."""
     stages = parallel.get("pipeline_parallel_size", 1)
     rank.close_kept()
@@ -73,20 +74,23 @@ def planted(
         d = engine_cases.deployment(folder, size)
         d = replace(d, parallel=ParallelConfig(tensor_parallel_size=size, **parallel))
         built = engine_cases.build_on(rank, d, communicator)
-        mixture = built.runner.model.layer_products[0].mixture
-        assert mixture is not None
-        inner, count = mixture.product, iter(range(1 << 30))
+        first = built.runner.model.layer_products[0]
+        index = None if first.latent is None else first.latent.index
+        target, name = (first.mixture, "product") if index is None else (index, "weights")
+        inner, count = getattr(target, name), iter(range(1 << 30))
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            logits = inner(x)
+            logits: torch.Tensor = inner(x)
             if next(count) == at and rank.rank == culprit:
+                if index is not None:
+                    return -logits
                 row = logits[0]
                 best = int(row.argmax())
                 assert row[best] > 0, "the sign must change the order"
                 row.view(torch.int32)[best] ^= torch.iinfo(torch.int32).min
             return logits
 
-        object.__setattr__(mixture, "product", product)
+        object.__setattr__(target, name, product)
         released = 0
         progress = StepProgress()
         try:

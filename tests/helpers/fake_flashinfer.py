@@ -31,7 +31,7 @@ def paged_attention(
     scale: float,
     noise: float,
 ) -> None:
-    """q, out [T, H, C]; lse [T, H], to base 2; k, v [pages, K, page size, C]. Query row i of a sequence stands at position
+    """q, out [T, H, C]; lse [T, H], base 2; k, v [pages, K, page size, C]. Query row i of a sequence is at position
     kv_len - queries + i. Rows after the last sequence are not written."""
     size, group = k.shape[2], q.shape[1] // k.shape[1]
     for i in range(len(last_page_len)):

@@ -20,6 +20,7 @@ from test_flashinfer import CPU, CUDA, make_cache
 
 BF16 = torch.bfloat16
 CONFIG: Any = SimpleNamespace(head_dim=64, num_layers=2, sliding_window=None, attention_scale=None, latent=None)
+LATENT = SimpleNamespace(index=None)
 SHARD: Any = SimpleNamespace(config=CONFIG, num_heads=4)
 
 
@@ -39,7 +40,7 @@ def test_on_a_cpu() -> None:
 
 def test_over_latents() -> None:
     """The same words: the kernels where they serve, which deterministic needs; flashinfer needs a GPU."""
-    config = SimpleNamespace(head_dim=40, num_layers=1, latent=object(), attention_scale=0.2, sliding_window=None)
+    config = SimpleNamespace(head_dim=40, num_layers=1, latent=LATENT, attention_scale=0.2, sliding_window=None)
     shard: Any = SimpleNamespace(config=config, num_heads=4, num_kv_heads=1)
 
     def latent(wanted: str, dtype: torch.dtype = BF16, deterministic: bool = False) -> str:

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def make_cache(blocks: int, size: int, dtype: torch.dtype) -> LatentCache:
     """Of two layers, every block full of another sequence's numbers."""
-    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=2, head_dim=WIDTH), num_kv_heads=1)
+    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=2, head_dim=WIDTH, latent=None), num_kv_heads=1)
     cache = LatentCache(shard, blocks, size, dtype, CPU)
     for latents in cache.latents:
         latents.copy_(torch.randn(latents.shape))

@@ -44,7 +44,7 @@ class Bench:
         """The job's description for the parent, with the bytes that a step must read on all ranks together."""
         model, cache, config = self.built.runner.model, self.built.runner.cache, self.built.config
         shard, item = model.shard, cache.keys[0].element_size()
-        per_token = config.num_layers * shard.kv_elements * item * shard.size
+        per_token = shard.cached_elements * item * shard.size
         return {
             "ready": True,
             "weights": self._weights,

@@ -137,6 +137,7 @@ def memory(
     shared, router, int8_scales = _expert_elements(shard)
     biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
     biases += c.latent.rank + c.latent.query_rank if c.latent is not None else 0
+    biases += shard.num_heads * c.sinks
     scales = shard.num_lanes if c.lanes is not None and c.lanes.norm_each else 1
     norms = (sum(d if kind == "parallel" else 2 * d for kind in c.wiring.kinds) * layers // c.num_layers + d) * scales
     rows = shard.padded_vocab // size
@@ -162,11 +163,11 @@ def memory(
         "weights: head": int(head * d * other),
         **working | {"activations": working["activations"] + rotary},
     }
-    per_token = int(layers * shard.kv_elements * kv)
+    per_token = int(layers * shard.cached_elements / c.num_layers * kv)
     if keys.draft_model is not None:
         draft = keys.draft_model
         parts["weights: draft model"] = int(draft.num_parameters * other)
-        per_token += int(draft.num_layers * RankShard(draft, 1, 0).kv_elements * other)
+        per_token += int(RankShard(draft, 1, 0).cached_elements * other)
     reserve = 0
     if keys.gpu:
         parts["CUDA context"] = GPU_CONTEXT
@@ -187,7 +188,8 @@ def _expert_elements(shard: RankShard) -> tuple[int, int, int]:
         return 0, 0, 0
     inner, shared = len(shard.expert_ids) * len(shard.expert_ffn), len(shard.shared_ffn)
     outputs = 2 * (inner + shared) + d * (len(shard.expert_ids) + (shared > 0))
-    return 3 * d * shared, e.routed * (d + e.router.biased), outputs
+    biases = 0 if e.clamped is None else len(shard.expert_ids) * (2 * len(shard.expert_ffn) + d)
+    return 3 * d * shared, e.routed * (d + e.router.biased + e.router.offset) + biases, outputs
 
 
 def _fullest_part(sizes: Sequence[int], wide: Sequence[tuple[str, ...]], layers: int) -> Sequence[tuple[str, ...]]:

@@ -325,7 +325,7 @@ def assumed_fabric(d: Deployment) -> str:
 def _attends(config: ModelConfig, heads: int) -> bool:
     """Whether FlashInfer has kernels for these heads, so many a rank."""
     latent = config.latent
-    return config.head_dim in HEAD_DIMS if latent is None else not latent_unfit(latent.rank, latent.rotated, heads)
+    return config.head_dim in HEAD_DIMS if latent is None else not latent_unfit(latent, heads)
 
 
 def _replicates(setting: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:

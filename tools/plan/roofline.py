@@ -240,7 +240,7 @@ class SimulatedGroup:
         c, shard, r = self.config, self.shard, self.rates
         call = r.call_one_s if load.tokens == 1 else r.call_many_s
         windows = c.sliding_window or (None,) * c.num_layers
-        attend = {window: self._attend(load, window) for window in set(windows)}
+        attend = {window: self.attend_s(load, window) for window in set(windows)}
         calls = 2 * call * ATTENTION_CALLS, 2 * call * (1 - ATTENTION_CALLS)
         wide_products = self.wide or ((),) * c.num_layers
         times = {wide: self._products(load.tokens, wide) for wide in set(wide_products)}
@@ -321,16 +321,26 @@ class SimulatedGroup:
     def _value_flops(self) -> float:
         return self.rates.value_flops or self.rates.flops
 
-    def _attend(self, load: Load, window: int | None) -> float:
+    def attend_s(self, load: Load, window: int | None = None, read_share: float = 1.0) -> float:
+        """Seconds of a layer's attention, without its products. read_share: of keys and values that a rank reads."""
         c, shard = self.config, self.shard
-        seen = min(load.context, window) if window else load.context
-        prompt_seen = min(load.prompt_context, window) if window else load.prompt_context
-        per_position = shard.kv_elements * self.kv_bytes * self.kv_reads
+        index = None if c.latent is None else c.latent.index
+        most = window if index is None else index.topk
+        seen = min(load.context, most) if most else load.context
+        prompt_seen = min(load.prompt_context, most) if most else load.prompt_context
+        per_position = shard.kv_elements * self.kv_bytes * self.kv_reads * read_share
         read = load.decodes * seen * per_position / self.rates.kv_bytes_per_s
         scores = 2 * c.head_dim if c.latent is None else c.latent.width + c.latent.rank
         flops = 2.0 * shard.num_heads * scores
         decode = max(read, load.decodes * seen * flops / self._value_flops)
-        return decode + load.prompt * prompt_seen * flops / self._value_flops
+        total = decode + load.prompt * prompt_seen * flops / self._value_flops
+        if index is None or max(load.context, load.prompt_context) <= index.topk:
+            return total
+        # every rank scores all positions, in the layers that choose
+        share, flops = sum(index.full) / c.num_layers, 2.0 * index.heads * index.dim
+        read = load.decodes * load.context * index.dim * self.kv_bytes / self.rates.kv_bytes_per_s
+        decode = max(read, load.decodes * load.context * flops / self._value_flops)
+        return total + share * (decode + load.prompt * load.prompt_context * flops / self._value_flops)
 
     def step(self, load: Load, wiring: Wiring | None = None) -> StepTime:
         """The step on the virtual clock, wired as the model is or as `wiring`."""

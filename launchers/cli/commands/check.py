@@ -236,7 +236,7 @@ def latent_faults(loaded: LoadedDeployment, model: ModelConfig, heads: int, take
     keys, latent = loaded.deployment.engine, model.latent
     if latent is None or keys.device != "cuda" or keys.attention == "torch" or keys.kv_cache_dtype == "fp8":
         return
-    if latent_unfit(latent.rank, latent.rotated, heads) is None:
+    if latent_unfit(latent, heads) is None:
         why = too_many_latent_items(keys.max_num_batched_tokens, keys.max_num_seqs, heads)
         if why is not None:
             yield loaded.fault("engine.max_num_batched_tokens", why + taken)

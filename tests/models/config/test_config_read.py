@@ -592,3 +592,41 @@ def test_reading_a_configuration_loads_no_torch() -> None:
     """`plan` and the daemon read configurations without it."""
     code = "import sys, laddertron.models.config.model_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "full"),
+    [
+        ({}, "FFFF"),
+        ({"index_topk_freq": 2}, "FFSF"),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 1}, "FSSF"),
+        ({"index_topk_pattern": "FSFS"}, "FSFS"),
+        ({"indexer_types": ["full", "shared", "shared", "full"]}, "FSSF"),
+    ],
+)
+def test_the_layers_that_choose_positions(tmp_path: Path, words: dict[str, Any], full: str) -> None:
+    """As transformers resolves GLM's words; the last ones are V3.2's sizes of the index, which has no shared layers."""
+    glm = DEEPSEEK | {"model_type": "glm_moe_dsa", "q_lora_rank": 24, "num_hidden_layers": 4}
+    latent = read(tmp_path, glm, **words).latent
+    assert latent is not None
+    assert latent.index is not None
+    assert "".join("F" if chooses else "S" for chooses in latent.index.full) == full
+    assert (latent.index.heads, latent.index.dim, latent.index.topk) == (32, 128, 2048)
+    other = read(tmp_path, glm | {"model_type": "deepseek_v32"}, **words).latent
+    assert other is not None
+    assert other.index is not None
+    assert (other.index.heads, all(other.index.full), other.index.interleaved) == (64, True, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"indexer_types": ["shared", "full", "full", "full"]}, "the first of them full"),
+        ({"index_topk_pattern": "FS"}, "4 times full or shared"),
+        ({"index_head_dim": 2}, "index_head_dim=2 must be at least"),
+    ],
+)
+def test_an_index_that_is_refused(tmp_path: Path, words: dict[str, Any], said: str) -> None:
+    glm = DEEPSEEK | {"model_type": "glm_moe_dsa", "q_lora_rank": 24, "num_hidden_layers": 4}
+    with pytest.raises(ValueError, match=said):
+        read(tmp_path, glm, **words)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from laddertron.models.attention import AttentionBackend, StepLayout, TorchAttention
+from laddertron.models.attention import StepLayout, TorchAttention
 from laddertron.models.cpu import attention as cpu_attention
 from laddertron.models.cpu.attention import CpuAttention, fits_kernels
 from laddertron.models.cpu.kernels import Kernels

@@ -69,8 +69,8 @@ def routed(form: str, rows: int, hidden: int, experts: int, k: int) -> Rows:
     return torch.randn(rows, hidden).to(FORMS[form]), chosen, torch.rand(rows, k)
 
 
-def packed(kernels: Kernels, form: str, gate_up: Tensor, down: Tensor, **options: int) -> PackedExperts:
-    return PackedExperts(kernels, HugePages(), form == "int8", gate_up, down, **options)
+def packed(kernels: Kernels, form: str, gate_up: Tensor, down: Tensor, space: int = SPACE) -> PackedExperts:
+    return PackedExperts(kernels, HugePages(), form == "int8", gate_up, down, space=space)
 
 
 def want(form: str, gate_up: Tensor, down: Tensor, rows: Rows, biased: Biased | None = None) -> Tensor:
@@ -143,7 +143,7 @@ def test_clamped_experts_add_their_biases(kernels: Kernels, form: str, adds: boo
     held, rows = weights(form, 5, 66, 46), routed(form, 41, 66, 5, 3)
     up, down = (torch.randn(5, size).to(FORMS[form]) for size in (2 * 46, 66))
     biased = Biased(up, down if adds else None, Clamped(1.702, 0.5))
-    got = PackedExperts(kernels, HugePages(), form == "int8", *held, biased)(*rows)
+    got = PackedExperts(kernels, HugePages(), form == "int8", *held, biased=biased)(*rows)
     assert_near(got, want(form, *held, rows, biased))
     plain = packed(kernels, form, *held)(*rows)
     assert ((got - plain).abs().amax(1) > 0.01)[(rows[1] >= 0).any(1)].all()

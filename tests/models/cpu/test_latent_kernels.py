@@ -80,7 +80,7 @@ class Step:
 
     def cache(self) -> LatentCache:
         blocks, size, width = self.held.shape
-        shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=1, head_dim=width), num_kv_heads=1)
+        shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=1, head_dim=width, latent=None), num_kv_heads=1)
         cache = LatentCache(shard, blocks, size, self.held.dtype, torch.device("cpu"))
         cache.latents[0].copy_(self.held)
         return cache
@@ -198,7 +198,7 @@ def test_expanded_chunks_mean_what_absorbed_ones_do(dtype: torch.dtype, chunks: 
     norm, angle = Norm(torch.randn(SIZES.rank).to(dtype), 1e-6), torch.randn(tokens, 1, SIZES.rotated // 2)
     products = LatentProducts(SIZES, heads, None, queries, outputs, norm, _by_head(ops, keys))
     x = torch.randn(tokens, heads * (SIZES.plain + SIZES.rotated) + width).to(dtype)
-    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=1, head_dim=width), num_kv_heads=1)
+    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=1, head_dim=width, latent=None), num_kv_heads=1)
     past, found = torch.randn(int(layout.block_table.max()) + 1, 16, width), []
     for expansion in (None, Expansion(SIZES, heads, dtype.itemsize)):
         cache = LatentCache(shard, len(past), 16, dtype, torch.device("cpu"))
@@ -206,7 +206,7 @@ def test_expanded_chunks_mean_what_absorbed_ones_do(dtype: torch.dtype, chunks: 
         attention = CpuLatentAttention(cache, scale, kernels, expansion=expansion)
         attention.prepare(layout, angle.cos(), angle.sin())
         assert len(attention.expanded) == (2 if expansion else 0)
-        found.append((products(attention, 0, x).float(), cache.latents[0].float()))
+        found.append((products(attention, 0, x, x, lambda digests: None).float(), cache.latents[0].float()))
     for absorbed, expanded in zip(*found, strict=True):
         bits = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
         assert (absorbed - expanded).abs().max() < bits * absorbed.abs().max()

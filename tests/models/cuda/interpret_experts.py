@@ -142,7 +142,9 @@ def in_pieces() -> bool:
 def latents() -> dict[str, float]:
     """Rotation, norm and the write into scattered blocks."""
     heads, rank, rotary, tokens = 3, 24, 8, 5
-    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=1, head_dim=rank + rotary), num_kv_heads=1)
+    shard: Any = SimpleNamespace(
+        config=SimpleNamespace(num_layers=1, head_dim=rank + rotary, latent=None), num_kv_heads=1
+    )
     caches = [LatentCache(shard, 7, 4, torch.float32, DEVICE) for _ in range(2)]
     rows, norm = normal(tokens, (heads + 1) * (rank + rotary)), Norm(normal(rank), 1e-6)
     angle, blocks, offsets = (

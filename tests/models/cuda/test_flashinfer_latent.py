@@ -27,7 +27,8 @@ SIZES = Latent(RANK, ROTARY, 12, 10, 0, False)
 
 
 def make_cache(blocks: int) -> LatentCache:
-    shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=2, head_dim=RANK + ROTARY), num_kv_heads=1)
+    config = SimpleNamespace(num_layers=2, head_dim=RANK + ROTARY, latent=None)
+    shard: Any = SimpleNamespace(config=config, num_kv_heads=1)
     cache = LatentCache(shard, blocks, SIZE, torch.float32, CPU)
     for latents in cache.latents:
         latents.copy_(torch.randn(latents.shape, generator=torch.Generator().manual_seed(1)))
