@@ -55,7 +55,20 @@ def recommend(plan: CapacityEstimate) -> tuple[str, ...]:
             )
     elif plan.layouts:
         sentences.append("No layout on these devices has room for this model: add nodes, or use its fp8 weights.")
-    return (*sentences, *_wiring_words(plan))
+    return (*sentences, *_wiring_words(plan), *_context_parallel_words(plan))
+
+
+def _context_parallel_words(plan: CapacityEstimate) -> list[str]:
+    price, size = plan.context_parallel, plan.question.placement.world.tp
+    if price is None:
+        return []
+    crossing = "at no context of this model" if price.pays_from is None else f"from {price.pays_from:,} positions on"
+    return [
+        f"Dividing the latents over the {size} ranks (decode context parallelism, not built) would give the cache "
+        f"{size}x the room. With {price.batch} sequences of {price.context:,} positions it would save "
+        f"{price.saves_s * 1e3:.1f} ms a step and cost {price.costs_s * 1e3:.1f} ms for gathered queries and reduced "
+        f"outputs; at this batch it is faster {crossing}."
+    ]
 
 
 def _cost_words(plan: CapacityEstimate, there: Sequence[Layout]) -> list[str]:

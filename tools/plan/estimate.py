@@ -23,6 +23,7 @@ from ...topology.link_cost import Emulation
 from ...topology.placement.mapping import explain
 from ...topology.placement.placement import Placement
 from .advice import recommend
+from .context_parallel import ContextParallel, price_context_parallel
 from .layouts import (
     Depth,
     Devices,
@@ -118,6 +119,7 @@ class CapacityEstimate:
     layouts: tuple[Layout, ...]
     assumptions: tuple[str, ...]
     mixtures: tuple[MixtureLayout, ...] = ()
+    context_parallel: ContextParallel | None = None
 
     @property
     def recommendation(self) -> tuple[str, ...]:
@@ -151,6 +153,7 @@ def make_plan(question: Question) -> CapacityEstimate:
         layouts=candidates,
         assumptions=_assumptions(q, group),
         mixtures=mixture_layouts(q.config, q.stored, q.keys, devices, q.work, q.backend),
+        context_parallel=price_context_parallel(group),
     )
 
 

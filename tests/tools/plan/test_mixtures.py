@@ -18,7 +18,7 @@ from laddertron.models.config.parts import make_wiring
 from laddertron.models.config.shapes import Sharing
 from laddertron.models.residual import flow, plan_sub_blocks
 from laddertron.models.stages import RankShard
-from laddertron.tools.plan.estimate import CapacityEstimate, make_plan
+from laddertron.tools.plan.estimate import CapacityEstimate, group_in, make_plan
 from laddertron.tools.plan.layouts import Devices, Work, hop
 from laddertron.tools.plan.memory import StoredTypes, memory
 from laddertron.tools.plan.mixtures import BATCHES, MixtureLayout, best_of, messages_of
@@ -314,3 +314,20 @@ def test_the_table_as_plan_prints_it() -> None:
     ):
         assert golden in lines
     assert max(map(len, done.output.splitlines())) <= 80
+
+
+def test_context_parallelism_of_latents_is_priced() -> None:
+    """DeepSeek-V3 on eight H200: of 64 sequences of 2,048 positions gathered queries and reduced outputs cost more than
+    reading an eighth of the latents saves; what it saves grows with the context, what it costs does not. Keys of a
+    dense model are divided by heads: nothing to price."""
+    asked = Asked(preset("1x8xH200"), Work(), True)
+    question = from_names("deepseek-v3", asked, size=8, replicas=1)
+    plan, rates = make_plan(question), group_in(question).rates
+    price = plan.context_parallel
+    assert price is not None
+    assert price.saves_s < price.costs_s
+    assert price.pays_from == 8192
+    unread = 61 * 64 * 2048 * 576 * 2 / rates.kv_bytes_per_s * 7 / 8
+    assert 0.9 * unread < price.saves_s <= unread  # an eighth takes longer to compute than to read
+    assert any("decode context parallelism, not built" in sentence for sentence in plan.recommendation)
+    assert make_plan(from_names("llama-3.1-8b", asked, size=8, replicas=1)).context_parallel is None
