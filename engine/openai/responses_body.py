@@ -127,6 +127,8 @@ def _messages(fields: ResponsesFields) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "reasoning":
             _append(messages, {"role": "assistant", "reasoning_content": _reasoning(item, place)})
+        elif kind == "item_reference":
+            raise ApiError(f"{place}: {_KEEPS} (clients do with store: false)", "unsupported_value", f"{place}.type")
         else:
             kinds = "message, function_call, function_call_output, reasoning"
             raise ApiError(f"{place}.type={show(kind)}: supported: {kinds}", "unsupported_value", f"{place}.type")

@@ -173,6 +173,12 @@ def test_reasoning_without_text_is_refused_by_its_place() -> None:
         assert caught.value.param == f"input[0].{name}"
 
 
+def test_a_reference_to_an_item_names_the_setting_of_the_client() -> None:
+    with pytest.raises(ApiError, match="store: false") as caught:
+        check_body({"model": "m", "input": [{"type": "item_reference", "id": "msg_1"}]}, RESPONSES)
+    assert caught.value.param == "input[0].type"
+
+
 def test_fields_become_those_of_a_chat() -> None:
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     body = check_body(
