@@ -40,6 +40,7 @@ class LineFlights(FlightOwner):
         self._flights: dict[Flight, BatchLine] = {}
         self._equal: dict[Flight, tuple[Hashable, list[BatchLine]]] = {}  # further lines of a flight
         self._by_content: dict[Hashable, Flight] = {}
+        self._noted = False
 
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
         """Receives a line's output line, for the error file if `error` is set. `flight=None`: the line never ran."""
@@ -66,6 +67,10 @@ class LineFlights(FlightOwner):
         except ApiError as error:
             self._refuse(line, error)
             return
+        if body.unenforced and not self._noted:
+            self._noted = True  # the other lines' schemas are alike
+            what = "; ".join(body.unenforced)[:1000]
+            log.warning("%s, line %s: not enforced: %s", self._run_id, line.number, what)
         content = _content(body, requests) if self._deduplicate else None
         if content is not None and (first := self._by_content.get(content)) is not None:
             _, equal = self._equal[first]

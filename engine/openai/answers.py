@@ -10,7 +10,7 @@ from typing import Any
 
 from ...topology.json_codec import one_line
 from ..request import Request, TokenLogprob, TokensEvent
-from ..text.chat_formats import REASONING_FORMATS, marks_of
+from ..text.chat_formats import marks_of
 from ..text.chat_parts import ChatParts, OutputParts, Part, message_of, parameter_types
 from ..text.detokenizer import OutputText
 from ..text.tokenizer import TextModel
@@ -20,10 +20,10 @@ from .choice import Choice, Delta
 from .errors import ApiError
 from .logprobs import Names, Offsets, TokenIds, chat_logprobs, completion_logprobs, prompt_logprobs
 from .schema import CHAT
+from .to_engine import opens_reasoning
 
 LARGE_VALUES = 4096  # a larger answer is made in a thread, in pieces
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-_OPENING = 8  # ids at a prompt's end in which a template's opening mark of reasoning is searched
 
 
 class Answer:
@@ -44,8 +44,7 @@ class Answer:
         self._text = text
         self._names: Names = TokenIds(text.pieces) if body.return_tokens_as_token_ids else text.pieces
         last = body.messages[-1] if body.messages else {"role": "", "content": ""}
-        # NOTE: a grammar leaves no room for reasoning
-        self._reasoning = text.chat.reasoning if body.params.grammar is None else None
+        self._reasoning = text.chat.reasoning
         self._parameter_types = parameter_types(body.tools)
         self.divided = body.endpoint == CHAT and (bool(body.tools) or self._reasoning is not None)
         """Whether a chat's text is split into reasoning, content and calls."""
@@ -76,7 +75,7 @@ class Answer:
 
     def _new_choice(self, index: int, request: Request) -> Choice:
         body, tool_format = self.body, None
-        if self.body.tools:
+        if body.tools and body.tool_choice != "named":  # whose arguments are all of the content
             tool_format = "array" if body.tool_choice == "required" else self._text.chat.tool_format
         marks = marks_of(tool_format, self._reasoning) if self.divided else frozenset[str]()
         stream = self._text.pieces.stream(body.skip_special_tokens, continues=True, marks=marks)
@@ -235,17 +234,14 @@ class Answer:
         return out
 
     def _parser(self, index: int, request: Request, tool_format: str | None) -> ChatParts:
-        body, thinking = self.body, False
-        if self._reasoning is not None:
-            prompt = self._text.decode(request.prompt[-_OPENING:], skip_special=False)
-            thinking = prompt.rstrip().endswith(REASONING_FORMATS[self._reasoning][0])
+        body = self.body
         return ChatParts(
             lambda number: f"call_{self.base_id}_{index}_{number}",
             tool_format,
             self._parameter_types,
             body.tool_name,
             self._reasoning,
-            thinking,
+            opens_reasoning(self._text, request.prompt),
             body.parallel_tool_calls,
         )
 

@@ -10,7 +10,7 @@ from .chat_messages import Message, as_template_takes_it, unknown_fields
 from .errors import ApiError
 from .responses_body import as_chat
 from .schema import CHAT, COMPLETIONS, MODELS, Endpoint, Prompt, Route
-from .structured_output import GrammarFields, grammar_of
+from .structured_output import GrammarFields, grammar_of, grammar_param
 from .tools import Choice, tools_of
 from .validators import checked, parsed
 
@@ -55,6 +55,10 @@ class Body(NamedTuple):
     priority: int = 0
     cache_salt: str = ""
     ignored_fields: int = 0
+    grammar_param: str = ""
+    """The field that asks for the grammar."""
+    unenforced: tuple[str, ...] = ()
+    """What of the grammar is not enforced."""
     responses: dict[str, Any] | None = None
     """The fields that a response of /v1/responses repeats; None for the other endpoints."""
 
@@ -112,7 +116,7 @@ def check_body(value: Any, endpoint: Route) -> Body:
             raise ApiError(
                 "a tool_choice that requires a call cannot be combined with another grammar", param="tool_choice"
             )
-        body_fields["grammar"] = grammar
+        body_fields["grammar"], body_fields["grammar_param"] = grammar, grammar_param(fields)
     if body_fields.get("stream") and "prompt_logprobs" in body_fields:
         raise ApiError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if body_fields.get("best_of", body_fields.get("n", 1)) != body_fields.get("n", 1):

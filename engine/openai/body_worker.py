@@ -17,7 +17,7 @@ from .batch_input import BatchLine, LineRules, check_line
 from .body import TOKENIZE, Body, check_body, check_tokenize, parse_body
 from .errors import ApiError
 from .schema import CHAT, Route
-from .to_engine import TRUNCATED, check_model, encode_prompts, with_word_ids
+from .to_engine import TRUNCATED, check_model, encode_prompts, with_worker_params
 from .validators import parsed
 
 MODULE = __name__
@@ -34,9 +34,9 @@ async def prepare(raw: Blob, endpoint: Route, served: str, max_ids: int, encoder
     if len(raw) <= LARGE_BYTES:
         body = parse_body(bytes(raw), endpoint)
         check_model(body, served)
-        return await with_word_ids(body, encoder), await encode_prompts(body, encoder)
+        return await with_worker_params(body, encoder), await encode_prompts(body, encoder)
     reply = await _asked(raw, {"endpoint": endpoint, "served": served, "max_ids": max_ids}, encoder)
-    return await with_word_ids(unpacked(reply["rest"]), encoder), [tuple(ids) for ids in reply["ids"]]
+    return await with_worker_params(unpacked(reply["rest"]), encoder), [tuple(ids) for ids in reply["ids"]]
 
 
 async def _asked(raw: Blob, payload: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
@@ -79,7 +79,8 @@ async def prepare_line(
         bad = ApiError(**reply["refused"])
         return parsed_line._replace(error=bad), bad
     try:
-        body = await with_word_ids(unpacked(reply["rest"]), encoder)
+        body = unpacked(reply["rest"])
+        body = await with_worker_params(body, encoder) if ids else body
     except ApiError as bad:
         return parsed_line._replace(error=bad), bad
     return parsed_line._replace(body=body), [tuple(ids) for ids in reply["ids"]]

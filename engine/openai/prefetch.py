@@ -14,7 +14,7 @@ from ..text.pool import Encoder
 from .batch_input import BatchLine
 from .errors import ApiError
 from .line_order import LineOrder, PreparedLine, Prompts
-from .to_engine import check_model, encode_prompts, with_word_ids
+from .to_engine import check_model, encode_prompts, with_worker_params
 
 FIRST_LINES, READ_AHEAD_LINES, READ_AHEAD_BYTES = 256, 1024, 16 << 20
 """At first FIRST_LINES are read ahead, so that the first answer does not wait for more; then more with each line."""
@@ -30,7 +30,7 @@ async def encoded(line: BatchLine, served: str, encoder: Encoder) -> Ready:
         if line.error is not None or line.body is None:
             return line, line.error or ApiError("the line has no body")
         check_model(line.body, served)
-        body = await with_word_ids(line.body, encoder)
+        body = await with_worker_params(line.body, encoder)
         return line._replace(body=body), await encode_prompts(body, encoder)
     except ApiError as bad:
         return line, bad

@@ -134,6 +134,11 @@ def grammar_of(fields: GrammarFields) -> str | None:
     return text
 
 
+def grammar_param(fields: GrammarFields) -> str:
+    """The field that asks for the grammar."""
+    return next(name for name, _, _ in _asked(fields))
+
+
 def _one(kind: str, given: Any) -> dict[str, Any]:
     if kind == "json":
         return {"json_schema": given}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..request import BATCH, ModelLimits, Request, SamplingParams
+from ..text.chat_formats import REASONING_FORMATS, call_marks
 from ..text.pool import Encoder, PromptError
 from ..text.tokenizer import ChatOptions, TextModel
 from .body import COMPLETIONS_MAX_TOKENS, Body
@@ -16,6 +18,7 @@ from .validators import show
 
 MAX_VALUES = 1 << 20
 """Token ids in the parameters of all of a body's requests."""
+_OPENING = 8  # ids at a prompt's end in which a template's opening mark of reasoning is searched
 TRUNCATED = 8
 """A prompt that is truncated to its end may have this many times the model's number of tokens."""
 
@@ -40,15 +43,11 @@ def check_model(body: Body, served: str) -> None:
 
 
 async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tuple[int, ...]]:
-    """Encodes each prompt, up to `longer` times the usual length, and checks the grammar. Raises ApiError
-    or TextUnavailable."""
+    """Encodes each prompt, up to `longer` times the usual length. Raises ApiError or TextUnavailable."""
     out: list[tuple[int, ...]] = []
     param = "messages" if body.endpoint == CHAT else "prompt"
     longer = longer if body.truncate_prompt_tokens is None else TRUNCATED
     try:
-        if body.params.grammar is not None:
-            # NOTE: checked in a text worker, which it may kill: a bad grammar must not reach the ranks
-            await text.check_grammar(body.params.grammar)
         if body.endpoint == CHAT:
             options = ChatOptions(
                 body.add_generation_prompt,
@@ -63,21 +62,26 @@ async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tup
             else:
                 out.append(prompt)
     except PromptError as error:
-        param = "response_format" if error.code == "invalid_grammar" else param
         raise ApiError(str(error), error.code, param) from None
     return out
 
 
-async def with_word_ids(body: Body, text: Encoder) -> Body:
-    """Adds the ids of the bad words to the body; encodes them in a worker, since there may be 128. Raises ApiError or
+async def with_worker_params(body: Body, text: Encoder) -> Body:
+    """Adds the parameters that text workers make: the ids of the bad words, of which there may be 128, and the grammar
+    as ranks compile it, which may kill its worker but must not reach the ranks if it is bad. Raises ApiError or
     TextUnavailable."""
-    if not body.bad_words:
-        return body
+    param = "bad_words"
     try:
-        ids = await text.bad_word_ids(body.bad_words)
+        if body.bad_words:
+            ids = await text.bad_word_ids(body.bad_words)
+            body = body._replace(params=replace(body.params, bad_word_ids=ids))
+        if body.params.grammar is not None:
+            param = body.grammar_param
+            grammar, unenforced = await text.check_grammar(body.params.grammar)
+            body = body._replace(params=replace(body.params, grammar=grammar), unenforced=unenforced)
     except PromptError as error:
-        raise ApiError(str(error), error.code, "bad_words") from None
-    return body._replace(params=replace(body.params, bad_word_ids=ids))
+        raise ApiError(str(error), error.code, param) from None
+    return body
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +138,12 @@ def to_requests(
     for index, uncut in enumerate(prompts):
         prompt = _cut(body, uncut, limits)
         max_tokens = _max_tokens(body, prompt, limits, "messages" if chat else "prompt")
+        grammar = given.grammar
+        if grammar is not None and chat and text is not None:
+            grammar = _with_preamble(grammar, body, text, prompt)
         params = replace(
             given,
+            grammar=grammar,
             max_tokens=max_tokens,
             # else the prompts of one body would share their noise
             seed=seed if body.seed is not None else (seed + index) % 2**64,
@@ -158,6 +166,27 @@ def to_requests(
             )
         )
     return requests
+
+
+def opens_reasoning(text: TextModel, prompt: Sequence[int]) -> bool:
+    """Whether a chat's prompt ends with the opening mark of reasoning."""
+    if text.chat.reasoning is None:
+        return False
+    end = text.decode(prompt[-_OPENING:], skip_special=False)
+    return end.rstrip().endswith(REASONING_FORMATS[text.chat.reasoning][0])
+
+
+def _with_preamble(grammar: str, body: Body, text: TextModel, prompt: Sequence[int]) -> str:
+    """The grammar of a chat's content, with what may precede it or come instead: reasoning, and calls that are not
+    required."""
+    reasoning, calls = text.chat.reasoning, list[str]()
+    if body.tool_choice == "auto" and text.chat.tool_format is not None:
+        calls += call_marks(text.chat.tool_format, [tool["function"]["name"] for tool in body.tools])
+    if reasoning is None and not calls:
+        return grammar
+    marks = None if reasoning is None else REASONING_FORMATS[reasoning]
+    preamble = {"reasoning": marks, "thinking": opens_reasoning(text, prompt), "calls": calls}
+    return f'{{"preamble":{json.dumps(preamble)},{grammar.removeprefix("{")}'
 
 
 def _check_parameters(params: SamplingParams, prompts: int) -> None:

@@ -40,7 +40,6 @@ class ToolChoice(StrictModel):
 
 _CHOICE: TypeAdapter[ToolChoice] = TypeAdapter(ToolChoice)
 _WORDS = ("none", "auto", "required")
-_DEFINITIONS = ("#/$defs/", "#/definitions/")
 
 
 def _choice(value: Any) -> tuple[Choice, str]:
@@ -82,45 +81,33 @@ def tools_of(fields: dict[str, Any]) -> dict[str, Any]:
     else:
         schema = _array(tools, fields.get("parallel_tool_calls", True))
     grammar = json.dumps({"grammars": [{"json_schema": schema}]}, ensure_ascii=False, separators=(",", ":"))
-    return {**given, "grammar": grammar}
+    return {**given, "grammar": grammar, "grammar_param": "tools"}
 
 
 def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
-    """The schema of one or more calls. Moves the parameters' definitions to the schema's root, to which their
-    references point, and changes other references to the parameters' new place."""
-    shared: dict[str, dict[str, Any]] = {"$defs": {}, "definitions": {}}
-    calls = []
+    """The schema of one or more calls. Each tool's parameters keep their own definitions: they are a schema with its
+    own `$id`, to which their references are relative."""
+    calls, definitions = [], {}
     for number, tool in enumerate(tools):
-        here = f"#/items/anyOf/{number}/properties/parameters"
-        parameters = dict(_moved(tool.function.parameters or {"type": "object"}, here))
-        for where, definitions in shared.items():
-            own = parameters.pop(where, None) or {}
-            if not isinstance(own, dict):
-                raise ApiError(f"tools: {where} of {tool.function.name} must be an object", param="tools")
-            for name, schema in own.items():
-                if definitions.setdefault(name, schema) != schema:
-                    message = f"tools: {where}/{name} means two things: rename one"
-                    raise ApiError(message, param="tools")
-        members = {"name": {"const": tool.function.name}, "parameters": parameters}
+        base = f"http://tool-{number}/"
+        parameters = tool.function.parameters or {"type": "object"}
+        own_id = parameters.get("$id")
+        moved = _moved(parameters, own_id.rstrip("#"), base) if isinstance(own_id, str) and own_id else parameters
+        definitions[tool.function.name] = {**moved, "$id": base}
+        members = {"name": {"const": tool.function.name}, "parameters": {"$ref": base}}
         calls.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
     most = {} if parallel else {"maxItems": 1}
-    return {
-        "type": "array",
-        "minItems": 1,
-        **most,
-        "items": {"anyOf": calls},
-        **{where: definitions for where, definitions in shared.items() if definitions},
-    }
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions}
 
 
-def _moved(node: Any, here: str) -> Any:
-    """Changes a schema's references to its root ("#" and "#/…", except definitions) to point to `here`."""
+def _moved(node: Any, old: str, new: str) -> Any:
+    """Changes a schema's references that begin with its `$id`."""
     if isinstance(node, list):
-        return [_moved(item, here) for item in node]
+        return [_moved(item, old, new) for item in node]
     if not isinstance(node, dict):
         return node
-    moved = {key: _moved(item, here) for key, item in node.items()}
+    moved = {key: _moved(item, old, new) for key, item in node.items()}
     to = node.get("$ref")
-    if isinstance(to, str) and (to == "#" or to.startswith("#/")) and not to.startswith(_DEFINITIONS):
-        moved["$ref"] = here + to[1:]
+    if isinstance(to, str) and to.partition("#")[0] == old:
+        moved["$ref"] = new + to[len(old) :]
     return moved

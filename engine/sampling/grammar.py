@@ -5,16 +5,21 @@ Without the extra (`laddertron[grammar]`) `available` is False and any grammar i
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from .grammar_trigger import Position, Trigger, Vocabulary
+from .json_schema import located, relaxed
 
 try:
     import llguidance
@@ -34,29 +39,110 @@ _TRIAL_IDS, _STRIDE = 16, 7919  # a prime: ids from all over what is allowed
 MAX_WHITESPACE = 32
 """The most white-space characters in a row where only white space may repeat: small models may emit blanks for ever."""
 _PROBES = 64
+_SPACES = {"whitespace_flexible", "whitespace_pattern"}
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_TEXT = r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]'
+_GBNF_TOKEN = re.compile(rf"{_GBNF_TEXT}|#[^\n]*")
+_GBNF_NEXT = re.compile(rf"{_GBNF_TEXT}|\s*\n\s*(?![\w-]+\s*::=|\Z)")
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([^xuUnrt]))")
 
 
-def validate(spec: str) -> None:
-    """Raises ValueError with the library's reason if a grammar is too long or cannot be used."""
+def validate(spec: str) -> tuple[str, tuple[str, ...]]:
+    """The grammar as the library takes it, and what of it is not enforced ("PLACE: KEYWORD"): GBNF becomes lark, and
+    JSON schemas lose what only annotates. Raises ValueError, with the place in a schema, if it cannot be used."""
     if len(spec) > MAX_SPEC:
         raise ValueError(f"a grammar of {len(spec)} characters: at most {MAX_SPEC} are allowed")
-    message = library().LLMatcher.validate_grammar(_with_options(spec, MAX_WHITESPACE), None, limits=_limits())
-    if message and not message.startswith("WARNING"):
-        raise ValueError(f"the grammar cannot be used: {_brief(message)}")
-
-
-def _with_options(spec: str, most: int) -> str:
-    """Adds laddertron's options to each JSON schema without options. Raises ValueError if the spec is not JSON."""
+    tree = _tree(spec)
+    notes: list[str] = []
     try:
-        tree = json.loads(spec)
+        for part in _parts(tree):
+            if isinstance(schema := part.get("json_schema"), dict):
+                part["json_schema"], more = _accepted(schema)
+                notes += more
+            elif isinstance(lark := part.get("lark_grammar"), str) and _GBNF_RULE.search(lark):
+                part["lark_grammar"] = _lark_of(lark)
+    except RecursionError as error:
+        raise ValueError("the grammar cannot be used: it is nested too deeply") from error
+    spec = json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
+    if message := _refusal(spec):
+        raise ValueError(f"the grammar cannot be used: {message}")
+    return spec, tuple(notes)
+
+
+def _accepted(schema: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The schema as the library accepts it, and what is not enforced. Raises ValueError."""
+    given = schema.get("x-guidance")
+    guidance = given if isinstance(given, dict) else {}
+
+    def refusal(schema: dict[str, Any]) -> str:
+        return _refusal(json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": guidance}}]}))
+
+    for any_of in (False, True):
+        if any_of:
+            guidance = {**guidance, "coerce_one_of": True}
+        relaxed_schema, notes = relaxed(schema, _enforces, any_of)
+        if not refusal(relaxed_schema):
+            return {**relaxed_schema, "x-guidance": guidance} if guidance else relaxed_schema, notes
+    raise ValueError(f"the grammar cannot be used: {located(relaxed_schema, refusal)}")
+
+
+@cache
+def _enforces(string_format: str) -> bool:
+    """Whether the library knows a string format."""
+    schema = {"type": "string", "format": string_format}
+    return not _refusal(json.dumps({"grammars": [{"json_schema": schema}]}))
+
+
+def _refusal(spec: str) -> str:
+    """The library's reason to refuse a grammar; "" if it accepts it."""
+    spec = _with_options(_tree(spec), MAX_WHITESPACE)
+    message = library().LLMatcher.validate_grammar(spec, None, limits=_limits())
+    return "" if message.startswith("WARNING") else _brief(message)
+
+
+def _lark_of(gbnf: str) -> str:
+    """Converts a GBNF grammar (`root ::= …`). Raises ValueError. Rules may go on in the next line, as vLLM takes
+    them; escapes become characters where the library's converter does not know them."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    def plain(match: re.Match[str]) -> str:
+        text = match[0]
+        if text[0] == "#":
+            return ""
+        return _GBNF_ESCAPE.sub(_character, text) if text[0] in '"[' else " "
+
+    try:
+        return str(gbnf_to_lark(_GBNF_NEXT.sub(plain, _GBNF_TOKEN.sub(plain, gbnf))))
+    except Exception as error:  # of a class of its own, or any other: it reads beyond the end
+        raise ValueError(f"the grammar cannot be read as GBNF: {_brief(str(error) or repr(error))}") from error
+
+
+def _character(escape: re.Match[str]) -> str:
+    code = int(escape[1] or escape[2] or f"{ord(escape[3]):x}", 16)
+    return f"\\x{code:02X}" if code < 128 else chr(code)
+
+
+def _tree(spec: str) -> Any:
+    """Raises ValueError if the spec is not JSON."""
+    try:
+        return json.loads(spec)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the grammar is not llguidance's JSON: {_brief(str(error))}") from error
+
+
+def _parts(tree: Any) -> list[dict[str, Any]]:
     parts = tree.get("grammars") if isinstance(tree, dict) else None
-    for part in parts if isinstance(parts, list) else []:
-        schema = part.get("json_schema") if isinstance(part, dict) else None
-        if isinstance(schema, dict):
-            pattern = rf"[\x20\x0A\x0D\x09]{{1,{most}}}"
-            schema.setdefault("x-guidance", {"whitespace_flexible": True, "whitespace_pattern": pattern})
+    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+
+
+def _with_options(tree: Any, most: int) -> str:
+    """A grammar's JSON with laddertron's white space in each schema that says nothing about it."""
+    pattern = rf"[\x20\x0A\x0D\x09]{{1,{most}}}"
+    for part in _parts(tree):
+        schema = part.get("json_schema")
+        if isinstance(schema, dict) and isinstance(given := schema.get("x-guidance", {}), dict):
+            spaces = {} if _SPACES & given.keys() else {"whitespace_flexible": True, "whitespace_pattern": pattern}
+            schema["x-guidance"] = {**spaces, **given}
     return json.dumps(tree)
 
 
@@ -79,14 +165,12 @@ def _brief(message: str) -> str:
 class _Blanks:
     """A tokenizer's white-space tokens, and the most characters of them in a row."""
 
-    def __init__(self, tokenizer: Any, most: int) -> None:
-        self.most, self.tokenizer = most, tokenizer
+    def __init__(self, vocabulary: Vocabulary, most: int) -> None:
+        self.most, self.tokenizer, self.vocabulary = most, vocabulary.tokenizer, vocabulary
 
-    @cached_property
+    @property
     def ids(self) -> npt.NDArray[np.bool_]:
-        """Mask of tokens that consist of white space, [vocabulary]."""
-        count = self.tokenizer.vocab_size
-        return np.array([self.tokenizer.decode_bytes([token]).isspace() for token in range(count)])
+        return self.vocabulary.blank
 
     def run(self, before: int, token: int) -> int:
         """Characters of white space at the end, after one more token."""
@@ -97,23 +181,44 @@ class _Blanks:
 class GrammarState:
     """One sequence's position in its grammar. A failed matcher (a resource limit of the library) allows nothing."""
 
-    def __init__(self, matcher: Any, blanks: _Blanks | None = None, run: int = 0, last: int = -1) -> None:
-        """run: characters of white space at the end; last: the token before."""
+    def __init__(
+        self,
+        matcher: Any,
+        blanks: _Blanks | None = None,
+        run: int = 0,
+        last: int = -1,
+        trigger: Trigger | None = None,
+        before: Position | None = None,
+    ) -> None:
+        """run: characters of white space at the end; last: the token before; before: the position before the content,
+        None within it."""
         self._matcher, self._blanks, self._run, self._last = matcher, blanks, run, last
+        self._trigger, self._before = trigger, before
 
     def fork(self) -> GrammarState:
         """A copy with the same state, which advances independently."""
-        return GrammarState(self._matcher.deep_copy(), self._blanks, self._run, self._last)
+        matcher = self._matcher.deep_copy()
+        return GrammarState(matcher, self._blanks, self._run, self._last, self._trigger, self._before)
+
+    def _content(self, pending: tuple[int, ...], vocabulary: Vocabulary) -> npt.NDArray[np.bool_]:
+        """The tokens that the grammar allows after these of the content, [vocabulary]."""
+        content = GrammarState(self._matcher.deep_copy(), self._blanks)
+        for token in pending:
+            content.advance(token)
+        return content.allowed(range(len(vocabulary.raw)))
 
     @property
     def ended(self) -> bool:
-        return bool(self._matcher.is_stopped())
+        """Whether nothing but the end may come."""
+        return self._before is None and bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def allowed(self, ids: range) -> npt.NDArray[np.bool_]:
         """Which of these global ids may come next, [len(ids)]; after the end the EOS ids alone."""
         matcher = self._matcher
         if matcher.is_error() or len(ids) == 0:
             return np.zeros(len(ids), np.bool_)
+        if self._trigger is not None and self._before is not None:
+            return self._trigger.allowed(self._before, self._content)[ids.start : ids.stop]
         packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
             return np.zeros(len(ids), np.bool_)
@@ -137,6 +242,13 @@ class GrammarState:
         return len(others) > 0
 
     def advance(self, token: int) -> None:
+        if self._trigger is not None and self._before is not None:
+            self._before = self._trigger.step(self._before, token)
+            if self._before.phase == "content":
+                pending, self._before = self._before.pending, None
+                for content in pending:
+                    self.advance(content)
+            return
         if not (self._matcher.is_stopped() and not self._matcher.is_error()):
             self._matcher.consume_token(token)
             if self._blanks is not None:
@@ -146,6 +258,13 @@ class GrammarState:
         """How many of these tokens, in order, the grammar accepts."""
         if self._matcher.is_error() or self._matcher.is_stopped():
             return 0
+        if self._before is not None:
+            state = self.fork()
+            for count, token in enumerate(tokens):
+                if not state.allowed(range(token, token + 1))[0]:
+                    return count
+                state.advance(token)
+            return len(tokens)
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def failure(self) -> str | None:
@@ -154,10 +273,11 @@ class GrammarState:
 
 
 class Prototype(NamedTuple):
-    """A grammar's matcher in its initial state, and the seconds to make it."""
+    """A grammar's matcher in its initial state, the seconds to make it, and what precedes its text."""
 
     matcher: Any
     seconds: float
+    trigger: Trigger | None = None
 
 
 class Grammars:
@@ -213,16 +333,23 @@ class GrammarSlots(Grammars):
         if eos_token_ids:
             options["eos_token"] = list(eos_token_ids)
         self.tokenizer = library().LLTokenizer(str(tokenizer), **options)
-        self._blanks = _Blanks(self.tokenizer, max_whitespace)
+        self._blanks = _Blanks(Vocabulary(self.tokenizer), max_whitespace)
         self._slots: dict[int, GrammarState] = {}
         self._prototypes: OrderedDict[str, Prototype] = OrderedDict()
+        self._checked: OrderedDict[str, tuple[str, tuple[str, ...]]] = OrderedDict()
 
-    def check(self, spec: str) -> None:
+    def check(self, spec: str) -> tuple[str, tuple[str, ...]]:
         """Checks a client's grammar: `validate`, then a trial of _TRIAL_IDS ids, which detects grammars that allow no
-        text or exceed the library's limits for a step. Raises ValueError."""
-        if spec in self._prototypes:
-            return
-        validate(spec)
+        text or exceed the library's limits for a step. Returns as `validate` does. Raises ValueError."""
+        if spec not in self._checked:
+            ready = validate(spec)
+            self._try(ready[0])
+            self._checked[spec] = ready
+            if len(self._checked) > MAX_PROTOTYPES:
+                self._checked.popitem(last=False)
+        return self._checked[spec]
+
+    def _try(self, spec: str) -> None:
         everything, at = range(self.tokenizer.vocab_size), -1
         try:
             self.admit(at, spec, ())
@@ -252,20 +379,23 @@ class GrammarSlots(Grammars):
         seconds = sum(prototype.seconds for prototype in self._prototypes.values())
         while len(self._prototypes) > MAX_PROTOTYPES or (seconds > _HELD_SECONDS and len(self._prototypes) > 1):
             seconds -= self._prototypes.popitem(last=False)[1].seconds
-        state = self._slots[slot] = GrammarState(prototype.matcher.deep_copy(), self._blanks)
+        trigger = prototype.trigger
+        before = None if trigger is None else trigger.first
+        state = GrammarState(prototype.matcher.deep_copy(), self._blanks, trigger=trigger, before=before)
+        self._slots[slot] = state
         for token in output:
             state.advance(token)
 
     def _compiled(self, spec: str) -> Prototype:
         began = time.thread_time()
-        matcher = library().LLMatcher(self.tokenizer, self._options(spec), log_level=0, limits=_limits())
-        return Prototype(matcher, time.thread_time() - began)
-
-    def _options(self, spec: str) -> str:
-        try:
-            return _with_options(spec, self._blanks.most)
-        except ValueError:
-            return spec  # the library says what is wrong with it, and the matcher is a failed one
+        trigger = None
+        with contextlib.suppress(ValueError):  # the library says what is wrong with it, and the matcher is a failed one
+            tree = _tree(spec)
+            if isinstance(tree, dict) and (preamble := tree.pop("preamble", None)) is not None:
+                trigger = Trigger(self._blanks.vocabulary, **preamble)
+            spec = _with_options(tree, self._blanks.most)
+        matcher = library().LLMatcher(self.tokenizer, spec, log_level=0, limits=_limits())
+        return Prototype(matcher, time.thread_time() - began, trigger)
 
     def release(self, slot: int) -> None:
         self._slots.pop(slot, None)

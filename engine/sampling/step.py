@@ -105,6 +105,8 @@ class Step:
         where[edited] = np.arange(len(edited))
         ids = range(self.first, self.first + self.columns)
         for row, grammar in self._grammars(self.plan.masked.tolist()):
+            if grammar.ended:  # only its end is left, whatever the other parameters forbid
+                changed[int(where[row])] = raw[row].float()
             allowed = torch.from_numpy(grammar.allowed(ids)).to(raw.device)
             changed[int(where[row])].masked_fill_(~allowed, -torch.inf)
         return Logits(raw, changed, where)

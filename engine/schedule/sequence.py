@@ -82,7 +82,9 @@ class RequestGroup:
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
         self.prompt_len, self.stops = len(request.prompt), frozenset(params.stop_token_ids)
-        self.min_tokens, self.logprobs = params.min_tokens, params.logprobs is not None
+        # with a grammar the sampler draws a stop id earlier only where the grammar allows nothing else
+        self.min_tokens = params.min_tokens if params.grammar is None else 0
+        self.logprobs = params.logprobs is not None
         self.open = len(request.open_choices)
         self.unforked = 0 if request.emitted else params.n - 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _NAME = r"(?P<name>[\w.:/-]+)"
@@ -101,3 +102,11 @@ def marks_of(tool_format: str | None, reasoning: str | None) -> frozenset[str]:
         syntax = TOOL_FORMATS[tool_format]
         marks |= {*syntax.opens, *syntax.closes, *syntax.marks, "[ARGS]", "[CALL_ID]"}
     return frozenset(marks)
+
+
+def call_marks(tool_format: str, tools: Iterable[str]) -> list[str]:
+    """Texts with which an answer begins that is a call; of formats without marks the beginnings of a call's object."""
+    syntax = TOOL_FORMATS[tool_format]
+    if syntax.opens:
+        return list(syntax.opens)
+    return [*syntax.marks, *(f'{{"name":{space}"{name}"' for name in tools for space in ("", " "))]

@@ -61,9 +61,13 @@ class Encoder:
         payload = {"messages": messages, "options": asdict(options), "longer": longer}
         return (await self._ids(payload, sum(len(str(m.get("content", ""))) for m in messages)))[0]
 
-    async def check_grammar(self, spec: str) -> None:
-        """Raises PromptError if a grammar (llguidance's JSON) cannot be used, or the library is not installed."""
-        await self._ids({"grammar": spec}, len(spec))
+    async def check_grammar(self, spec: str) -> tuple[str, tuple[str, ...]]:
+        """Returns a grammar (llguidance's JSON) as ranks compile it, and what of it is not enforced. Raises PromptError
+        if it cannot be used, or the library is not installed."""
+        reply = await self.ask({"grammar": spec}, len(spec))
+        if "grammar" not in reply:
+            raise PromptError(reply["error"], reply["code"])
+        return reply["grammar"], tuple(reply["unenforced"])
 
     async def bad_word_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """See TextModel."""

@@ -51,11 +51,11 @@ def frame(value: Any) -> bytes:
 
 
 def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
-    """Answers one item with {"ids": [...]} (empty for a valid grammar) or {"error", "code"}."""
+    """Answers one item with {"ids": [...]}, for a grammar {"grammar", "unenforced"}, or {"error", "code"}."""
     try:
         if "grammar" in item:
-            _grammars(model).check(item["grammar"])
-            return {"ids": [[]]}
+            spec, unenforced = _grammars(model).check(item["grammar"])
+            return {"grammar": spec, "unenforced": unenforced}
         if "words" in item:
             return {"ids": model.bad_word_ids(item["words"])}
         max_ids *= item.get("longer", 1)

@@ -182,14 +182,14 @@ class Generator:
             await self._begun(request, flight, reply)
             if flight.answer.error is not None and not reply.sent:
                 raise _shown(flight.answer.error)
-            kind = "text/event-stream"
+            kind, headers = "text/event-stream", _notes(body)
             if not body.stream:
                 if flight.answer.values <= LARGE_VALUES or body.responses is not None:
-                    return JSONResponse(whole_answer(flight.answer))
+                    return JSONResponse(whole_answer(flight.answer), headers=headers)
                 reply.send_in_pieces(flight.answer)
                 kind = "application/json"
             counted = False
-            return _Pieces(reply, kind, lambda: self._left(flight, reply))
+            return _Pieces(reply, kind, headers, lambda: self._left(flight, reply))
         finally:
             self._count -= counted
             if counted and begun is not None:
@@ -263,8 +263,8 @@ class _Pieces(Response):
     """Sends a reply's events, or a large answer, as they arrive, without its own task or timeout. `left` is always
     called at the end, even if nothing was sent."""
 
-    def __init__(self, reply: _Reply, kind: str, left: Callable[[], None]) -> None:
-        headers = {"cache-control": "no-store"}
+    def __init__(self, reply: _Reply, kind: str, headers: dict[str, str], left: Callable[[], None]) -> None:
+        headers = {"cache-control": "no-store", **headers}
         if kind == "text/event-stream":
             headers["x-accel-buffering"] = "no"  # nginx sends each event at once
         super().__init__(None, media_type=kind, headers=headers)
@@ -279,6 +279,16 @@ class _Pieces(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._ended()
+
+
+def _notes(body: Body) -> dict[str, str]:
+    """The header that names what of the body's schema is not enforced."""
+    what = "; ".join(body.unenforced).encode("ascii", "backslashreplace")[:1000].decode()
+    return {"x-laddertron-not-enforced": "".join(map(_printable, what))} if what else {}
+
+
+def _printable(char: str) -> str:
+    return char if char.isprintable() else "?"
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -52,8 +52,8 @@ class Direct(Encoder):
         await asyncio.sleep(0)
         return worker.answer(self.model, payload, 1 << 20)
 
-    async def check_grammar(self, spec: str) -> None:
-        grammar.validate(spec)
+    async def check_grammar(self, spec: str) -> tuple[str, tuple[str, ...]]:
+        return grammar.validate(spec)
 
 
 @pytest.fixture(scope="module")

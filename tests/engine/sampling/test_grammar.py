@@ -205,6 +205,19 @@ def test_after_the_end_only_eos_may_come(folder: Path) -> None:
     assert ids[end:] == [EOS] * (8 - end)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_grammar_that_is_complete_ends_whatever_else_is_asked(folder: Path, tp: int) -> None:
+    """Before min_tokens, without EOS among the allowed ids, with EOS as a bad word: the text is returned."""
+    asked = [
+        {"min_tokens": 50},
+        {"allowed_token_ids": tuple(i for i in range(VOCAB) if i != EOS)},
+        {"bad_word_ids": ((EOS,),), "logit_bias": ((EOS, -100.0),)},
+    ]
+    results = write(folder, tp, [params(spec(choice=["yes"]), **more) for more in asked], 5)
+    for rank in results:
+        assert texts(folder, rank) == ["yes"] * 3
+
+
 def test_a_preempted_sequence_goes_on_in_its_grammar(folder: Path) -> None:
     """1. A row writes 3 ids. 2. It is admitted anew with those as known output: the grammar goes on after them."""
     request = params(spec(regex="abcdefgh"))
@@ -408,7 +421,6 @@ def test_the_door_lets_good_grammars_pass_and_knows_them_again(folder: Path, mon
 
 AMBIGUOUS = json.dumps({"grammars": [{"lark_grammar": 'start: a\na: a a | "a" | a a a | a a a a'}]})
 UNKEPT: dict[str, dict[str, Any]] = {
-    "min_tokens beyond a grammar's end": {"grammar": spec(choice=["yes"]), "min_tokens": 50},
     "allowed ids that no text of the grammar has": {"grammar": spec(choice=["yes"]), "allowed_token_ids": (7, 8)},
     "stop ids that are all there is": {"min_tokens": 5, "stop_token_ids": tuple(range(VOCAB))},
     "an ambiguous grammar's rows": {"grammar": AMBIGUOUS, "min_tokens": 190},
