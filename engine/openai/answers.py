@@ -368,12 +368,13 @@ class EventWriter:
 
     def end(self, answer: Answer) -> bytes:
         """The last events: the error, or the usage if the body asks for it; then [DONE]."""
-        last = b""
         if answer.error is not None:
-            last = event(answer.error.to_json())
-        elif answer.body.include_usage:
-            last = event(answer.usage_chunk())
-        return last + DONE
+            return self.failed(answer.error)
+        return (event(answer.usage_chunk()) if answer.body.include_usage else b"") + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that ends before its answer."""
+        return event(error.to_json()) + DONE
 
     def _cut(self, answer: Answer, choice: int) -> tuple[bytes, bytes]:
         (chunk,) = answer.chunks(Delta(choice, _MARK))

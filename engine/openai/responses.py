@@ -10,6 +10,7 @@ from ...topology.json_codec import one_line
 from ..text.chat_parts import Part
 from .answers import Answer
 from .choice import Delta
+from .errors import ApiError
 
 
 class Items:
@@ -87,7 +88,7 @@ def response_of(answer: Answer, output: list[dict[str, Any]], status: str) -> di
         "object": "response",
         "created_at": answer.created,
         "status": status,
-        "error": {"code": "server_error", "message": error.message} if error is not None else None,
+        "error": None if error is None else {"code": _error_code(error), "message": error.message},
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": answer.body.model,
         "output": output,
@@ -109,6 +110,11 @@ def response_of(answer: Answer, output: list[dict[str, Any]], status: str) -> di
 def whole_answer(answer: Answer) -> dict[str, Any]:
     """The body of a finished answer, of its endpoint."""
     return answer.response() if answer.body.responses is None else whole_response(answer)
+
+
+def _error_code(error: ApiError) -> str:
+    """The code of a response's error, one of OpenAI's."""
+    return {429: "rate_limit_exceeded", 400: "invalid_prompt"}.get(error.status or 0, "server_error")
 
 
 def whole_response(answer: Answer) -> dict[str, Any]:
@@ -149,6 +155,10 @@ class ResponseWriter:
         out += b"".join(map(self._event, self._items.end("incomplete" if status == "failed" else status)))
         response = response_of(answer, self._items.output, status)
         return out + self._event({"type": f"response.{status}", "response": response})
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that ends before its answer."""
+        return self._event({"type": "error", "code": error.code, "message": error.message, "param": error.param})
 
     def _begun(self, answer: Answer) -> bytes:
         if self._items is not None:

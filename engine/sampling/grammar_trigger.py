@@ -1,5 +1,5 @@
-"""Where an answer's grammar begins: at its content, after reasoning, and not in an answer that is a tool call. Positions
-are a function of the tokens, so that preempted and resumed sequences, drafts and ranks agree. No torch.
+"""Where an answer's grammar begins: at its content, after reasoning, and not in an answer that is a tool call. A
+position is a function of the tokens, so that preempted and resumed sequences, drafts and ranks agree. No torch.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Vocabulary:
 
 
 class Trigger:
-    """The marks before content. `reasoning`: those around it, None without; `thinking`: whether the prompt ends with the
-    opening one; `calls`: those with which an answer begins that is a call and no content."""
+    """The marks before content. `reasoning`: those around it, None without; `thinking`: whether the prompt ends with
+    the opening one; `calls`: those with which an answer begins that is a call and no content."""
 
     def __init__(self, vocabulary: Vocabulary, reasoning: list[str] | None, thinking: bool, calls: list[str]) -> None:
         self._vocabulary, self._calls = vocabulary, tuple(call.encode() for call in calls)

@@ -14,20 +14,22 @@ MAX_TRIALS = 200
 """Schemas that are compiled to find the keyword of an error."""
 
 _DIALECT = re.compile(r"https?://json-schema\.org/draft[-/](0[467]|20\d\d-\d\d)\b")
-_ONE = frozenset(
+_SCHEMA_KEYS = (
     "additionalItems additionalProperties contains contentSchema else if items not propertyNames then "
-    "unevaluatedItems unevaluatedProperties".split()
+    "unevaluatedItems unevaluatedProperties"
 )
+_OTHER_KEYS = (
+    "$anchor $comment $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef $ref $schema $vocabulary const "
+    "contentEncoding contentMediaType default dependentRequired deprecated description enum example examples "
+    "exclusiveMaximum exclusiveMinimum format id maxContains maxItems maxLength maxProperties maximum minContains "
+    "minItems minLength minProperties minimum multipleOf pattern readOnly required title type uniqueItems writeOnly"
+)
+_ONE = frozenset(_SCHEMA_KEYS.split())
 _MANY = frozenset(("allOf", "anyOf", "items", "oneOf", "prefixItems"))
 _NAMED = frozenset(("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"))
 _DEFINITIONS = ("$defs", "definitions")
-_KNOWN = _ONE | _MANY | _NAMED | frozenset(
-    "$anchor $comment $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef $ref $schema $vocabulary "
-    "const contentEncoding contentMediaType default dependentRequired deprecated description enum "
-    "example examples exclusiveMaximum exclusiveMinimum format id maxContains maxItems maxLength maxProperties maximum "
-    "minContains minItems minLength minProperties minimum multipleOf pattern readOnly required title type uniqueItems "
-    "writeOnly".split()
-)
+_APPLICATORS = _ONE | _MANY | _NAMED
+_KNOWN = _APPLICATORS.union(_OTHER_KEYS.split())
 _NO_DEMAND: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "dependencies": ({},),
@@ -91,6 +93,7 @@ def located(schema: dict[str, Any], reason: Reason) -> str:
     keywords = [key for key in node if not refused(wrap({name: node[name] for name in node if name != key}))]
     if not keywords:  # several errors
         keywords = [key for key in node if refused(wrap({key: node[key]}))]
+    keywords = [key for key in keywords if key not in _APPLICATORS and key != "type"] or keywords
     return f"{place}: {', '.join(keywords) or 'the schema'}: {why}"
 
 
@@ -103,7 +106,7 @@ class _Wrap:
     def __call__(self, child: dict[str, Any]) -> dict[str, Any]:
         if self._outer is None:
             return child
-        keyword, *rest = self._steps
+        keyword, rest = str(self._steps[0]), self._steps[1:]
         around: Any = child
         if rest:
             around = [child] if isinstance(rest[0], int) else {**self._shared.get(keyword, {}), rest[0]: child}
@@ -124,8 +127,9 @@ def _mapped(key: str, value: Any, visit: Callable[[Any, Steps], Any]) -> Any:
 
 
 def _children(node: dict[str, Any]) -> list[tuple[Steps, dict[str, Any]]]:
+    """The steps to each subschema, definitions first, since others refer to them."""
     children: list[tuple[Steps, dict[str, Any]]] = []
-    for key, value in node.items():
+    for key, value in sorted(node.items(), key=lambda item: item[0] not in _DEFINITIONS):
         _mapped(key, value, lambda child, steps: children.append((steps, child)) if isinstance(child, dict) else None)
     return children
 

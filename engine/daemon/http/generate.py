@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ... import request as engine
 from ...metrics.observer import AnswerTimes
-from ...openai.answers import DONE, LARGE_VALUES, Answer, EventWriter, event
+from ...openai.answers import LARGE_VALUES, Answer, EventWriter
 from ...openai.body import Body
 from ...openai.body_worker import Prepared, prepare
 from ...openai.choice import Delta
@@ -129,7 +129,7 @@ class _Reply(FlightOwner):
             return b""  # its end was sent: later tokens are discarded
         if self.late and not self.over:
             self._said_late = True
-            self._events += [event(_late().to_json()), DONE]
+            self._events.append(self._writer.failed(_late()))
         events, self._events, self._backlog = self._events, [], 0
         self._unread.hold(GROWING, 0)
         return events[0] if len(events) == 1 else b"".join(events)
@@ -189,7 +189,7 @@ class Generator:
                 reply.send_in_pieces(flight.answer)
                 kind = "application/json"
             counted = False
-            return _Pieces(reply, kind, headers, lambda: self._left(flight, reply))
+            return _Pieces(reply, kind, lambda: self._left(flight, reply), headers)
         finally:
             self._count -= counted
             if counted and begun is not None:
@@ -263,8 +263,8 @@ class _Pieces(Response):
     """Sends a reply's events, or a large answer, as they arrive, without its own task or timeout. `left` is always
     called at the end, even if nothing was sent."""
 
-    def __init__(self, reply: _Reply, kind: str, headers: dict[str, str], left: Callable[[], None]) -> None:
-        headers = {"cache-control": "no-store", **headers}
+    def __init__(self, reply: _Reply, kind: str, left: Callable[[], None], notes: dict[str, str] | None = None) -> None:
+        headers = {"cache-control": "no-store", **(notes or {})}
         if kind == "text/event-stream":
             headers["x-accel-buffering"] = "no"  # nginx sends each event at once
         super().__init__(None, media_type=kind, headers=headers)

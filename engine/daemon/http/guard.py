@@ -17,10 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...config.schema import LimitsConfig
 from ...metrics.observer import Observer
-from ...openai.answers import DONE, event
+from ...openai.answers import EventWriter
 from ...openai.body import TOKENIZE
 from ...openai.errors import ApiError
-from ...openai.schema import GENERATING
+from ...openai.responses import ResponseWriter
+from ...openai.schema import GENERATING, RESPONSES
 from ..usage import Usage
 from .authority import check_local
 from .bodies import SMALL_BYTES, Unread, UnreadAnswers
@@ -316,7 +317,8 @@ class _Exchange:
             if self._ending is not None and self._events and not self._divided:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LAST_EVENT_SECONDS):
-                        body = event(error.to_json()) + DONE
+                        writer = ResponseWriter() if self._scope["path"] == RESPONSES else EventWriter()
+                        body = writer.failed(error)
                         await self._send({"type": "http.response.body", "body": body, "more_body": False})
                         return
             self.unread.end()

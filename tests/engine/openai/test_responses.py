@@ -12,11 +12,15 @@ import pydantic
 import pytest
 from daemon_tools import LIMITS, NAME, Served, deployment, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
+from laddertron.engine.openai.answers import Answer
 from laddertron.engine.openai.body import check_body
 from laddertron.engine.openai.errors import ApiError
+from laddertron.engine.openai.responses import ResponseWriter
 from laddertron.engine.openai.schema import RESPONSES
+from laddertron.engine.openai.to_engine import RequestOrigin, to_requests
+from laddertron.engine.request import TokensEvent
 from laddertron.engine.text.tokenizer import ChatOptions, TextModel
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseErrorEvent, ResponseFailedEvent
 from tiny_text import byte_level, write_folder
 
 TEMPLATE = (
@@ -134,6 +138,24 @@ def test_an_answer_that_is_cut_off_is_incomplete(daemon: Served) -> None:
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
     assert response.incomplete_details.reason == "max_output_tokens"
+
+
+def test_a_stream_that_fails_ends_in_openai_s_events(text: TextModel) -> None:
+    """The engine's failure after the first token, and a timeout."""
+    body = check_body({**fields_of("plain"), "stream": True}, RESPONSES)
+    requests = to_requests(body, [(2, 3)], LIMITS, RequestOrigin("r", "run", "key"), text)
+    answer, writer = Answer(body, requests, text, "1", 1), ResponseWriter()
+    delta = answer.take(TokensEvent("r", 0, 0, tuple(text.encode("Hel", add_special_tokens=False))))
+    assert delta is not None
+    writer.of(answer, delta)
+    answer.error = ApiError("NaN logits", "numerical_error", status=500)
+    *_, event = writer.end(answer).decode().split("\n\n")[:-1]
+    last = ResponseFailedEvent.model_validate_json(event.partition("data: ")[2])
+    assert (last.response.status, last.response.error and last.response.error.code) == ("failed", "server_error")
+    assert last.response.output_text == "Hel"
+    name, _, data = ResponseWriter().failed(ApiError("late", "request_timeout", status=504)).decode().partition("\n")
+    assert name == "event: error"
+    assert ResponseErrorEvent.model_validate_json(data.removeprefix("data: ")).code == "request_timeout"
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,68 @@ def test_the_openai_package_reads_calls_whole_and_streamed(daemon: Served, name:
     assert "reasoning_content" not in silent.choices[0].message.model_dump()
 
 
+SCHEMA = {"type": "object", "properties": {"to": {"type": "string", "format": "idn-email"}}}
+DOUBLED = {"type": "object", "properties": {"to": {"type": "array", "uniqueItems": True}}}
+
+
+def formatted(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+
+
+@pytest.mark.skipif(not grammar.available, reason="no llguidance")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_header_names_what_of_a_schema_is_not_enforced(daemon: Served, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": SAID, "max_tokens": 3, "stream": stream}
+    raw = daemon.client().chat.completions.with_raw_response.create(**asked, response_format=formatted(SCHEMA))
+    assert raw.headers["x-laddertron-not-enforced"] == "#/properties/to: format idn-email"
+
+
+@pytest.mark.skipif(not grammar.available, reason="no llguidance")
+def test_a_schema_is_refused_by_field_place_and_keyword(daemon: Served) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": SAID, "max_tokens": 3}
+    tool = {"type": "function", "function": {"name": "f", "parameters": DOUBLED}}
+    for more, param, place in (
+        ({"response_format": formatted(DOUBLED)}, "response_format", "#/properties/to"),
+        ({"extra_body": {"guided_json": DOUBLED}}, "guided_json", "#/properties/to"),
+        ({"tools": [tool], "tool_choice": "required"}, "tools", "#/$defs/f/properties/to"),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            daemon.client().chat.completions.create(**{**asked, **more})
+        assert caught.value.param == param
+        assert f"{place}: uniqueItems: " in str(caught.value)
+
+
+@pytest.mark.skipif(not grammar.available, reason="no llguidance")
+@pytest.mark.parametrize("thinking", [False, True])
+def test_reasoning_and_calls_may_precede_a_grammar(daemon: Served, thinking: bool) -> None:
+    """Calls only where the choice is the model's; with tools and a format, it may call or answer."""
+    asked: dict[str, Any] = {
+        "model": NAME, "messages": [{"role": "user", "content": "auto"}], "max_tokens": 300,
+        "tools": [openai.pydantic_function_tool(Weather)],
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": thinking}},
+    }  # fmt: skip
+    for more, calls in (
+        ({"response_format": formatted(SCHEMA)}, ["<tool_call>"]),
+        ({"tool_choice": "required"}, []),
+        ({"response_format": formatted(SCHEMA), "tool_choice": "none"}, []),
+    ):
+        daemon.client().chat.completions.create(**asked, **more)
+        spec = json.loads(daemon.jobs[0].submitted[-1].params.grammar or "")
+        assert spec["preamble"] == {"reasoning": ["<think>", "</think>"], "thinking": thinking, "calls": calls}
+
+
+def test_definitions_of_one_name_belong_to_their_tools(takes: Callable[[str | None, str], bool]) -> None:
+    """With and without an `$id`, to which references may be written."""
+    tools = []
+    for number, (kind, known) in enumerate((("integer", {}), ("boolean", {"$id": "http://example.org/b"}))):
+        where = f"{known.get('$id', '')}#/$defs/v"
+        parameters = {"type": "object", "properties": {"v": {"$ref": where}}, "$defs": {"v": {"type": kind}}, **known}
+        tools.append({"type": "function", "function": {"name": f"t{number}", "parameters": parameters}})
+    spec = chat(tools=tools, tool_choice="required").params.grammar
+    for name, value, fits in (("t0", "1", True), ("t1", "true", True), ("t0", "true", False), ("t1", "1", False)):
+        assert takes(spec, f"[{llama(name, json.dumps({'v': json.loads(value)}))}]") == fits
+
+
 def test_results_of_calls_go_back_into_the_prompt(text: TextModel) -> None:
     """As templates take them: arguments as an object, tools by name."""
     said = [

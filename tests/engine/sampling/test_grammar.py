@@ -208,7 +208,7 @@ def test_after_the_end_only_eos_may_come(folder: Path) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_grammar_that_is_complete_ends_whatever_else_is_asked(folder: Path, tp: int) -> None:
     """Before min_tokens, without EOS among the allowed ids, with EOS as a bad word: the text is returned."""
-    asked = [
+    asked: list[dict[str, Any]] = [
         {"min_tokens": 50},
         {"allowed_token_ids": tuple(i for i in range(VOCAB) if i != EOS)},
         {"bad_word_ids": ((EOS,),), "logit_bias": ((EOS, -100.0),)},

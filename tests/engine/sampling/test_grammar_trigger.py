@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 pytestmark = pytest.mark.skipif(not grammar.available, reason="llguidance is not installed: laddertron[grammar]")
 
 CHOICES = [b'{"name": 1}', b"[2]", b"{}", b"<x>", b" z"]
-GRAMMAR = json.dumps({"grammars": [{"lark_grammar": "%llguidance {\"no_forcing\": true}\nstart: " + " | ".join(json.dumps(c.decode()) for c in CHOICES)}]})
+LARK = '%llguidance {"no_forcing": true}\nstart: ' + " | ".join(json.dumps(choice.decode()) for choice in CHOICES)
+GRAMMAR = json.dumps({"grammars": [{"lark_grammar": LARK}]})
 TOOL = "sky"
 
 
@@ -47,7 +48,7 @@ class Case:
         tokenizer.pre_tokenizer, tokenizer.decoder = encoder, decoders.ByteLevel()
         tokenizer.add_special_tokens(["<eos>", "<other>", *self.special])
         tokenizer.save(str(folder / "tokenizer.json"))
-        self.eos, self.other = tokenizer.token_to_id("<eos>"), tokenizer.token_to_id("<other>")
+        self.eos, self.other = (int(tokenizer.token_to_id(name) or 0) for name in ("<eos>", "<other>"))
         self.slots = grammar.GrammarSlots(folder, tokenizer.get_vocab_size(), (self.eos,))
         self.words = [self.slots.tokenizer.decode_bytes([i]) for i in range(tokenizer.get_vocab_size())]
         preamble = {"reasoning": marks or None, "thinking": self.thinking, "calls": calls}
@@ -114,7 +115,8 @@ def test_every_mask_is_that_of_the_definition(tmp_path: Path, seed: int) -> None
             phase, content = case.read(text)
             aims = [case.close] if phase in ("reasoning", "called") else [case.open, *case.calls, *CHOICES, b"\n"]
             near = [t for t in options if any(aim[len(content) :].startswith(case.words[t]) for aim in aims if aim)]
-            token = case.eos if mask[case.eos] and (len(ids) > 60 or rng.random() < 0.3) else rng.choice(near or options)
+            ends = mask[case.eos] and (len(ids) > 60 or rng.random() < 0.3)
+            token = case.eos if ends else rng.choice(near or options)
             if len(ids) > 90 and phase in ("reasoning", "called", "call"):
                 break
             if token == case.eos:
