@@ -111,6 +111,12 @@ class Trigger:
         """Mask of tokens with white space other than line breaks, [vocabulary]."""
         return np.array([bool(raw.strip(b"\n")) for raw in self._vocabulary.raw])
 
+    @cached_property
+    def _crossing(self) -> list[int]:
+        """Tokens with all of the closing mark and more than line breaks after it."""
+        raws = enumerate(self._vocabulary.raw)
+        return [token for token, raw in raws if raw.partition(self._close)[2].strip(b"\n")]
+
     def _text(self, token: int) -> bytes | None:
         """What a token adds to the text that is parsed; None for special tokens that are no marks."""
         raw = self._vocabulary.raw[token]
@@ -160,7 +166,8 @@ class Trigger:
 
     def _beyond(self, seen: bytes) -> Iterator[int]:
         """Tokens that complete reasoning and go on with more than line breaks: content begins with a token."""
-        for size in range(len(self._close)):
+        yield from self._crossing
+        for size in range(1, len(self._close)):
             if seen.endswith(self._close[:size]):
                 rest = self._close[size:]
                 for token in self._vocabulary.beginning_with(rest):

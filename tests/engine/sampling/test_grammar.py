@@ -226,11 +226,17 @@ def test_a_preempted_sequence_goes_on_in_its_grammar(folder: Path) -> None:
     assert again == first[3:]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_drafts_are_masked_row_by_row_and_end_where_the_grammar_refuses(folder: Path, tp: int) -> None:
+REASONS = {"reasoning": ["<", "e"], "thinking": True, "calls": []}
+
+
+@pytest.mark.parametrize(("tp", "reasons"), [(1, False), (2, False), (1, True), (2, True)])
+def test_drafts_are_masked_row_by_row_and_end_where_the_grammar_refuses(folder: Path, tp: int, reasons: bool) -> None:
     """Drafts of a schema's text, right up to one of them: the rows draw the ids that single steps draw, whatever is
-    drafted behind, the grammar goes on behind those that were right, and what it refuses is no draft."""
-    request = params(spec(json=PERSON), top_p=0.8)
+    drafted behind, the grammar goes on behind those that were right, and what it refuses is no draft. So it is where
+    the grammar begins after reasoning, which an `e` ends."""
+    one = f'{{"preamble":{json.dumps(REASONS)},{spec(json=PERSON)[1:]}' if reasons else spec(json=PERSON)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    request = params(one, top_p=0.8, logit_bias=((tokenizer.encode("e").ids[0], 4.0),))
     single = [int(step.ids[0]) for step in write(folder, tp, [request], 40)[0]]
 
     def task(rank: int, gather: Gather) -> list[int]:
@@ -242,8 +248,8 @@ def test_drafts_are_masked_row_by_row_and_end_where_the_grammar_refuses(folder: 
             right = len(drawn) % 4
             guess = [*single[len(drawn) : len(drawn) + right], VOCAB - 1, *single[:3]]
             drafts = sampler.drafted(0, guess)
-            assert drafts == guess[:right]
-            assert sampler.drafted(0, [VOCAB - 1]) == []
+            assert drafts[:right] == guess[:right]
+            assert reasons or (len(drafts) == right and sampler.drafted(0, [VOCAB - 1]) == [])
             rows = steps[len(drawn) : len(drawn) + len(drafts) + 1, 0]
             step = sampler.sample(cut(rows, tp, rank), [0] * len(rows), np.array([last, *drafts]))
             assert step.taken is not None
@@ -253,6 +259,8 @@ def test_drafts_are_masked_row_by_row_and_end_where_the_grammar_refuses(folder: 
 
     for drawn in Ranks(tp).run(task):
         assert drawn == single[: len(drawn)]
+        said = tokenizer.decode(drawn)
+        assert (said.partition("e")[2].lstrip("\n") if reasons else said).startswith("{"), said
 
 
 def test_masks_of_shards_are_pieces_of_the_whole(folder: Path) -> None:

@@ -49,7 +49,7 @@ class Case:
         tokenizer.add_special_tokens(["<eos>", "<other>", *self.special])
         tokenizer.save(str(folder / "tokenizer.json"))
         self.eos, self.other = (int(tokenizer.token_to_id(name) or 0) for name in ("<eos>", "<other>"))
-        self.slots = grammar.GrammarSlots(folder, tokenizer.get_vocab_size(), (self.eos,))
+        self.slots = grammar.GrammarSlots(folder / "tokenizer.json", tokenizer.get_vocab_size(), (self.eos,))
         self.words = [self.slots.tokenizer.decode_bytes([i]) for i in range(tokenizer.get_vocab_size())]
         preamble = {"reasoning": marks or None, "thinking": self.thinking, "calls": calls}
         self.spec = f'{{"preamble":{json.dumps(preamble)},{GRAMMAR[1:]}'

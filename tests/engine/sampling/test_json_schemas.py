@@ -154,7 +154,7 @@ def slots(tmp_path_factory: pytest.TempPathFactory) -> grammar.GrammarSlots:
     tokenizer.add_special_tokens(["<eos>"])
     folder = tmp_path_factory.mktemp("bytes")
     tokenizer.save(str(folder / "tokenizer.json"))
-    return grammar.GrammarSlots(folder, EOS + 1, (EOS,))
+    return grammar.GrammarSlots(folder / "tokenizer.json", EOS + 1, (EOS,))
 
 
 def drawn(slots: grammar.GrammarSlots, spec: str, rng: random.Random) -> str:
