@@ -602,7 +602,9 @@ def test_characters_that_some_take_for_line_breaks_are_escaped() -> None:
 
 def test_text_parts_of_other_clients_are_text() -> None:
     """Parts of the Responses API, and what clients add for other servers' caches."""
-    parts = [{"type": kind, "text": "a", "cache_control": {"type": "ephemeral"}} for kind in ("text", "input_text")]
+    parts: list[Any] = [
+        {"type": kind, "text": "a", "cache_control": {"type": "ephemeral"}} for kind in ("text", "input_text")
+    ]
     parts.append({"type": "output_text", "text": "a", "annotations": [], "logprobs": []})
     body = chat(messages=[{"role": "user", "content": parts, "cache_control": {}}])
     assert body.messages == ({"role": "user", "content": [{"type": "text", "text": "a"}] * 3},)

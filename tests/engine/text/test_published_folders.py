@@ -117,7 +117,8 @@ def test_a_chat_and_its_grammar_are_served_from_ranks(tmp_path: Path, run_seed: 
         vocab_size, eos_token_ids = model.vocab_size, (end,)
 
     config: Any = Config()
-    make_grammars(tmp_path, config).check(json.dumps({"grammars": [{"json_schema": {"type": "integer"}}]}))
+    grammars: Any = make_grammars(tmp_path, config)
+    grammars.check(json.dumps({"grammars": [{"json_schema": {"type": "integer"}}]}))
 
 
 @pytest.mark.parametrize("fault", ["gap", "byte", "text", "id", "twice", "class"])
@@ -167,7 +168,7 @@ def thinking(on: bool, *tools: dict[str, Any]) -> ChatOptions:
 
 def test_deepseek_v32_is_written_as_its_publisher_documents(deepseek: TextModel) -> None:
     """Reasoning is open after the last question only; the marks of turns, calls and results."""
-    hello = [
+    hello: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "Hi.", "reasoning_content": "zq"},
@@ -177,11 +178,11 @@ def test_deepseek_v32_is_written_as_its_publisher_documents(deepseek: TextModel)
     assert deepseek.render(hello, thinking(True)) == head + "<think>"
     assert deepseek.render(hello, thinking(False)) == head + "</think>"
     assert deepseek.render(hello) == head + "</think>"
-    calls = [
+    calls: list[dict[str, Any]] = [
         {"id": "a", "type": "function", "function": {"name": "get", "arguments": '{"city": "Ulm", "days": [1, null]}'}},
         {"id": "b", "type": "function", "function": {"name": "get", "arguments": "{}"}},
     ]
-    turn = [
+    turn: list[dict[str, Any]] = [
         {"role": "user", "content": "q"},
         {"role": "assistant", "content": None, "reasoning_content": "why", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": "1"},
