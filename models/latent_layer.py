@@ -14,6 +14,7 @@ from torch.nn.functional import layer_norm, pad
 from .attention import AttentionBackend
 from .config.latent import Latent
 from .cpu.ops import CpuOps
+from .cuda.fp8 import Fp8
 from .latent import Chunk, LatentAttention
 from .layers import Linear, Scale, prepare
 from .ops import Norm, Product, TorchOps
@@ -141,14 +142,15 @@ class LatentWeights(nn.Module):
             self.index_weights = Linear(wide, None)
             self.index_norm = Linear(torch.empty(index.dim, dtype=dtype), torch.empty(index.dim, dtype=dtype))
 
-    def prepare(self, ops: TorchOps, norm: Norm) -> tuple[Product, LatentProducts]:
-        """The first product and the rest. Weights are given up where the operators hold a repacked copy."""
+    def prepare(self, ops: TorchOps, norm: Norm, stored: Fp8 | None = None) -> tuple[Product, LatentProducts]:
+        """The first product and the rest. Weights are given up where the operators hold a repacked copy. stored: as in
+        layers.prepare."""
         sizes, heads, queries = self._sizes, self._heads, None
-        down = prepare(self.down, ops, norm)
+        down = prepare(self.down, ops, norm, stored=stored)
         index: IndexProducts | None = None
         if self.q is not None:
             q_norm = Norm(self.q_norm.weight.detach(), sizes.norm_eps)
-            queries = prepare(self.q, ops, q_norm)
+            queries = prepare(self.q, ops, q_norm, stored=stored)
             index = self._index(ops, norm, q_norm)
         keys, values = (part.weight.detach().view(heads, -1, sizes.rank) for part in (self.keys, self.values))
         scale = self.norm.weight.detach()

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from .cuda.fp8 import Fp8
 from .ops import Lookup, Norm, Product, TorchOps, Tree
+from .packed import packed_of, release
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -128,22 +129,20 @@ def prepare(
     quantised_output: bool = False,
 ) -> Product:
     """The layer's product including its norm, from loaded weights. gated: a [gate | up] layer. tree: adds a
-    row-parallel product in a tree. Frees the parameter if the operators hold a repacked copy; quantised weights
-    (`stored`) are not repacked. quantised_output: see Fp8.product_of."""
+    row-parallel product in a tree. Frees the parameter if the operators hold a repacked copy. stored: computes
+    quantised weights with a scale a row, if it does; quantised_output: see Fp8.product."""
     weight: Tensor = layer.weight.detach()
     bias: Tensor | None = None if layer.bias is None else layer.bias.detach()
-    if (
-        stored is not None
-        and (quantised := stored.product_of(layer, bias, norm, gated=gated, quantised_output=quantised_output))
-        is not None
-    ):
-        return quantised
-    if gated:
+    if (packed := packed_of(layer)) is not None and stored is not None and stored.serves(packed):
+        return stored.product(packed.codes, packed.scale, bias, norm, gated=gated, quantised_output=quantised_output)
+    if packed is not None:
+        product = ops.packed_product(packed, bias, norm, gated=gated, tree=tree)
+    elif gated:
         product = ops.gated_product(weight, bias, norm)
     else:
         product = ops.product(weight, bias, norm, tree)
     if ops.repacks:
-        layer.weight.data = weight.new_empty(0)
+        release(layer)
     return product
 
 

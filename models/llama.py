@@ -25,6 +25,7 @@ from .latent_layer import LatentProducts, LatentWeights
 from .layers import Cut, Layers, Linear, Scale, VocabEmbedding, make_layers, prepare
 from .mixture import Mixture, MixtureWeights
 from .ops import LaneStream, Norm, Product, RunningSum, TorchOps, Tree
+from .packed import replace_parameters
 from .rotary import RotaryTable
 from .stages import RankShard, Stage
 from .weights.load import Progress, load
@@ -155,7 +156,7 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList([self._layer_weights(i, layers) for i in range(config.num_layers)])
         if stored is not None:
             for name in stored.products:
-                stored.replace_parameters(self.get_submodule(name), name)
+                replace_parameters(self.get_submodule(name), stored.quantisation)
         if shard.samples:
             self.norm = self._final_norm()
         self.head: nn.Module | None = None
@@ -200,7 +201,13 @@ class LlamaModel(nn.Module):
 
     def _repacked(self) -> set[str]:
         """Names of the parameters of which the operators hold a repacked copy."""
-        names = {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, Linear)}
+        names = {
+            f"{module}.{name}"
+            for module, linear in self.named_modules()
+            if isinstance(linear, Linear)
+            for name, _ in linear.named_parameters()
+            if name != "bias"
+        }
         return names | ({"embedding.weight"} if self.shard.samples and self.head is None else set())
 
     def prepare(self) -> None:
@@ -234,12 +241,12 @@ class LlamaModel(nn.Module):
         attention_norm = self._norm(layer.attention_norm)
         latent: LatentProducts | None = None
         if self.config.latent is not None:
-            qkv, latent = layer.latent.prepare(self.ops, attention_norm)
+            qkv, latent = layer.latent.prepare(self.ops, attention_norm, self.stored)
         else:
             qkv = prepare(layer.qkv, self.ops, attention_norm, stored=self.stored)
         mixture: Mixture | None = None
         if hasattr(layer, "experts"):
-            mixture = layer.experts.prepare(self.ops, self._norm(shared))
+            mixture = layer.experts.prepare(self.ops, self._norm(shared), self.stored)
         if not hasattr(layer, "down"):
             out = prepare(layer.o, self.ops, stored=self.stored)
             return LayerProducts(q_norm, k_norm, qkv, out, mixture=mixture, latent=latent)

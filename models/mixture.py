@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .cuda.fp8 import Fp8
 from .experts import Biased, Choice, ExpertProduct
 from .layers import Linear, Scale, prepare
 from .ops import Norm, Product, TorchOps
+from .packed import Packed, packed_of, release
 from .stages import RankShard
 
 
@@ -67,22 +69,17 @@ class MixtureWeights(nn.Module):
         if shared:
             self.shared_gate_up, self.shared_down = matrix(2 * shared, d), matrix(d, shared)
 
-    def prepare(self, ops: TorchOps, norm: Norm) -> Mixture:
-        """Hands the weights to the operators; they are given up where those hold a repacked copy."""
+    def prepare(self, ops: TorchOps, norm: Norm, stored: Fp8 | None = None) -> Mixture:
+        """Hands the weights to the operators; they are given up where those hold a repacked copy. stored: as in
+        layers.prepare."""
         owned = self._held
         local = torch.full((self._experts.routed,), -1, dtype=torch.int32)
         local[owned.start : owned.stop : owned.step] = torch.arange(len(owned), dtype=torch.int32)
-        gate_up, down = (
-            part.weight.detach().view(len(owned), -1, part.weight.shape[1]) for part in (self.gate_up, self.down)
-        )
-        scales = [
-            None if scale is None else scale.detach().view(len(owned), -1, scale.shape[1])
-            for scale in (getattr(part, "weight_scale", None) for part in (self.gate_up, self.down))
-        ]
-        router, shared = self.router.weight.detach(), self._shared(ops)
+        gate_up, down = (self._apart(part) for part in (self.gate_up, self.down))
+        router, shared = self.router.weight.detach(), self._shared(ops, stored)
         bias = None if self.bias is None else self.bias.weight.detach()
         e, local = self._experts, local.to(router.device)
-        experts = ops.experts(gate_up, down, e.routed, scales, self._biased())
+        experts = ops.experts(gate_up, down, e.routed, self._biased())
         offset = None if self.router.bias is None else self.router.bias.detach()
         mixture = Mixture(
             e.router.wide,
@@ -95,7 +92,7 @@ class MixtureWeights(nn.Module):
         )
         if ops.repacks:
             for part in (self.router, self.gate_up, self.down):
-                part.weight.data = part.weight.new_empty(0)
+                release(part)
         return mixture
 
     def _biased(self) -> Biased | None:
@@ -105,8 +102,15 @@ class MixtureWeights(nn.Module):
         count = len(self._held)
         return Biased(up.view(count, -1), None if down is None else down.view(count, -1), self._experts.clamped)
 
-    def _shared(self, ops: TorchOps) -> Product | None:
+    def _apart(self, part: Linear) -> Tensor | Packed:
+        """The matrices [E, rows, columns] of this rank's experts."""
+        if (packed := packed_of(part)) is not None:
+            return packed.apart(len(self._held))
+        return part.weight.detach().view(len(self._held), -1, part.weight.shape[1])
+
+    def _shared(self, ops: TorchOps, stored: Fp8 | None) -> Product | None:
         if self.shared_gate_up is None:
             return None
-        up, down = prepare(self.shared_gate_up, ops, gated=True), prepare(self.shared_down, ops)
+        up = prepare(self.shared_gate_up, ops, gated=True, stored=stored)
+        down = prepare(self.shared_down, ops, stored=stored)
         return lambda x: down(up(x))

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from .config.experts import Router
 from .experts import Biased, Choice, ExpertProduct, TorchChoice, TorchExperts
+from .packed import Packed
 from .pages import HugePages
 
 Product = Callable[[Tensor], Tensor]
@@ -184,16 +185,19 @@ class TorchOps:
         return TorchChoice(router, k, bias, local)
 
     def experts(
-        self,
-        gate_up: Tensor,
-        down: Tensor,
-        routed: int,
-        scales: Sequence[Tensor | None] = (None, None),
-        biased: Biased | None = None,
+        self, gate_up: Tensor | Packed, down: Tensor | Packed, routed: int, biased: Biased | None = None
     ) -> ExpertProduct:
-        """The product over this rank's experts, gate_up [E, 2F, D] and down [E, D, F], of `routed` on all ranks.
-        scales: of those in fp8, which make_stored_products leaves to Triton alone."""
+        """The product over this rank's experts, gate_up [E, 2F, D] and down [E, D, F], of `routed` on all ranks. Torch
+        computes no quantised ones: make_stored_products keeps them for kernels alone."""
+        assert isinstance(gate_up, Tensor)
+        assert isinstance(down, Tensor)
         return TorchExperts(gate_up, down, biased)
+
+    def packed_product(
+        self, weight: Packed, bias: Tensor | None, norm: Norm | None, *, gated: bool = False, tree: Tree | None = None
+    ) -> Product:
+        """Like `product` and `gated_product`, with a quantised weight, which torch widens at each use."""
+        return self.around(lambda x: functional.linear(x, weight.widened(x.dtype), bias), norm, gated=gated)
 
     def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
         """x [k, T, in] -> y [k, T, out]: each input by its own weight [k, out, in], after its own norm."""

@@ -18,8 +18,8 @@ from .ops import TorchOps
 from .pages import HugePages
 from .stages import RankShard
 from .weights.mapping import Source
-from .weights.quantised import EXPERT_DEPTH
-from .weights.slices import expert_columns
+from .weights.quantised import DEPTH, WORD, is_expert
+from .weights.slices import EXPERTS, product_columns
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def make_ops(
                 raise WeightsError(
                     "parallel.deterministic=true: the C kernels were not built here: build them, or use false"
                 )
-            return CpuOps(kernels, pages=pages)
+            return CpuOps(kernels, pages=pages, dtype=dtype)
         triton = _triton_ops()
         if deterministic:
             ops: TorchOps = _needed(triton, deterministic).RowOps()
@@ -63,33 +63,49 @@ def make_ops(
 
 
 def make_stored_products(
-    source: Source, shard: RankShard, device: torch.device, deterministic: Deterministic = False
+    source: Source,
+    shard: RankShard,
+    device: torch.device,
+    deterministic: Deterministic = False,
+    weights: str = "stored",
 ) -> Fp8 | None:
-    """The product over quantised weights; None where they are widened while loading, as on CPUs: there a widened copy
-    is quicker than widening at each use by far, and memory is what there is most of. Experts stay quantised where
-    models/cuda/experts.py reads them. Raises WeightsError."""
-    if source.quantisation is None or device.type != "cuda":
+    """The products that keep quantised weights; None where all are widened while loading: without kernels, or for
+    `model.weights: int8`. Raises WeightsError."""
+    q = source.quantisation
+    if q is None or weights != "stored":
         return None
+    if device.type == "cpu":
+        return None if Kernels.find() is None else Fp8(_kept_on_cpus(source, shard), False, quantisation=q, packs=True)
     if deterministic == "everywhere":
         raise WeightsError(
-            "parallel.deterministic=everywhere: fp8 products on a GPU scale a token by the largest value that its rank "
-            "sees, which another tensor_parallel_size changes: use true, or weights in bfloat16"
+            "parallel.deterministic=everywhere: quantised products on a GPU are not added up in a tree: use true, or "
+            "weights in bfloat16"
         )
-    q = source.quantisation
     native = q.activations and multiplies_fp8(device)
-    triton, products, wide = _triton_ops(), source.quantised_products(shard), ""
+    triton, products = _triton_ops(), source.quantised_products(shard)
     if deterministic:
         triton = _needed(triton, deterministic)
-    experts = source.quantised_experts(shard)
-    if experts and (triton is None or not converts_fp8(device)):
-        wide = "they stay fp8 with Triton on a GPU of compute capability 8.9 or more"
-        products -= experts
-    elif experts - products:
+    every, wide = source.quantised_products(shard, None), ""
+    by_kernel = every if q.code != "e4m3" or q.block is not None else frozenset(filter(is_expert, every))
+    if by_kernel and (triton is None or (q.code == "e4m3" and not converts_fp8(device))):
+        wide = "kernels for them need Triton" + ", and compute capability 8.9 or more for fp8" * (q.code == "e4m3")
+        products -= by_kernel
+    elif every - products:
         wide = (
-            f"a rank's {expert_columns(shard)} columns of each and blocks of {source.block} share no multiple of "
-            f"{EXPERT_DEPTH}; use parallel.expert_layout=spread or another tensor_parallel_size"
+            f"a rank's columns of {', '.join(sorted({name.split('.', 2)[2] for name in every - products}))} and blocks "
+            f"of {q.block} share no part or multiple of {DEPTH}; use parallel.expert_layout=spread or another "
+            "tensor_parallel_size"
         )
-    return Fp8(products, native, q.activation_bound, triton, bool(deterministic), source.block, wide)
+    return Fp8(products, native, q.activation_bound, triton, bool(deterministic), q, wide)
+
+
+def _kept_on_cpus(source: Source, shard: RankShard) -> frozenset[str]:
+    """The products that stay quantised for models/cpu/products_packed.h. Of a layer's experts both or none."""
+    columns = product_columns(shard)
+    products = {p for p in source.quantised_products(shard, WORD) if columns[p.split(".", 2)[2]] % WORD == 0}
+    both = {name.rpartition(".")[0] for name in products if is_expert(name)}
+    both = {layer for layer in both if all(f"{layer}.{p.rpartition('.')[2]}" in products for p in EXPERTS)}
+    return frozenset(p for p in products if not is_expert(p) or p.rpartition(".")[0] in both)
 
 
 def _needed(triton: Any, deterministic: Deterministic) -> Any:

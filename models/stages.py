@@ -206,9 +206,9 @@ class RankShard:
 
     @property
     def attention_elements(self) -> dict[str, int]:
-        """Elements of a layer's attention weights on this rank, by product. "kv_b": the up-projection of latent
-        attention, absorbed into queries and outputs and kept in the compute type. The first product of latent
-        attention is whole on each rank."""
+        """Elements of a layer's attention weights on this rank, by product. "kv_b": what is kept in the compute type:
+        the up-projection of latent attention, absorbed into queries and outputs, and the indexer. The first product of
+        latent attention is whole on each rank."""
         c, heads = self.config, self.num_heads
         d = c.hidden_size
         if (latent := c.latent) is None:
@@ -217,7 +217,7 @@ class RankShard:
         expanded = heads * (latent.plain + latent.value) * latent.rank
         if latent.index is not None:  # of a layer on average
             of_index = latent.index.parameters(d, latent.query_rank) * sum(latent.index.full)
-            queries += of_index // c.num_layers
+            expanded += of_index // c.num_layers
         return {"qkv": d * latent.shared + queries, "o": heads * latent.value * d, "kv_b": expanded}
 
     @property

@@ -110,7 +110,7 @@ def make_share(
     sources = {part: source for part, source in sources.items() if source.seed is None}
     stamps = stamps_of(stored.file for source in sources.values() for stored in source.tensors.values())
     samples = {part: source.sample(salt, *share_of_node(communicator)) for part, source in sources.items()}
-    stored = make_stored_products(source, shard, device, parallel.deterministic)
+    stored = make_stored_products(source, shard, device, parallel.deterministic, keys.weights)
     pages = None
     if retained_fd is not None and device.type == "cpu" and deployment.daemon.standby:
         read = repr(config), source.seed, [(sample.files, sample.fixed, sample.origin) for sample in samples.values()]

@@ -12,11 +12,16 @@ from typing import Literal
 
 from .experts import Experts, Router
 from .lanes import Lanes
-from .latent import Latent
+from .latent import Index, Latent
 from .model_config import Dtype, ModelConfig, make_wiring
 from .parts import Rope, Wiring
+from .quantisation import Quantisation
 
 _PLAIN = Rope()
+_V3_LATENT = Latent(rank=512, rotated=64, plain=128, value=128, query_rank=1536, interleaved=True)
+_V32_LATENT = replace(_V3_LATENT, index=Index(64, 128, 2048, False, (True,) * 61))
+_GLM5_INDEX = Index(32, 128, 2048, True, (True,) * 78)
+_GLM5_LATENT = Latent(512, 64, 192, 256, query_rank=2048, interleaved=True, index=_GLM5_INDEX)
 _LLAMA3 = Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
 
 
@@ -67,7 +72,7 @@ def _mixture(
 
 def _latent(
     layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, positions: int, factor: float, experts: int, *,
-    dense: int, scale: float,
+    dense: int, scale: float, latent: Latent = _V3_LATENT,
 ) -> ModelConfig:  # fmt: skip
     """DeepSeek-V3's form."""
     rope = Rope(kind="yarn", factor=factor, original_max_position_embeddings=4096, rotated=64)
@@ -75,7 +80,6 @@ def _latent(
         "deepseek_v3", layers, hidden, heads, 1, ffn, vocabulary, positions, rope, experts, 8, 2048, dense=dense,
         shared=2048, scale=scale,
     )  # fmt: skip
-    latent = Latent(rank=512, rotated=64, plain=128, value=128, query_rank=1536, interleaved=True)
     return replace(stock, latent=latent, head_dim=latent.width, layout="latent")
 
 
@@ -123,7 +127,18 @@ def known_models() -> dict[str, ModelConfig]:
             "glm4_moe", 92, 5120, 96, 8, 12288, 151552, 202752, Rope(1e6), 160, 8, 1536, dense=3, shared=1536
         ),
         "deepseek-v3": _latent(61, 7168, 128, 18432, 129280, 163840, 40.0, 256, dense=3, scale=2.5),
+        "deepseek-v3.2": _latent(
+            61, 7168, 128, 18432, 129280, 163840, 40.0, 256, dense=3, scale=2.5, latent=_V32_LATENT
+        ),
+        "glm-5": replace(
+            _latent(78, 6144, 64, 12288, 154880, 202752, 1.0, 256, dense=3, scale=2.5, latent=_GLM5_LATENT),
+            rope=Rope(1e6, rotated=64),
+        ),
         "kimi-k2": _latent(61, 7168, 64, 18432, 163840, 131072, 32.0, 384, dense=1, scale=2.827),
+        **dict.fromkeys(
+            ("kimi-k2-thinking", "kimi-k2.5", "kimi-k2.7"),
+            _latent(61, 7168, 64, 18432, 163840, 262144, 64.0, 384, dense=1, scale=2.827),
+        ),
         "longcat-flash": _longcat(),
         "laneformer-2b": replace(
             architecture("laneformer_tp", 15, 3072, 32, 16, 12288, 32000, 4096),
@@ -157,18 +172,28 @@ def published_fp8(name: str) -> tuple[tuple[str, ...], ...]:
     return tuple(("qkv", "o", "gate_up", "down") if i in ends else ("qkv", "o") for i in range(max(ends) + 1))
 
 
+def assumed_fp8(config: ModelConfig) -> Quantisation:
+    """The usual form of a model's fp8 weights: of mixtures of experts by blocks of 128 x 128."""
+    return Quantisation("fp8") if config.experts is None else FP8_BLOCKS
+
+
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Guessed from a folder's name: the architecture, how its weights are stored, and how layers are wired."""
+    """Guessed from a folder's name: the architecture, the form of quantised weights, and how layers are wired."""
 
     name: str
     config: ModelConfig
-    fp8: bool
+    form: Quantisation | None
     how: Literal["stock", "ladder", "hybrid"]
 
 
-PUBLISHED_FP8 = ("deepseek-v3", "kimi-k2")
-"""Published in fp8 alone."""
+FP8_BLOCKS = Quantisation("fp8", block=(128, 128))
+_INT4 = Quantisation("compressed-tensors", False, block=(1, 32), code="int4", scale="bfloat16")
+PUBLISHED = {
+    **dict.fromkeys(("deepseek-v3", "deepseek-v3.2", "kimi-k2"), FP8_BLOCKS),
+    **dict.fromkeys(("kimi-k2-thinking", "kimi-k2.5", "kimi-k2.7"), _INT4),
+}
+"""The forms of weights that are published in no other; INT4 of experts alone."""
 _SEPARATORS = re.compile(r"[^a-z0-9.]+")
 
 
@@ -181,13 +206,17 @@ def by_folder(folder: str) -> Guess | None:
     name = max((n for n in table if f"-{n}-" in words), key=len, default=None)
     if name is None:
         return None
-    config, fp8 = table[name], "-fp8-" in words or (name in PUBLISHED_FP8 and "-bf16-" not in words)
+    config, form = table[name], PUBLISHED.get(name)
+    if "-fp8-" in words:
+        form = assumed_fp8(config)
+    elif "-bf16-" in words:
+        form = None
     if "-hybrid-" in words:
-        return Guess(name, replace(config, wiring=half_ladder(config)), fp8, "hybrid")
+        return Guess(name, replace(config, wiring=half_ladder(config)), form, "hybrid")
     if "-ladder-" in words:
         wiring = make_wiring("ladder", config.num_layers)
-        return Guess(name, replace(config, wiring=wiring, declares_wiring=True), fp8, "ladder")
-    return Guess(name, config, fp8, "stock")
+        return Guess(name, replace(config, wiring=wiring, declares_wiring=True), form, "ladder")
+    return Guess(name, config, form, "stock")
 
 
 def half_ladder(config: ModelConfig) -> Wiring:

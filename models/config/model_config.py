@@ -183,7 +183,9 @@ def from_folder(path: str | Path) -> ModelConfig:
     folder = Path(path)
     fields = read_json(folder / "config.json")
     if fields.string("model_type") in mla.WRAPPED:
-        fields = fields.object("text_config")
+        inherited = {key: fields.data[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in fields}
+        text = fields.object("text_config")
+        fields = ConfigFields(text.where, {**inherited, **text.data})
     quantisation_in(fields)  # refuses what is not read
     family = fields.string("model_type")
     if is_laneformer(fields):

@@ -17,14 +17,16 @@ enum { ROWS = 32, STRETCH = 128, FEW = 16 };
 /* An expert's packed weights. */
 struct expert {
     const void *up, *down; /* gate and up [2 * inner, width], gated; down [width, inner] */
-    const float *up_scale, *down_scale;
+    const void *up_scale, *down_scale; /* as struct product has them */
+    const int8_t *up_zero, *down_zero;
     const void *up_bias, *down_bias; /* [2 * inner] and [width], or NULL */
 };
 
 struct experts {
     const struct expert *each;
     int64_t count, width, inner, space; /* space: bytes that a chunk may take */
-    int32_t type, int8, threads;
+    int64_t up_group, down_group;
+    int32_t type, form, scale_type, threads;
     float alpha, limit; /* see struct product */
 };
 
@@ -115,8 +117,9 @@ static void up_body(void *args, int thread, int threads) {
     for (int64_t turn = 0, job; take(s, thread, &turn, &job);) {
         const int64_t block = job % s->blocks;
         const struct run *run = s->run + job / s->blocks;
-        const struct product p = {.weight = run->expert->up, .scale = run->expert->up_scale, .inputs = s->e->width,
-                                  .outputs = s->e->inner, .type = s->e->type, .gated = 1, .bias = run->expert->up_bias,
+        const struct product p = {.weight = run->expert->up, .scale = run->expert->up_scale, .zero = run->expert->up_zero,
+                                  .inputs = s->e->width, .outputs = s->e->inner, .group = s->e->up_group, .type = s->e->type,
+                                  .form = s->e->form, .scale_type = s->e->scale_type, .gated = 1, .bias = run->expert->up_bias,
                                   .alpha = s->e->alpha, .limit = s->e->limit};
         const struct tokens some = tokens_between(&s->tokens, run->from, run->to, item, size);
         s->loops->block(&p, &some, block);
@@ -140,8 +143,9 @@ static void down_body(void *args, int thread, int threads) {
     for (int64_t turn = 0, job; take(s, thread, &turn, &job);) {
         const int64_t block = job % s->blocks;
         const struct run *run = s->run + job / s->blocks;
-        const struct product p = {.weight = run->expert->down, .scale = run->expert->down_scale, .inputs = s->e->inner,
-                                  .outputs = s->e->width, .type = s->e->type, .bias = run->expert->down_bias};
+        const struct product p = {.weight = run->expert->down, .scale = run->expert->down_scale, .zero = run->expert->down_zero,
+                                  .inputs = s->e->inner, .outputs = s->e->width, .group = s->e->down_group, .type = s->e->type,
+                                  .form = s->e->form, .scale_type = s->e->scale_type, .bias = run->expert->down_bias};
         const struct tokens some = tokens_between(&acts, run->from, run->to, item, size);
         s->loops->block(&p, &some, block);
         if (__atomic_sub_fetch(s->left + block, 1, __ATOMIC_ACQ_REL) == 0) {
@@ -216,7 +220,7 @@ static int64_t bytes_each(const struct experts *e, size_t item) {
 /* y [rows, width] of x [rows, width], chosen [rows, slots] (-1: not held here) and weight [rows, slots]. Returns 0, 1 if memory ran
  * out, 2 if a chosen expert is none. */
 int kernels_experts(const struct experts *e, const void *x, const int32_t *chosen, const float *weight, void *y, int64_t rows, int64_t slots) {
-    const struct product_loops *loops = kernels_loops->products[e->int8 ? INT8 : e->type];
+    const struct product_loops *loops = loops_of(e->form, e->type);
     const int64_t most = e->space / bytes_each(e, loops->item);
     for (int64_t i = 0; i < rows * slots; i++)
         if (chosen[i] < -1 || chosen[i] >= e->count) return 2;

@@ -15,8 +15,10 @@ from torch import Tensor
 from ...topology.transport.native import bind
 from ..config.experts import Router
 from ..experts import Biased
+from ..packed import Packed
 from ..pages import HugePages
-from .kernels import ROWS, TYPES, Kernels
+from .codes import pack_codes, packed_size
+from .kernels import FORMS, INT8, ROWS, TYPES, Kernels
 
 SPACE = 64 << 20
 """Bytes of scratch space a call: a step that needs more is computed in chunks of rows."""
@@ -27,7 +29,7 @@ MOST_EXPERTS = 4096
 
 
 class _Expert(ctypes.Structure):
-    _fields_ = [(name, c_void_p) for name in ("up", "down", "up_scale", "down_scale", "up_bias", "down_bias")]
+    _fields_ = [(f"{part}{of}", c_void_p) for of in ("", "_scale", "_zero", "_bias") for part in ("up", "down")]
 
 
 class _Experts(ctypes.Structure):
@@ -37,8 +39,11 @@ class _Experts(ctypes.Structure):
         ("width", c_int64),
         ("inner", c_int64),
         ("space", c_int64),
+        ("up_group", c_int64),
+        ("down_group", c_int64),
         ("type", c_int32),
-        ("int8", c_int32),
+        ("form", c_int32),
+        ("scale_type", c_int32),
         ("threads", c_int32),
         ("alpha", c_float),
         ("limit", c_float),
@@ -90,26 +95,38 @@ class PackedExperts:
         kernels: Kernels,
         pages: HugePages,
         int8: bool,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | Packed,
+        down: Tensor | Packed,
         *,
         biased: Biased | None = None,
         space: int = SPACE,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """gate_up: E times [2F, D], down: E times [D, F]."""
-        self._width, inner = down[0].shape
-        self._dtype, p = down[0].dtype, c_void_p
+        """gate_up: E times [2F, D], down: E times [D, F]; both quantised, or neither. dtype: of tokens, if they are."""
+        p = c_void_p
         self._call = bind(kernels.library.kernels_experts, c_int, p, p, p, p, p, c_int64, c_int64)
-        experts = [_pack(kernels, pages, int8, *expert) for expert in zip(gate_up, down, strict=True)]
+        groups, form, scale_type = (0, 0), INT8, 0
+        if isinstance(gate_up, Packed) and isinstance(down, Packed):
+            self._dtype, self._width, inner = dtype, down.codes.shape[1], down.columns
+            experts = [_pack_codes(kernels, pages, *expert) for expert in zip(gate_up.each(), down.each(), strict=True)]
+            groups, form, scale_type = (gate_up.width, down.width), FORMS[down.code], TYPES[down.scale.dtype]
+        else:
+            assert isinstance(gate_up, Tensor)
+            assert isinstance(down, Tensor)
+            self._dtype, (self._width, inner) = down[0].dtype, down[0].shape
+            form = INT8 if int8 else TYPES[self._dtype]
+            experts = [_pack(kernels, pages, int8, *expert) for expert in zip(gate_up, down, strict=True)]
         self._each = (_Expert * len(experts))(*[expert for expert, _ in experts])
-        self._pieces, self._biased = [piece for _, piece in experts], biased
-        address, kind, gate = ctypes.addressof(self._each), TYPES[self._dtype], (0.0, 0.0)
+        self._pieces, self._biased, gate = [piece for _, piece in experts], biased, (0.0, 0.0)
         if biased is not None:
             gate = biased.gate
             for number, expert in enumerate(self._each):
                 expert.up_bias = biased.up[number].data_ptr()
                 expert.down_bias = None if biased.down is None else biased.down[number].data_ptr()
-        self._plan = _Experts(address, len(experts), self._width, inner, space, kind, int8, kernels.threads, *gate)
+        self._plan = _Experts(
+            ctypes.addressof(self._each), len(experts), self._width, inner, space, *groups, TYPES[self._dtype], form,
+            scale_type, kernels.threads, *gate,
+        )  # fmt: skip
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         slots = tuple(chosen.shape)
@@ -147,5 +164,17 @@ def _pack(kernels: Kernels, pages: HugePages, int8: bool, gate_up: Tensor, down:
             if int8:
                 kernels.pack_int8(parts[2 + number], parts[number], address, *weight.shape, gated, 1)
             else:
-                kernels.pack(TYPES[weight.dtype], parts[2 + number], address, *weight.shape, gated)
+                kernels.pack(parts[2 + number], weight, gated)
     return _Expert(parts[2], parts[3], *(parts[:2] if int8 else (None, None))), piece
+
+
+def _pack_codes(kernels: Kernels, pages: HugePages, gate_up: Packed, down: Packed) -> tuple[_Expert, Tensor]:
+    """Of quantised matrices, in one piece."""
+    sizes = packed_size(kernels, gate_up, True), packed_size(kernels, down, False)
+    piece = pages.take(sum(sizes))
+    at = piece.data_ptr()
+    up, low = (
+        pack_codes(kernels, at, gate_up, True, pages.filled),
+        pack_codes(kernels, at + sizes[0], down, False, pages.filled),
+    )
+    return _Expert(up.codes, low.codes, up.scale, low.scale, up.zero, low.zero), piece

@@ -16,6 +16,7 @@
 #include "latent_loops.h"
 #include "lane_loops.h"
 #include "products_plain.h"
+#include "products_packed.h"
 
 /* ---- the tier ---- */
 
@@ -31,6 +32,7 @@ static const struct loops generic = {
     .attention = attention,
     .add_slots = add_slots,
     .latents = latent_chunk,
+    .packed = {[FP32] = &packed_fp32_loops, [BF16] = &packed_bf16_loops, [FP16] = &packed_fp16_loops},
     .products = {[FP32] = &plain_fp32_loops, [BF16] = &plain_bf16_loops, [FP16] = &plain_fp16_loops},
 };
 

@@ -15,8 +15,9 @@
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
-/* Types of values, as models/cpu/kernels.py numbers them. INT8: weights alone, of bf16 tokens. */
-enum { FP32, BF16, FP16, INT8 };
+/* Types of values, as models/cpu/kernels.py numbers them. INT8: weights alone, of bf16 tokens; those behind it: weights of
+ * tokens of any type (products_packed.h). */
+enum { FP32, BF16, FP16, INT8, INT4, E2M1, E4M3 };
 
 typedef uint16_t bf16;
 
@@ -106,10 +107,12 @@ struct product {
     const void *weight; /* packed */
     const void *bias;   /* [outputs], gated: [2 * outputs], gate then up; or NULL */
     const void *norm;   /* [inputs] or NULL */
-    const float *scale; /* of int8 weights, packed as they are [leaves, at least 1][blocks][32]; or NULL */
-    int64_t inputs, outputs;
+    const void *scale; /* fp32 of int8 weights, packed as they are [leaves, at least 1][blocks][32]; of packed ones; or NULL */
+    const int8_t *zero; /* zero points of INT4, packed as scales; or NULL */
+    int64_t inputs, outputs, group; /* group: inputs that share a scale of packed weights */
     float eps;
-    int32_t type, gated, threads; /* type: of tokens, and of weights without a scale */
+    int32_t type, form, scale_type; /* of tokens, of weights, and of packed weights' scales */
+    int32_t gated, threads;
     int32_t leaves;               /* of the tree of sums, see products.c; 0: one sum */
     float factor;                 /* with leaves: what each is multiplied by */
     float alpha, limit;           /* gated with a limit: (up + 1) * gate * sigmoid(alpha * gate), gate at most limit, up within it */
@@ -195,7 +198,7 @@ struct loops {
     void (*attention)(const struct attention *a, int64_t row, int64_t rows, int64_t kv, float *space);
     void (*add_slots)(int type, const struct slots *s);
     void (*latents)(int type, const struct latent_chunk *c);
-    const struct product_loops *products[4]; /* by type of weights; NULL: none */
+    const struct product_loops *products[4], *packed[3]; /* by type of weights, NULL: none; by type of tokens */
 };
 
 /* As topology/hardware/cpu_tier.py numbers them. */
@@ -210,6 +213,10 @@ extern const struct loops kernels_avx2, kernels_avx512;
 extern const struct product_loops kernels_dot, kernels_dot_int8;
 int kernels_use_tiles(struct loops *loops);
 #endif
+
+INLINE const struct product_loops *loops_of(int form, int type) {
+    return form > INT8 ? kernels_loops->packed[type] : kernels_loops->products[form];
+}
 
 /* bf16 alone: the jobs [from, to) of a (job = row * kv_heads + head) by attend.c; 0 if it does not serve them. */
 int kernels_wide_attention(const struct attention *a, int64_t from, int64_t to);

@@ -22,7 +22,9 @@ ROWS = 32
 """Output rows of a block of models/cpu/products.c's packed weights."""
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """kernels.h's numbers."""
-_INT8 = 3
+INT8 = 3
+FORMS = {"int4": 4, "e2m1": 5, "e4m3": 6}
+"""kernels.h's numbers of quantised weights."""
 
 
 class OddInputsError(Refusal, ValueError):
@@ -52,10 +54,10 @@ class Kernels:
         p, i, n, f = c_void_p, c_int, c_int64, c_float
         self.read = bind(library.kernels_read, c_uint64, p, n, i)
         self.served = frozenset(TYPES if deterministic or tier != "generic" else ())
-        self.int8: bool = library.kernels_has_products(_INT8) == 1
+        self.int8: bool = library.kernels_has_products(INT8) == 1
         self.vector_floats: int = library.kernels_vector_floats()
         self.product = bind(library.kernels_product, i, p, p, p, n)
-        self.pack = bind(library.kernels_pack, None, i, p, p, n, n, i)
+        self._pack = bind(library.kernels_pack, None, i, p, p, n, n, i)
         self.pack_int8 = bind(library.kernels_pack_int8, None, p, p, p, n, n, i, i)
         self.rms_norm = bind(library.kernels_rms_norm, None, i, p, p, p, n, n, f)
         self.lane_products = bind(library.kernels_lane_products, i, p, n, p, n, n, p, n)
@@ -66,6 +68,13 @@ class Kernels:
         self.attend = bind(library.kernels_attend, i, i, *[p] * 10, *[n] * 8, f, f, i, i, p)
         self.attend_prompts = bind(library.kernels_attend_prompts, i, p, i)
         self.has_prompts = bind(library.kernels_has_prompts, i, n)
+
+    def pack(self, address: int, matrix: torch.Tensor, gated: bool, unit: int | None = None) -> None:
+        """Packs a row-major matrix [rows, n]. unit: bytes of a row that stay together; None: as products.c reads values
+        of the matrix's type."""
+        item = matrix.element_size()
+        unit = unit or (2 if matrix.dtype == torch.float16 else 4)
+        self._pack(unit, address, matrix.data_ptr(), len(matrix), matrix.shape[1] * item, gated)
 
     @staticmethod
     def find(deterministic: bool = False) -> Kernels | None:

@@ -15,9 +15,11 @@ from ...topology.hardware import cpu_tier
 from ..config.experts import Router
 from ..experts import Biased, Choice, ExpertProduct
 from ..ops import Lookup, Norm, OtherLanes, Product, TorchOps, Tree, rms_norm, silu_and_mul
+from ..packed import Packed
 from ..pages import HugePages
+from .codes import PackedCodes, pack_codes, packed_size
 from .experts import MOST_EXPERTS, CpuChoice, PackedExperts
-from .kernels import ROWS, TYPES, Kernels, OddInputsError
+from .kernels import INT8, ROWS, TYPES, Kernels, OddInputsError
 
 FEW_TOKENS = 64
 """Tokens of a step up to which norm and gate are kernel calls on one thread; above, torch uses all threads."""
@@ -29,10 +31,14 @@ class _Product(ctypes.Structure):
         ("bias", c_void_p),
         ("norm", c_void_p),
         ("scale", c_void_p),
+        ("zero", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
+        ("group", c_int64),
         ("eps", c_float),
         ("type", c_int32),
+        ("form", c_int32),
+        ("scale_type", c_int32),
         ("gated", c_int32),
         ("threads", c_int32),
         ("leaves", c_int32),
@@ -54,17 +60,24 @@ class CpuOps(TorchOps):
     repacks = True
     pages: HugePages
 
-    def __init__(self, kernels: Kernels | None, *, int8: bool = False, pages: HugePages | None = None) -> None:
+    def __init__(
+        self,
+        kernels: Kernels | None,
+        *,
+        int8: bool = False,
+        pages: HugePages | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         """pages: memory for packed weights. If it is already filled, its contents are used and the given weights are
-        ignored."""
-        self.kernels = kernels
+        ignored. dtype: of the tokens that quantised weights multiply."""
+        self.kernels, self.dtype = kernels, dtype
         self.int8 = int8
         self.matrix_bytes = 1 if int8 else None
         self.pages = pages or HugePages()
 
     @property
     def exact(self) -> CpuOps:
-        return CpuOps(self.kernels, pages=self.pages) if self.int8 else self
+        return CpuOps(self.kernels, pages=self.pages, dtype=self.dtype) if self.int8 else self
 
     def _matmul(self, weight: Tensor, bias: Tensor | None) -> Product:
         """oneDNN's product with a weight packed once. oneDNN packs bf16 only with AVX-512, and fp16 almost nowhere."""
@@ -102,7 +115,7 @@ class CpuOps(TorchOps):
         else:
             packed = self.pages.take(weight.element_size() * blocks * ROWS * inputs)
             if not self.pages.filled:
-                kernels.pack(TYPES[weight.dtype], packed.data_ptr(), weight.data_ptr(), rows, inputs, gated)
+                kernels.pack(packed.data_ptr(), weight, gated)
         return self._plan(TYPES[weight.dtype], packed, scales, bias, norm, inputs, outputs, gated, tree)
 
     def _leave_to_torch(self, product: str) -> None:
@@ -125,8 +138,9 @@ class CpuOps(TorchOps):
         outputs: int,
         gated: bool,
         tree: Tree | None = None,
+        quantised: PackedCodes | None = None,
     ) -> _Plan:
-        kernels = self.kernels
+        kernels, q = self.kernels, quantised
         assert kernels is not None
         scale = None if norm is None else norm.weight.contiguous()
         offset = None if bias is None else bias.contiguous()
@@ -134,11 +148,15 @@ class CpuOps(TorchOps):
             packed.data_ptr(),
             None if offset is None else offset.data_ptr(),
             None if scale is None else scale.data_ptr(),
-            None if scales is None else scales.data_ptr(),
+            q.scale if q is not None else None if scales is None else scales.data_ptr(),
+            None if q is None else q.zero,
             inputs,
             outputs,
+            0 if q is None else q.group,
             0.0 if norm is None else norm.eps,
             kind,
+            kind if scales is None and q is None else INT8 if q is None else q.form,
+            0 if q is None else q.scale_type,
             gated,
             kernels.threads,
             0 if tree is None else tree.leaves,
@@ -167,18 +185,35 @@ class CpuOps(TorchOps):
         return CpuChoice(self.kernels, router, k, bias, local)
 
     def experts(
-        self,
-        gate_up: Tensor,
-        down: Tensor,
-        routed: int,
-        scales: Sequence[Tensor | None] = (None, None),
-        biased: Biased | None = None,
+        self, gate_up: Tensor | Packed, down: Tensor | Packed, routed: int, biased: Biased | None = None
     ) -> ExpertProduct:
-        kernels, odd = self.kernels, next((inputs for inputs in down.shape[1:] if inputs % 2), 0)
+        kernels = self.kernels
+        if kernels is not None and isinstance(gate_up, Packed) and isinstance(down, Packed):
+            return PackedExperts(kernels, self.pages, False, gate_up, down, biased=biased, dtype=self.dtype)
+        assert isinstance(gate_up, Tensor)
+        assert isinstance(down, Tensor)
+        odd = next((inputs for inputs in down.shape[1:] if inputs % 2), 0)
         if kernels is not None and not odd and (self.int8 or down.dtype in kernels.served):
             return PackedExperts(kernels, self.pages, self.int8, gate_up, down, biased=biased)
         self._leave_to_torch(f"an expert's product of {odd}")
-        return super().experts(gate_up, down, routed, scales, biased)
+        return super().experts(gate_up, down, routed, biased)
+
+    def packed_product(
+        self, weight: Packed, bias: Tensor | None, norm: Norm | None, *, gated: bool = False, tree: Tree | None = None
+    ) -> Product:
+        kernels, inputs, rows = self.kernels, weight.columns, len(weight.codes)
+        if kernels is None:
+            return super().packed_product(weight, bias, norm, gated=gated, tree=tree)
+        if tree is not None and inputs // tree.leaves % weight.width:
+            raise OddInputsError(
+                f"parallel.deterministic=everywhere: {inputs} inputs on this rank / {tree.leaves} shares = "
+                f"{inputs // tree.leaves}, not a multiple of the {weight.width} that share a scale: use true, or false"
+            )
+        piece = self.pages.take(packed_size(kernels, weight, gated))
+        packed = pack_codes(kernels, piece.data_ptr(), weight, gated, self.pages.filled)
+        outputs = rows // 2 if gated else rows
+        plan, alive = self._plan(TYPES[self.dtype], piece, None, bias, norm, inputs, outputs, gated, tree, packed)
+        return self._call(plan, alive)
 
     def lane_products(self, weights: Tensor, norms: Sequence[Norm | None], gated: bool) -> Product:
         packed = [self._packed(weight, None, norm, gated) for weight, norm in zip(weights, norms, strict=True)]
@@ -259,7 +294,7 @@ class CpuOps(TorchOps):
         blocks, width, kind = -(-rows // ROWS), 2 * kernels.vector_floats, TYPES[table.dtype]
         packed = self.pages.take(table.element_size() * blocks * ROWS * inputs)
         if not self.pages.filled:
-            kernels.pack(kind, packed.data_ptr(), table.data_ptr(), rows, inputs, False)
+            kernels.pack(packed.data_ptr(), table, False)
         together = 2 if table.dtype == torch.bfloat16 else 1
         panels = packed.view(table.dtype).view(-1, inputs // together, width, together)
 

@@ -5,7 +5,7 @@
  * in which they are read. Packed: blocks of 32 output rows, each of one panel or two of 2 x floats rows (one vector, `low`,
  * and another, `high`): bf16 [inputs / 2][rows][2 inputs], the others [inputs][rows]; the rows beyond the last are
  * zeros. Gated: `low` are rows of the gate and `high` those of `up` that belong to them. Int8 weights (one scale a row)
- * halve what is read; tokens stay bf16.
+ * halve what is read; tokens stay bf16. Quantised weights of checkpoints: products_packed.h.
  * The inner loops are products_tiles.c's (AMX), products_dot.c's (AVX-512 BF16), products_vectors.h's (AVX2, AVX-512) and products_plain.h's. A token's result does not
  * depend on the other tokens of the call: every sum goes along the inputs in one order.
  *
@@ -80,7 +80,7 @@ static void prepare_body(void *args, int thread, int threads) {
 /* Whether the tokens must be prepared by all threads together before the product. `next`: of p->threads parts. */
 static int begin(struct call *c, const struct product *p, struct tokens given, int64_t (*next)[8]) {
     const int64_t each = p->gated ? ROWS / 2 : ROWS, stretches = (given.count + STRETCH - 1) / STRETCH;
-    const struct product_loops *loops = kernels_loops->products[p->scale ? INT8 : p->type];
+    const struct product_loops *loops = loops_of(p->form, p->type);
     *c = (struct call){.p = p, .loops = loops, .given = given, .tokens = given, .next = next};
     c->blocks = (p->outputs + each - 1) / each, c->jobs = c->blocks * stretches;
     c->parts = given.count <= STRETCH ? p->threads : 1; /* more tokens: all threads at the same weights */
@@ -163,11 +163,11 @@ static struct place place_of(int64_t block, int64_t r, int64_t outputs, int gate
     return (struct place){at >= outputs ? -1 : gated && within >= width ? at + outputs : at, panel, within};
 }
 
-/* Row-major weight [rows, inputs] -> packed, as the head of this file says. `rows` counts gate and up together. */
-void kernels_pack(int type, char *packed, const char *weight, int64_t rows, int64_t inputs, int gated) {
+/* Row-major weight [rows, bytes] -> packed, as the head of this file says: `unit` bytes of a row stay together. `rows` counts gate
+ * and up together. */
+void kernels_pack(int unit, char *packed, const char *weight, int64_t rows, int64_t bytes, int gated) {
     const int64_t outputs = gated ? rows / 2 : rows, each = gated ? ROWS / 2 : ROWS, blocks = (outputs + each - 1) / each;
-    const int64_t width = 2 * kernels_loops->floats, bytes = inputs * (int64_t)size_of(type);
-    const int64_t unit = type == FP16 ? 2 : 4; /* bytes of a row that stay together */
+    const int64_t width = 2 * kernels_loops->floats;
     for (int64_t block = 0; block < blocks; block++)
         for (int64_t r = 0; r < ROWS; r++) {
             const struct place place = place_of(block, r, outputs, gated);
@@ -178,8 +178,10 @@ void kernels_pack(int type, char *packed, const char *weight, int64_t rows, int6
                     memset(to, 0, (size_t)unit);
                 else if (unit == 4)
                     memcpy(to, row + i, 4);
-                else
+                else if (unit == 2)
                     memcpy(to, row + i, 2);
+                else
+                    *to = row[i];
         }
 }
 

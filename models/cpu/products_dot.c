@@ -73,7 +73,7 @@ INLINE WIDE_INT8 void tile_int8(const int T, const struct product *p, const stru
     const uint8_t *weight = (const uint8_t *)p->weight + block * ROWS * inputs;
     int leaf = 0;
     do {
-        sum_int8(T, low, high, weight + leaf * count * ROWS, p->scale + (leaf * blocks + block) * ROWS, row, leaf * count,
+        sum_int8(T, low, high, weight + leaf * count * ROWS, (const float *)p->scale + (leaf * blocks + block) * ROWS, row, leaf * count,
                  (leaf + 1) * count);
         if (p->leaves) join(T, p, leaf, low, high, nodes, block);
     } while (++leaf < leaves);

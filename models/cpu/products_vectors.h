@@ -82,7 +82,7 @@ INLINE TARGET void finish(const int type, const struct product *p, const float *
 INLINE TARGET void join(const int type, const struct product *p, int leaf, float *sums, int64_t tokens, float *nodes, int64_t level,
                         int64_t block, int panel) {
     const int64_t first = block * ROWS + panel * PANEL, blocks = (p->outputs + ROWS - 1) / ROWS;
-    const float *scale = p->scale ? p->scale + leaf * blocks * ROWS + first : NULL;
+    const float *scale = p->scale ? (const float *)p->scale + leaf * blocks * ROWS + first : NULL;
     for (int half = 0; half < PANEL; half += FLOATS) {
         const int64_t left = p->outputs - first - half;
         const vector bias = p->bias && leaf == 0 && left > 0 ? load_some(type, p->bias, first + half, left) : all(0.f);

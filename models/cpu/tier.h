@@ -10,6 +10,7 @@
 #include "lane_loops.h"
 #include "products_vectors.h"
 #include "products_plain.h"
+#include "products_packed.h"
 
 PLAIN(fp32, FP32)
 
@@ -22,6 +23,7 @@ const struct loops NAME = {
     .attention = attention,
     .add_slots = add_slots,
     .latents = latent_chunk,
+    .packed = {[FP32] = &packed_fp32_loops, [BF16] = &packed_bf16_loops, [FP16] = &packed_fp16_loops},
     .products = {[FP32] = &plain_fp32_loops, [BF16] = &bf16_loops, [FP16] = &fp16_loops, [INT8] = &int8_loops},
 };
 #endif

@@ -24,15 +24,17 @@ from torch import Tensor
 
 from ..config.experts import Router
 from ..experts import Biased
-from ..weights.quantised import EXPERT_DEPTH
+from ..packed import Packed
+from ..weights.quantised import DEPTH
 from .kernels import _silu_and_mul
+from .packed import Matrix, widened
 from .workspace import expert_pairs
 
 jit: Any = triton.jit
 
 TILES = (16, 64)
 """Rows that a program multiplies at once: for few rows per expert, and for many."""
-_COLUMNS, _DEPTH, _SCANNED = 64, EXPERT_DEPTH, 1024
+_COLUMNS, _DEPTH, _SCANNED = 64, DEPTH, 1024
 
 
 @jit
@@ -131,27 +133,15 @@ def _places(starts, expert, tile, begin, end, ROWS: tl.constexpr):
     return place, (place >= begin) & (place < tl.minimum(end, tl.load(starts + expert + 1)))
 
 
-@jit
-def _widened(
-    codes, scale, row, there, start, kind: tl.constexpr, COLUMNS: tl.constexpr, SCALES: tl.constexpr
-):  # fmt: skip
-    """Columns of a weight [.., COLUMNS] from `start` on. Codes in fp8 are multiplied by one of the row's SCALES; the
-    bits equal those of widening while loading."""
-    if SCALES > 0:
-        factor = tl.load(scale + row * SCALES + start // (COLUMNS // SCALES), there, other=0.0)
-        codes = (codes.to(tl.float32) * factor[None, :]).to(kind)
-    return codes
-
-
 @partial(jit, do_not_specialize=["begin", "end", "skipped"])
 def up(
-    inner, x, weight, scale, bias, starts, owners, order, begin, end, skipped, alpha, limit, WIDTH: tl.constexpr,
-    INNER: tl.constexpr, SLOTS: tl.constexpr, SCALES: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    inner, x, weight, scale, zero, bias, starts, owners, order, begin, end, skipped, alpha, limit, WIDTH: tl.constexpr,
+    INNER: tl.constexpr, SLOTS: tl.constexpr, SCALES: tl.constexpr, CODE: tl.constexpr, CLAMPED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Program (t, f) writes silu(gate) * up (CLAMPED: with bias [E, 2 * INNER] and the gate of Clamped) of the rows of
     x [N, WIDTH] of tile skipped + t, column block f, into inner [end - begin, INNER]: the places begin to end
-    of the sorted order. weight [E, 2 * INNER, WIDTH]; scale [E, 2 * INNER, SCALES] if it is fp8."""
+    of the sorted order. weight [E, 2 * INNER, WIDTH]; scale and zero [E, 2 * INNER, SCALES] if it is quantised."""
     tile = skipped + tl.program_id(0)
     expert = tl.load(owners + tile)
     if expert >= 0:
@@ -161,18 +151,14 @@ def up(
         there = column < INNER
         kind: tl.constexpr = x.dtype.element_ty
         first = expert.to(tl.int64) * 2 * INNER + column
-        gates = weight + first[None, :] * WIDTH
         gate, raised = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, WIDTH, DEPTH):
             at = start + tl.arange(0, DEPTH)
             inside = at < WIDTH
             a = tl.load(x + row[:, None] * WIDTH + at[None, :], here[:, None] & inside[None, :], other=0.0)
-            loaded = there[None, :] & inside[:, None]
-            b = tl.load(gates + at[:, None], loaded, other=0.0)
-            b = _widened(b, scale, first, there, start, kind, WIDTH, SCALES)
+            b = widened(weight, scale, zero, first, there, start, kind, WIDTH, SCALES, CODE, COLUMNS, DEPTH)
             gate = tl.dot(a, b, gate, input_precision="ieee")
-            b = tl.load(gates + INNER * WIDTH + at[:, None], loaded, other=0.0)
-            b = _widened(b, scale, first + INNER, there, start, kind, WIDTH, SCALES)
+            b = widened(weight, scale, zero, first + INNER, there, start, kind, WIDTH, SCALES, CODE, COLUMNS, DEPTH)
             raised = tl.dot(a, b, raised, input_precision="ieee")
         to = inner + (place - begin).to(tl.int64)[:, None] * INNER + column[None, :]
         if CLAMPED:
@@ -187,12 +173,13 @@ def up(
 
 @partial(jit, do_not_specialize=["begin", "end", "skipped"])
 def down(
-    out, inner, weight, scale, bias, starts, owners, begin, end, skipped, WIDTH: tl.constexpr, INNER: tl.constexpr,
-    SCALES: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    out, inner, weight, scale, zero, bias, starts, owners, begin, end, skipped, WIDTH: tl.constexpr,
+    INNER: tl.constexpr, SCALES: tl.constexpr, CODE: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Program (t, d) multiplies the rows of inner [end - begin, INNER] of tile skipped + t by weight
-    [E, WIDTH, INNER], column block d, into out [end - begin, WIDTH]. scale [E, WIDTH, SCALES] if the weight is fp8;
-    bias [E, WIDTH]."""
+    [E, WIDTH, INNER], column block d, into out [end - begin, WIDTH]. scale and zero [E, WIDTH, SCALES] if the weight is
+    quantised; bias [E, WIDTH]."""
     tile = skipped + tl.program_id(0)
     expert = tl.load(owners + tile)
     if expert >= 0:
@@ -201,15 +188,13 @@ def down(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         there = column < WIDTH
         first = expert.to(tl.int64) * WIDTH + column
-        base = weight + first[None, :] * INNER
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, INNER, DEPTH):
             at = start + tl.arange(0, DEPTH)
             inside = at < INNER
             rows = inner + row[:, None] * INNER + at[None, :]
             a = tl.load(rows, here[:, None] & inside[None, :], other=0.0)
-            b = tl.load(base + at[:, None], there[None, :] & inside[:, None], other=0.0)
-            b = _widened(b, scale, first, there, start, a.dtype, INNER, SCALES)
+            b = widened(weight, scale, zero, first, there, start, a.dtype, INNER, SCALES, CODE, COLUMNS, DEPTH)
             total = tl.dot(a, b, total, input_precision="ieee")
         if BIASED:
             total += tl.load(bias + first, there, other=0.0).to(tl.float32)[None, :]
@@ -272,17 +257,17 @@ class GroupedExperts:
 
     def __init__(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | Packed,
+        down: Tensor | Packed,
         routed: int,
         tiles: Sequence[int] = TILES,
-        scales: Sequence[Tensor | None] = (None, None),
         biased: Biased | None = None,
     ) -> None:
-        """gate_up [E, 2F, D], down [E, D, F]; routed: number of experts of all ranks. scales: for each weight in fp8
-        [E, rows, n], n scales a row for equal numbers of columns."""
-        self._gate_up, self._down, self._routed, self._tiles = gate_up, down, routed, tiles
-        self._scales, self._compiled = scales, False
+        """gate_up [E, 2F, D], down [E, D, F]; routed: number of experts of all ranks."""
+        rows = down.codes if isinstance(down, Packed) else down
+        self._shape = len(rows), rows.shape[1], down.columns if isinstance(down, Packed) else down.shape[2]
+        self._up, self._down, self._routed, self._tiles = Matrix.of(gate_up), Matrix.of(down), routed, tiles
+        self._compiled = False
         self._biases, self._clamped = (None, None) if biased is None else biased[:2], biased and biased.gate
 
     def __call__(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
@@ -294,7 +279,7 @@ class GroupedExperts:
         return self._compute(x, chosen, weight, tile)
 
     def _compute(self, x: Tensor, chosen: Tensor, weight: Tensor, tile: int) -> Tensor:
-        (count, width, inner), pairs, k = self._down.shape, chosen.numel(), chosen.shape[1]
+        (count, width, inner), pairs, k = self._shape, chosen.numel(), chosen.shape[1]
         tiles = pairs // tile + min(count, pairs)
         starts, owners, order, places = (chosen.new_empty(size) for size in (count + 1, tiles, pairs, pairs))
         group[(count,)](starts, owners, order, places, chosen, pairs, tiles, EXPERTS=count, ROWS=tile, BLOCK=_SCANNED)
@@ -302,7 +287,7 @@ class GroupedExperts:
         most = min(pairs, expert_pairs(width, inner, x.element_size()))
         raised, products, out = x.new_empty((most, inner)), x.new_empty((most, width)), torch.empty_like(x)
         sums = weight if most == pairs else x.new_empty(x.shape, dtype=torch.float32)
-        (first, firsts), (second, seconds) = ((x, 0) if s is None else (s, s.shape[2]) for s in self._scales)
+        first, second = self._up, self._down
         (up_bias, down_bias), (alpha, limit) = self._biases, self._clamped or (0.0, 0.0)
         for begin in range(0, pairs, most):
             end = min(pairs, begin + most)
@@ -310,12 +295,14 @@ class GroupedExperts:
             skipped = max(0, begin // tile - 1)
             used = min(tiles, (end - 1) // tile + min(count, end)) - skipped
             up[(used, triton.cdiv(inner, _COLUMNS))](
-                raised, x, self._gate_up, first, x if up_bias is None else up_bias, starts, owners, order, begin, end,
-                skipped, alpha, limit, SLOTS=k, SCALES=firsts, CLAMPED=up_bias is not None, **shape,
+                raised, x, first.weight, first.scale, first.zero, x if up_bias is None else up_bias, starts, owners,
+                order, begin, end, skipped, alpha, limit, SLOTS=k, SCALES=first.scales, CODE=first.code,
+                CLAMPED=up_bias is not None, **shape,
             )  # fmt: skip
             down[(used, triton.cdiv(width, _COLUMNS))](
-                products, raised, self._down, second, x if down_bias is None else down_bias, starts, owners, begin, end,
-                skipped, SCALES=seconds, BIASED=down_bias is not None, **shape,
+                products, raised, second.weight, second.scale, second.zero, x if down_bias is None else down_bias,
+                starts, owners, begin, end, skipped, SCALES=second.scales, CODE=second.code,
+                BIASED=down_bias is not None, **shape,
             )  # fmt: skip
             add_up[(len(x), triton.cdiv(width, _SCANNED))](
                 out, sums, products, places, chosen, weight, begin, end, pairs, WIDTH=width, SLOTS=k,

@@ -1,4 +1,4 @@
-"""Products with a checkpoint's fp8 weights, for GPUs, where memory is the limit.
+"""The products that keep a checkpoint's quantised weights, and those with fp8 weights and a scale a row, for GPUs.
 
 y = x @ (q * scale).T. If the device multiplies fp8 natively, each token is also scaled to fp8 (two row scales, bf16
 output); else the weight is widened at each use. Knows tensors, not checkpoints.
@@ -12,19 +12,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
+from ..config.quantisation import Quantisation
 from ..ops import Norm, Product, RunningSum, TorchOps, rms_norm, silu_and_mul
-from ..weights.quantised import is_expert, scale_shape
+from ..packed import Packed
+from ..weights.quantised import is_expert
 from ..weights.tensor_reader import FP8
 
 LARGEST = torch.finfo(FP8).max
+FP8_ROWS = Quantisation("fp8")
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The products ("layers.3.gate_up") that keep fp8 weights, and how to compute them."""
+    """The products ("layers.3.gate_up") that keep quantised weights, and how to compute those in fp8."""
 
     products: frozenset[str]
     native: bool
@@ -35,20 +38,27 @@ class Fp8:
     """models/cuda/ops.py if Triton is available: norm or gate and quantisation in one kernel."""
     by_row: bool = False
     """`parallel.deterministic`: products by `fused.row_product`."""
-    block: tuple[int, int] | None = None
-    """The checkpoint's block of scales; only experts stay quantised by block."""
+    quantisation: Quantisation = FP8_ROWS
+    """The form of the weights; this class computes fp8 with a scale a row, the operators all others."""
     wide: str = ""
-    """The reason why fp8 experts were widened while loading; "" if they were not."""
+    """The reason why products were widened while loading; "" if they were not."""
+    packs: bool = False
+    """Whether the operators compute all products, as on CPUs."""
+
+    @property
+    def by_scaled_rows(self) -> bool:
+        """Whether this class computes the products that are not experts'."""
+        return not self.packs and self.quantisation.block is None and self.quantisation.code == "e4m3"
 
     @property
     def widens(self) -> bool:
         """Whether a product needs memory for a widened copy of its weight."""
-        return not self.native and not all(map(is_expert, self.products))
+        return self.by_scaled_rows and not self.native and not all(map(is_expert, self.products))
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings if fp8 weights save no memory here, or no memory traffic."""
-        wide = (f"fp8 experts are widened while loading, to twice their bytes: {self.wide}",) if self.wide else ()
+        wide = (f"{self.quantisation.title} weights are widened while loading: {self.wide}",) if self.wide else ()
         if not self.widens:
             return wide
         return (
@@ -57,23 +67,8 @@ class Fp8:
             "9.0 or more multiplies them as they are, from a checkpoint whose activations are quantised",
         )
 
-    def replace_parameters(self, layer: nn.Module, product: str = "") -> None:
-        """Replaces `weight` by one in fp8 of the same shape, and adds `weight_scale` in fp32."""
-        wide = layer.get_parameter("weight")
-        scales = scale_shape(product, tuple(wide.shape), self.block)
-        layer.weight = nn.Parameter(torch.empty_like(wide, dtype=FP8), requires_grad=False)
-        layer.weight_scale = nn.Parameter(torch.empty(scales, device=wide.device), requires_grad=False)
-
-    def product_of(
-        self, layer: nn.Module, bias: Tensor | None, norm: Norm | None, *, gated: bool, quantised_output: bool = False
-    ) -> Product | None:
-        """Like TorchOps.product and gated_product; None if the layer's weight is not fp8. quantised_output: only
-        another product of this kind uses the output, which may therefore be Rows."""
-        weight = layer.get_parameter("weight").detach()
-        if weight.dtype != FP8:
-            return None
-        scale = layer.get_parameter("weight_scale").detach()
-        return self.product(weight, scale, bias, norm, gated=gated, quantised_output=quantised_output)
+    def serves(self, weight: Packed) -> bool:
+        return self.by_scaled_rows and weight.scale.shape[-1] == 1
 
     def product(
         self,
@@ -85,7 +80,8 @@ class Fp8:
         gated: bool,
         quantised_output: bool = False,
     ) -> Product:
-        """The product of weight [out, in] in fp8 with scale [out]; norm and gate as in models/ops.py."""
+        """The product of weight [out, in] in fp8 with scale [out]; norm and gate as in models/ops.py. quantised_output:
+        only another product of this kind uses the output, which may therefore be Rows."""
         if self.native:
             return self._native(weight, scale, bias, norm, gated, quantised_output)
         matmul = _widened(weight, scale, bias, self.fused.row_linear if self.by_row else functional.linear)

@@ -16,9 +16,11 @@ from ..config.experts import Router
 from ..experts import Biased, Choice, ExpertProduct
 from ..latent import LatentCache
 from ..ops import Norm, OtherLanes, Product, RunningSum, TorchOps, Tree, tree_product
+from ..packed import Packed
 from ..weights.tensor_reader import FP8
 from . import kernels as gpu_kernels
 from .experts import TILES, GroupedExperts, TritonChoice
+from .packed import packed_linear
 
 MOST_QUANTISED = 1 << 15
 """Columns of a row that one program quantises."""
@@ -72,14 +74,15 @@ class TritonOps(TorchOps):
         return TritonChoice(router, k, bias, local) if serves else super().choice(router, k, bias, local)
 
     def experts(
-        self,
-        gate_up: Tensor,
-        down: Tensor,
-        routed: int,
-        scales: Sequence[Tensor | None] = (None, None),
-        biased: Biased | None = None,
+        self, gate_up: Tensor | Packed, down: Tensor | Packed, routed: int, biased: Biased | None = None
     ) -> ExpertProduct:
-        return GroupedExperts(gate_up, down, routed, scales=scales, biased=biased)
+        return GroupedExperts(gate_up, down, routed, biased=biased)
+
+    def packed_product(
+        self, weight: Packed, bias: Tensor | None, norm: Norm | None, *, gated: bool = False, tree: Tree | None = None
+    ) -> Product:
+        by_row = isinstance(self, RowOps)
+        return self.around(lambda x: packed_linear(x, weight, bias, by_row), norm, gated=gated)
 
 
 class RowOps(TritonOps):
@@ -93,14 +96,9 @@ class RowOps(TritonOps):
         return lambda x: row_linear(x, weight, bias)
 
     def experts(
-        self,
-        gate_up: Tensor,
-        down: Tensor,
-        routed: int,
-        scales: Sequence[Tensor | None] = (None, None),
-        biased: Biased | None = None,
+        self, gate_up: Tensor | Packed, down: Tensor | Packed, routed: int, biased: Biased | None = None
     ) -> ExpertProduct:
-        return GroupedExperts(gate_up, down, routed, TILES[-1:], scales, biased)
+        return GroupedExperts(gate_up, down, routed, TILES[-1:], biased)
 
     def product(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None = None, tree: Tree | None = None

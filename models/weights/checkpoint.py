@@ -17,12 +17,14 @@ from typing import Any
 
 from ...topology.json_codec import FILE_CONTAINERS, parse
 from ..config.json_fields import Refusal
+from ..config.quantisation import Code
 
 ITEMSIZES = {
     "F32": 4,
     "BF16": 2,
     "F16": 2,
     "F8_E4M3": 1,
+    "F8_E8M0": 1,
     "I8": 1,
     "BOOL": 1,
     "U8": 1,
@@ -61,7 +63,8 @@ class CheckpointError(Refusal):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in bytes [begin, end) of a file. block: for scales by block, the rows and columns that share one."""
+    """A tensor in bytes [begin, end) of a file. block: for scales by block, the rows and columns that share one.
+    code: of 4-bit codes, two an element of U8. divisor: the global scale by which scales are divided."""
 
     name: str
     file: Path
@@ -70,6 +73,13 @@ class StoredTensor:
     begin: int
     end: int
     block: tuple[int, int] | None = None
+    code: Code | None = None
+    divisor: StoredTensor | None = None
+
+    @property
+    def per_byte(self) -> int:
+        """Columns in an element."""
+        return 1 if self.code is None else 2
 
 
 def shown(name: object) -> str:

@@ -40,6 +40,8 @@ def convert(folder: Path, target: Path, dialect: str, progress: Progress = lambd
     config, data = from_folder(folder), read_json(folder / "config.json").data
     words = to_dialect(config, data, dialect)
     stored = open_checkpoint(folder, config).tensors
+    if packed := next((name for name, tensor in stored.items() if tensor.code), None):
+        raise DialectError(f"4-bit weights ({packed}) are not converted: keep the folder, or convert its original")
     layout: Layout = "dolomite" if dialect == "ladder-residual" else "huggingface"
     if (words["model_type"], layout) == ("mixtral", "huggingface"):
         layout = "mixtral"

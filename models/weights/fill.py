@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .checkpoint import CheckpointError, StoredTensor, shown
-from .quantised import is_quantised, is_scale, scale_of, scale_rows, scaled_by
+from .quantised import is_quantised, is_scale, scale_of, scale_rows, scaled_by, zero_of
 from .slices import Fill
-from .tensor_reader import DTYPES, Reader
+from .tensor_reader import DTYPES, Reader, widened
 
 
 def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill, target: Tensor) -> None:
@@ -19,52 +19,72 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
     if fill.tensor is None:
         target.zero_()
         return
-    stored = tensors[fill.tensor]
-    if is_scale(fill.parameter):
-        _fill_scale(reader, tensors, fill, target)
+    read = _read_scale if is_scale(fill.parameter) else _read_weight
+    if not fill.pairs:
+        read(reader, tensors, fill, fill.tensor, target)
         return
+    neighbours = torch.empty_like(target)
+    read(reader, tensors, fill, fill.tensor, neighbours)
+    heads = neighbours.view(-1, fill.pairs // 2, 2, *target.shape[1:])
+    target.copy_(heads.transpose(1, 2).reshape(target.shape))
+
+
+def _read_weight(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill, name: str, target: Tensor) -> None:
+    """Reads a fill without regard to `pairs`: codes as stored if that is target's type, else widened."""
+    stored = tensors[name]
     shape = stored.shape[::-1] if fill.transposed else stored.shape
-    rows, columns = shape[0], fill.columns or (shape[1] if len(shape) == 2 else 1)
-    if fill.source_row + fill.count > rows or (target.ndim == 2 and target.shape[1] != columns):
+    per_byte, kept = stored.per_byte, target.dtype == DTYPES[stored.dtype]
+    rows, columns = shape[0], fill.columns or (shape[1] * per_byte if len(shape) == 2 else 1)
+    width = columns // per_byte if kept else columns
+    if fill.source_row + fill.count > rows or (target.ndim == 2 and target.shape[1] != width):
         raise CheckpointError(
             f"{stored.file}: tensor {shown(stored.name)} {stored.shape} does not hold rows {fill.source_row} to "
             f"{fill.source_row + fill.count} of {fill.parameter} {tuple(target.shape)}"
         )
-    scale = None
-    if is_quantised(stored) and target.dtype != DTYPES[stored.dtype]:
-        scale = _scale(reader, tensors[scale_of(fill.tensor)], fill, range(fill.source_col, fill.source_col + columns))
-    if not fill.pairs and not fill.transposed:
-        reader.read(stored, fill.source_row, fill.source_col, target, scale)
-        return
+    first, end = fill.source_col, fill.source_col + columns
     if fill.transposed:
-        read = target.new_empty((columns, fill.count))
-        reader.read(stored, fill.source_col, fill.source_row, read)
-        read = read.T
-    else:
-        read = torch.empty_like(target)
-        reader.read(stored, fill.source_row, fill.source_col, read, scale)
-    if fill.pairs:
-        read = read.reshape(-1, fill.pairs // 2, 2, columns).transpose(1, 2).reshape(target.shape)
-    target.copy_(read)
+        turned = target.new_empty((columns, fill.count))
+        reader.read(stored, first, fill.source_row, turned)
+        target.copy_(turned.T)
+        return
+    if kept or not is_quantised(stored):
+        reader.read(stored, fill.source_row, first // per_byte, target)
+        return
+    scale = _scale(reader, tensors[scale_of(name)], fill, range(first, end))
+    if stored.code is None:
+        reader.read(stored, fill.source_row, first, target, scale)
+        return
+    begin = first // per_byte * per_byte
+    codes = torch.empty((fill.count, -(-(end - begin) // per_byte)), dtype=torch.uint8)
+    reader.read(stored, fill.source_row, begin // per_byte, codes)
+    values = widened(codes, torch.ones(1), stored.code)[:, first - begin : end - begin]
+    if zero_of(name) in tensors:
+        values = values - _scale(reader, tensors[zero_of(name)], fill, range(first, end))
+    target.copy_(values * (scale if scale.ndim == 2 else scale.view(-1, 1)))
 
 
-def _fill_scale(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill, target: Tensor) -> None:
-    """Reads scales into target: [n], or for experts [n, scales a row]."""
-    assert fill.tensor is not None
-    columns = fill.columns or tensors[scaled_by(fill.tensor)].shape[1]
-    step = columns // target.shape[1] if target.ndim == 2 else columns
-    scale = _scale(reader, tensors[fill.tensor], fill, range(fill.source_col, fill.source_col + columns, step))
-    target.copy_(scale if scale.ndim == target.ndim else scale.view(-1, 1))
+def _read_scale(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill, name: str, target: Tensor) -> None:
+    """Reads scales or zero points into target [n, scales a row], in its type."""
+    weight = tensors[scaled_by(name)]
+    columns = fill.columns or weight.shape[1] * weight.per_byte
+    step = columns // target.shape[1]
+    scale = _scale(reader, tensors[name], fill, range(fill.source_col, fill.source_col + columns, step))
+    target.copy_(scale if scale.ndim == 2 else scale.view(-1, 1))
 
 
 def _scale(reader: Reader, stored: StoredTensor, fill: Fill, columns: range) -> Tensor:
-    """The scale of a fill: one number, one a row, or one for each row and each of `columns`."""
+    """The scale, or zero points, of a fill: one number, one a row, or one for each row and each of `columns`."""
     row, block = fill.source_row, stored.block
     if block is None or prod(stored.shape) == 1:
         return scale_rows(reader.whole(stored), row, fill.count)
-    first, end = row // block[0], -(-(row + fill.count) // block[0])
+    height = 8 if stored.dtype == "I32" else block[0]  # zero points are packed along the rows
+    first, end = row // height, -(-(row + fill.count) // height)
     values = torch.empty((end - first, stored.shape[1]), dtype=DTYPES[stored.dtype])
     reader.read(stored, first, 0, values)
-    top = torch.arange(row, row + fill.count) // block[0] - first
-    left = torch.tensor(columns) // block[1]
-    return values.float().index_select(1, left).index_select(0, top)
+    values = values.index_select(1, torch.tensor(columns) // block[1])
+    rows = torch.arange(row, row + fill.count)
+    if stored.dtype == "I32":
+        words = values.index_select(0, rows // 8 - first)
+        return ((words >> (rows % 8 * 4)[:, None]) & 15).float() - 8.0
+    scale = values.float().index_select(0, rows // height - first)
+    return scale if stored.divisor is None else scale / reader.whole(stored.divisor).float()

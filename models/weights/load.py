@@ -43,7 +43,7 @@ def load(
         fills, verify = _own_fills(source, shard, replicate_embedding, parameters), (0, 1)
     else:
         fills = plan_fills(shard, replicate_embedding)
-        fills += scale_fills(fills, quantised)
+        fills += scale_fills(fills, quantised, source.quantisation is not None and source.quantisation.zeros)
     check_cover(fills, parameters)
     fills = [fill for fill in fills if fill.parameter not in retained]
     row_bytes = {name: p[:1].numel() * p.element_size() for name, p in parameters.items()}

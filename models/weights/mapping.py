@@ -13,15 +13,17 @@ from pathlib import Path
 
 from ...topology.hardware.fabric import counted
 from ..config.model_config import ModelConfig
-from ..config.quantisation import Quantisation, read_quantisation
+from ..config.quantisation import Quantisation, ScaleType, read_quantisation
 from ..stages import RankShard
 from .checkpoint import HARMLESS, ITEMSIZES, CheckpointError, StoredTensor, read_folder, same_values, shown
 from .identity import Sample, Weights, read_sample, tables_of
 from .quantised import (
     CALIBRATION,
+    DEPTH,
     PLAIN,
     READABLE,
     check_scale,
+    describe_packed,
     is_quantised,
     is_scale,
     kept_bytes,
@@ -31,15 +33,13 @@ from .quantised import (
 )
 from .rank_files import OwnFile, open_shards
 from .slices import (
-    EXPERTS,
-    PRODUCTS,
     Fill,
     embedding_of,
     expected_shapes,
-    expert_columns,
     fused_experts,
     head_of,
     plan_fills,
+    product_columns,
     sources_of,
 )
 
@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 BUFFERS = frozenset(("BOOL", "U8", "I16", "U16", "I32", "U32", "I64", "U64"))
 """Types of no weight that is read here."""
 MAX_LISTED = 8
+_TEXT, _VISION = "language_model.", ("vision_tower.", "mm_projector.", "multi_modal_projector.")
+"""Prefixes of the tensors of a model that sees: those of its language model, and those that are not read."""
 _CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -73,24 +75,18 @@ class Source:
     def block(self) -> tuple[int, int] | None:
         return None if self.quantisation is None else self.quantisation.block
 
-    def quantised_products(self, shard: RankShard) -> frozenset[str]:
+    def quantised_products(self, shard: RankShard, step: int | None = DEPTH) -> frozenset[str]:
         """Products ("layers.3.gate_up", …, "layers.3.experts.down") whose weights are all stored quantised and may stay
-        quantised. With scales by block, only experts may."""
-        columns = dict(zip(EXPERTS, expert_columns(shard), strict=True))
-        stay = [product for product in EXPERTS if may_stay(columns[product], self.block)]
-        return self._quantised(shard, (*stay, *(PRODUCTS if self.block is None else ())))
-
-    def quantised_experts(self, shard: RankShard) -> frozenset[str]:
-        """All experts' products that are stored quantised, including those that must be widened."""
-        return self._quantised(shard, EXPERTS)
-
-    def _quantised(self, shard: RankShard, products: tuple[str, ...]) -> frozenset[str]:
-        if self.quantisation is None:
+        quantised for a kernel that multiplies `step` columns at once; None: all that are stored quantised."""
+        q = self.quantisation
+        if q is None:
             return frozenset()
+        columns = product_columns(shard)
         return frozenset(
             f"layers.{layer}.{product}"
             for layer in range(shard.config.num_layers)
-            for product in products
+            for product in columns
+            if step is None or may_stay(columns[product], q, step)
             if (names := self._names(shard, layer, product))
             and all(name in self.tensors and is_quantised(self.tensors[name]) for name in names)
         )
@@ -129,9 +125,9 @@ class Source:
             if fill.tensor is None:
                 continue
             stored, product = self.tensors[fill.tensor], fill.parameter.removesuffix(".weight")
-            columns = fill.columns or prod(stored.shape[:1] if fill.transposed else stored.shape[1:])
-            if product in quantised:
-                total += kept_bytes(product, (fill.count, columns), self.block)
+            columns = fill.columns or prod(stored.shape[:1] if fill.transposed else stored.shape[1:]) * stored.per_byte
+            if product in quantised and self.quantisation is not None:
+                total += kept_bytes((fill.count, columns), self.quantisation)
                 continue
             width = products if products and len(stored.shape) == 2 and "layers." in stored.name else itemsize
             total += fill.count * columns * width
@@ -147,13 +143,16 @@ def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = Non
     own = open_shards(folder, shard)
     if own is None:
         return open_checkpoint(folder, config or shard.config)
-    tensors = {}
+    tensors, quantisation = dict(own.tensors), _quantisation(folder)
     for name, stored in own.tensors.items():
-        block = None
-        if is_scale(name) and len(stored.shape) == 2:  # scales of experts that stay quantised
-            block = 1, own.tensors[scaled_by(name)].shape[1] // stored.shape[1]
-        tensors[name] = replace(stored, block=block)
-    return Source(folder, tensors, (), own, _quantisation(folder), shard.size, own.replicate_embedding)
+        if stored.dtype == "U8" and quantisation is not None:
+            tensors[name] = replace(stored, code=quantisation.code)
+    for name, stored in own.tensors.items():
+        if is_scale(name):
+            weight = tensors[scaled_by(name)]
+            tensors[name] = replace(stored, block=(1, weight.shape[1] * weight.per_byte // stored.shape[1]))
+    scales = _scaled_as_stored(quantisation, tensors)
+    return Source(folder, tensors, (), own, scales, shard.size, own.replicate_embedding)
 
 
 def open_checkpoint(folder: Path, config: ModelConfig) -> Source:
@@ -162,8 +161,26 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Source:
     quantisation = _quantisation(folder)
     tensors = read_folder(folder)
     listed = (*tensors.values(),)
+    tensors = _without_vision(tensors)
     _check(folder, tensors, config, quantisation)
-    return Source(folder, tensors, listed, quantisation=quantisation)
+    return Source(folder, tensors, listed, quantisation=_scaled_as_stored(quantisation, tensors))
+
+
+def _without_vision(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of the language model of a model that sees, without their prefix."""
+    if not any(name.startswith(_TEXT) for name in tensors):
+        return tensors
+    names = {name: name.removeprefix(_TEXT) for name in tensors if not name.startswith(_VISION)}
+    return {short: replace(tensors[name], name=short) for name, short in names.items()}
+
+
+def _scaled_as_stored(q: Quantisation | None, tensors: Mapping[str, StoredTensor]) -> Quantisation | None:
+    """With the type of INT4's scales, which config.json does not name; of several, the one that represents all."""
+    if q is None or q.code != "int4":
+        return q
+    types = {tensors[scale_of(name)].dtype for name, stored in tensors.items() if stored.code == "int4"}
+    names: dict[str, ScaleType] = {"BF16": "bfloat16", "F16": "float16"}
+    return replace(q, scale=names.get(types.pop(), "float32") if len(types) == 1 else "float32")
 
 
 def _open_dummy(folder: Path, config: ModelConfig, seed: int) -> Source:
@@ -193,8 +210,12 @@ def _check(
     """Checks that the tensors are those of the model; renames and divides some."""
     _divide_fused(tensors, config)
     expected = expected_shapes(config)
-    scales = set()
+    scales = set[str]()
     for name, shape in expected.items():
+        packed = set() if quantisation is None else describe_packed(tensors, name, shape, quantisation)
+        if packed:
+            scales |= packed
+            continue
         stored = tensors.get(name)
         if stored is None:
             raise CheckpointError(f"{folder}: tensor {name} {shape} is missing; config.json promises it")

@@ -1,5 +1,6 @@
-"""Quantised weights of a checkpoint: fp8 with a scale for each tensor, row or block. Names and shapes of scales, and
-the parameters of products that stay quantised. Without torch: tensor_reader.py widens rows.
+"""Quantised weights of a checkpoint: fp8 with a scale for each tensor, row or block, and 4-bit codes with one for each
+group of columns. Names and shapes of scales, and the parameters of products that stay quantised. Without torch:
+tensor_reader.py widens rows.
 """
 
 from __future__ import annotations
@@ -7,9 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Set
 from dataclasses import replace
-from math import gcd, prod
+from math import prod
 from typing import TYPE_CHECKING
 
+from ..config.quantisation import Quantisation, scale_shape, scale_width
 from .checkpoint import CheckpointError, StoredTensor
 
 if TYPE_CHECKING:
@@ -18,15 +20,17 @@ if TYPE_CHECKING:
     from .slices import Fill
 
 PLAIN = ("F32", "BF16", "F16")
-READABLE = f"{', '.join(PLAIN)}, and F8_E4M3 matrices where config.json has a quantization_config"
-EXPERT_DEPTH = 64
-"""Columns that the expert kernels on GPUs multiply at once."""
+READABLE = f"{', '.join(PLAIN)}, and F8_E4M3 or packed matrices where config.json has a quantization_config"
+DEPTH = 64
+"""Columns that the kernels on GPUs multiply at once."""
+WORD = 8
+"""Columns that the kernels on CPUs widen at once, and the fewest that may share a scale."""
 CALIBRATION = re.compile(r".*(\.input_scale|\.input_scale_ub|\.output_scale|\.[qkv]_scale|_proj\.weight_scale_ub)")
 """Ignored tensors of fp8 checkpoints: activations are scaled per token, and KV by the cache."""
 
 
 def is_quantised(stored: StoredTensor) -> bool:
-    return stored.dtype == "F8_E4M3"
+    return stored.dtype == "F8_E4M3" or stored.per_byte > 1
 
 
 def scale_of(tensor: str) -> str:
@@ -34,13 +38,71 @@ def scale_of(tensor: str) -> str:
     return f"{tensor}_scale"
 
 
+def zero_of(tensor: str) -> str:
+    """The name of the zero points that belong to scales."""
+    return f"{tensor}_zero"
+
+
 def scaled_by(scale: str) -> str:
-    """The name of the tensor to which a scale belongs."""
-    return scale.removesuffix(scale_of(""))
+    """The name of the tensor to which scales or zero points belong."""
+    return scale.rpartition("_")[0]
 
 
 def is_scale(parameter: str) -> bool:
-    return parameter.endswith("_scale")
+    """Whether a parameter is of scales or zero points."""
+    return parameter.endswith((scale_of(""), zero_of("")))
+
+
+_SCALES = {"e8m0": ("U8", "F8_E8M0"), "e4m3": ("F8_E4M3",)}
+"""Types of scales that are no plain numbers."""
+
+
+def describe_packed(tensors: dict[str, StoredTensor], name: str, shape: tuple[int, ...], q: Quantisation) -> set[str]:
+    """Describes 4-bit codes as a matrix `name` [out, in / 2] of bytes, with its scales and zero points. Returns the
+    names of all tensors that belong to it; none if it is not packed. Raises CheckpointError, which names the tensor,
+    its type and shape, and those that are read."""
+    module = name.removesuffix("weight")
+    packed = tensors.get(f"{module}weight_packed")
+    if packed is None or name in tensors or q.per_byte == 1 or len(shape) != 2:
+        return set()
+    (rows, columns), group = shape, shape[1] if q.block is None else q.block[1]
+    if columns % group or columns % 8:
+        raise CheckpointError(
+            f"{packed.file}: tensor {packed.name}: {columns} columns % {group} = {columns % group}, % 8 = "
+            f"{columns % 8}: only whole groups, and whole words of 8 codes, are read"
+        )
+
+    def part(leaf: str, types: tuple[str, ...], *shapes: tuple[int, ...]) -> StoredTensor:
+        stored = tensors.get(f"{module}{leaf}")
+        if stored is None:
+            raise CheckpointError(f"{packed.file}: tensor {packed.name} is {q.title} without {module}{leaf}")
+        if stored.dtype not in types or stored.shape not in shapes:
+            raise CheckpointError(
+                f"{stored.file}: tensor {stored.name} is {stored.dtype} {stored.shape}; {q.title} with {columns} "
+                f"columns in groups of {group} has {' or '.join(types)} {shapes[0]}"
+            )
+        return stored
+
+    codes = part(
+        "weight_packed", *(("I32",), (rows, columns // 8)) if q.code == "int4" else (("U8",), (rows, columns // 2))
+    )
+    scale = part("weight_scale", _SCALES.get(q.scale, PLAIN), (rows, columns // group))
+    used = {name, scale.name}
+    if q.scale == "e8m0":
+        scale = replace(scale, dtype="F8_E8M0")
+    elif q.scale == "e4m3":
+        scale = replace(scale, divisor=part("weight_global_scale", ("F32",), (1,), ()))
+        used.add(f"{module}weight_global_scale")
+    if q.zeros:
+        zero = part("weight_zero_point", ("I32",), (-(-rows // 8), columns // group))
+        tensors[zero_of(name)] = replace(tensors.pop(zero.name), name=zero_of(name), block=(1, group))
+        used.add(zero_of(name))
+    if f"{module}weight_shape" in tensors:
+        used.add(part("weight_shape", ("I64", "I32"), (2,)).name)
+    tensors[name] = replace(codes, name=name, dtype="U8", shape=(rows, columns // 2), code=q.code)
+    tensors[scale.name] = replace(scale, block=(1, group))
+    del tensors[codes.name]
+    return used
 
 
 def check_scale(stored: StoredTensor, scale: StoredTensor | None, block: tuple[int, int] | None = None) -> str:
@@ -62,40 +124,33 @@ def check_scale(stored: StoredTensor, scale: StoredTensor | None, block: tuple[i
 
 
 def is_expert(product: str) -> bool:
-    """Whether a product ("layers.3.experts.down") belongs to experts."""
-    return "experts." in product
+    """Whether a product ("layers.3.experts.down") belongs to experts that tokens choose."""
+    return "experts." in product and "shared" not in product
 
 
-def scale_width(columns: int, block: tuple[int, int] | None) -> int:
-    """The number of columns of an expert's matrix that share a scale on a rank, chosen so that none of these groups
-    crosses a block of the checkpoint."""
-    return columns if block is None else gcd(columns, block[1])
+def may_stay(columns: int, q: Quantisation, step: int) -> bool:
+    """Whether a product of `columns` columns may stay quantised for a kernel that multiplies `step` columns at once:
+    each group of columns must be a part or a multiple of a step."""
+    width = scale_width(columns, q.block)
+    if columns % q.per_byte or (q.block is not None and width < WORD):
+        return False
+    return width == columns or width % step == 0 or step % width == 0
 
 
-def may_stay(columns: int, block: tuple[int, int] | None) -> bool:
-    """Whether experts' products of `columns` columns may stay quantised: a kernel's step needs one scale a row."""
-    return block is None or scale_width(columns, block) % EXPERT_DEPTH == 0
+def kept_bytes(shape: tuple[int, ...], q: Quantisation) -> int:
+    """Bytes of a quantised product [rows, columns]: its codes, scales and zero points."""
+    return prod(shape) // q.per_byte + q.scale_bytes * prod(scale_shape(shape, q.block))
 
 
-def scale_shape(product: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, ...]:
-    """Shape of a quantised product's fp32 scales: one a row; for experts one a row and `scale_width` columns."""
-    return (shape[0], shape[1] // scale_width(shape[1], block)) if is_expert(product) else (shape[0],)
-
-
-def kept_bytes(product: str, shape: tuple[int, ...], block: tuple[int, int] | None) -> int:
-    """Bytes of a quantised product's weights and scales."""
-    return prod(shape) + 4 * prod(scale_shape(product, shape, block))
-
-
-def scale_fills(fills: Iterable[Fill], quantised: Set[str]) -> list[Fill]:
-    """Fills for the scales of the products in `quantised` ("layers.3.gate_up"), which stay quantised."""
-    of_products = []
-    for fill in fills:
-        product = fill.parameter.removesuffix(".weight")
-        if fill.tensor is not None and product in quantised:
-            scales = replace(fill, parameter=scale_of(fill.parameter), tensor=scale_of(fill.tensor))
-            of_products.append(scales if is_expert(product) else replace(scales, source_col=0, columns=None))
-    return of_products
+def scale_fills(fills: Iterable[Fill], quantised: Set[str], zeros: bool = False) -> list[Fill]:
+    """Fills for the scales and zero points of the products in `quantised` ("layers.3.gate_up"), which stay
+    quantised."""
+    return [
+        replace(fill, parameter=name(fill.parameter), tensor=name(fill.tensor))
+        for name in (scale_of, zero_of)[: 1 + zeros]
+        for fill in fills
+        if fill.tensor is not None and fill.parameter.removesuffix(".weight") in quantised
+    ]
 
 
 def scale_rows(scale: Tensor, row: int, count: int) -> Tensor:

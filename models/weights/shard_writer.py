@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...topology.json_codec import unbuild
 from ..config.dialects import MODELING_FILE
+from ..config.quantisation import scale_shape
 from ..stages import RankShard
 from .checkpoint import CheckpointError, read_header
 from .file_writer import Entries, replace_metadata, write_tensors
@@ -21,7 +22,7 @@ from .identity import check_unchanged, read_sample, stamps_of, tables_of
 from .load import module_of
 from .mapping import Source
 from .own_sums import BLOCKS, SAMPLES, BlockSums, unknown_sums
-from .quantised import is_quantised, is_scale, scale_fills, scale_shape, scaled_by
+from .quantised import is_quantised, is_scale, scale_fills, scaled_by, zero_of
 from .rank_files import METADATA, ShardOrigin, config_digest, file_name, folder_of, layers_of, stamps
 from .slices import Fill, plan_fills
 from .tensor_reader import DTYPES, Reader
@@ -116,11 +117,12 @@ def _parameters(source: Source, shard: RankShard, replicate_embedding: bool) -> 
     quantised = source.quantised_products(shard)
     plan: dict[str, list[Fill]] = {}
     fills = plan_fills(shard, replicate_embedding)
-    for fill in fills + scale_fills(fills, quantised):
+    zeros = source.quantisation is not None and source.quantisation.zeros
+    for fill in fills + scale_fills(fills, quantised, zeros):
         plan.setdefault(fill.parameter, []).append(fill)
     default: torch.dtype = getattr(torch, shard.config.dtype)
     return {
-        name: (plan[name], _shape(source, plan[name]), _dtype(source, default, name, plan[name], quantised))
+        name: (plan[name], _shape(source, plan[name], quantised), _dtype(source, default, name, plan[name], quantised))
         for name in sorted(plan, key=_layer)
     }
 
@@ -132,22 +134,26 @@ def _layer(parameter: str) -> int:
     )
 
 
-def _shape(source: Source, fills: list[Fill]) -> tuple[int, ...]:
+def _shape(source: Source, fills: list[Fill], quantised: Set[str]) -> tuple[int, ...]:
     rows = max(fill.row + fill.count for fill in fills)
     real = next((fill for fill in fills if fill.tensor is not None), None)
     if real is None or real.tensor is None:
         raise ValueError(f"parameter {fills[0].parameter} is padding alone")
     stored = source.tensors[real.tensor]
+    if len(stored.shape) != 2 and not is_scale(real.parameter):
+        return (rows,)
+    weight = source.tensors[scaled_by(real.tensor)] if is_scale(real.parameter) else stored
+    columns = real.columns or weight.shape[0 if real.transposed else 1] * weight.per_byte
     if is_scale(real.parameter):
-        columns = real.columns or source.tensors[scaled_by(real.tensor)].shape[1]
-        return scale_shape(real.parameter, (rows, columns), source.block)
-    return (rows,) if len(stored.shape) != 2 else (rows, real.columns or stored.shape[0 if real.transposed else 1])
+        return scale_shape((rows, columns), source.block)
+    return rows, columns // (stored.per_byte if real.parameter.removesuffix(".weight") in quantised else 1)
 
 
 def _dtype(source: Source, default: torch.dtype, name: str, fills: list[Fill], quantised: Set[str]) -> torch.dtype:
     """The stored type; `default` if a fused product has several, or must be widened."""
-    if is_scale(name):
-        return torch.float32
+    if is_scale(name) and source.quantisation is not None:
+        scale: torch.dtype = getattr(torch, source.quantisation.scale_type)
+        return torch.int8 if name == zero_of(scaled_by(name)) else scale
     stored = [source.tensors[fill.tensor] for fill in fills if fill.tensor is not None]
     if len({s.dtype for s in stored}) > 1 or (
         is_quantised(stored[0]) and name.removesuffix(".weight") not in quantised

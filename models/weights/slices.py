@@ -315,6 +315,8 @@ _ENDS["dolomite"] = ("transformer.wte.weight", "transformer.ln_f.weight", "lm_he
 """The embedding, the final norm and the head."""
 _LANE_EMBEDDING = "model.tok_embeddings.weight"
 PRODUCTS, EXPERTS = ("qkv", "o", "gate_up", "down"), ("experts.gate_up", "experts.down")
+SHARED = "experts.shared_down"
+KEPT = (*PRODUCTS, "latent.down", "latent.q", "experts.shared_gate_up", SHARED, *EXPERTS)
 """The products of a layer that may stay quantised."""
 
 
@@ -438,9 +440,15 @@ def sources_of(shard: RankShard, layer: int, product: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_named(config, name, stored) for *what, name in suffixes if what == [product, "weight"]))
 
 
-def expert_columns(shard: RankShard) -> tuple[int, int]:
-    """The numbers of columns of the products of EXPERTS on a rank."""
-    return shard.config.hidden_size, len(shard.expert_ffn)
+def product_columns(shard: RankShard) -> dict[str, int]:
+    """The number of columns on a rank of each product that may stay quantised."""
+    rows = [row for row in _ROWS[shard.config.layout] if row.parameter in KEPT and row.columns is not None]
+    latent, has = shard.config.latent is not None, shard.config.experts is not None
+    return {
+        row.parameter: len(_AXES[row.columns or ""](shard))
+        for row in rows
+        if (latent or not row.parameter.startswith("latent.")) and (has or not row.parameter.startswith("experts."))
+    }
 
 
 def head_of(config: ModelConfig) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config.quantisation import E2M1, Code
 from .checkpoint import ITEMSIZES, CheckpointError, StoredTensor, shown
 
 DTYPES = {
@@ -24,7 +25,10 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8,
+    "I32": torch.int32,
+    "U8": torch.uint8,
 }
 CHUNK_BYTES = 16 << 20
 """Bytes converted, or gathered from a mapped file, at once."""
@@ -144,7 +148,7 @@ class Reader:
             _copy_bits(target, source)
             return
         source = source.reshape(target.shape)
-        target.copy_(source if scale is None else widened(source, scale))
+        target.copy_(source if scale is None else widened(source, scale).view(target.shape))
 
     def _rows(self, stored: StoredTensor, row: int, count: int) -> Tensor:
         """Reads whole rows [count, width] into the buffer; valid until the next call."""
@@ -207,16 +211,22 @@ def byte_view(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def widened(source: Tensor, scale: Tensor) -> Tensor:
-    """Widens fp8 [n, c] to fp32, times scale (one, [n] or [n, c]), by a table: ten times faster than torch on CPUs."""
-    values = np.take(_fp8_table(), source.contiguous().view(torch.uint8).numpy())
-    return torch.from_numpy(values).mul_(scale if scale.ndim == 2 else scale.view(-1, *[1] * (source.ndim - 1)))
+def widened(source: Tensor, scale: Tensor, code: Code = "e4m3") -> Tensor:
+    """Widens codes [n, bytes] to fp32 [n, c], times scale (one, [n] or [n, c]). By a table, which is ten times faster
+    than torch on CPUs."""
+    rows = source.contiguous().view(torch.uint8).numpy()
+    values = torch.from_numpy(np.take(_values(code), rows, 0).reshape(len(rows), -1))
+    return values.mul_(scale if scale.ndim == 2 else scale.view(-1, 1))
 
 
 @cache
-def _fp8_table() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """The values of the 256 fp8 codes."""
-    return torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
+def _values(code: Code) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """The values in each of the 256 bytes, [256, 1 or 2]."""
+    every = torch.arange(256, dtype=torch.uint8)
+    if code == "e4m3":
+        return every.view(FP8).float().view(256, 1).numpy()
+    table = torch.arange(16.0) - 8 if code == "int4" else torch.tensor([*E2M1, *(-value for value in E2M1)])
+    return table[torch.stack((every & 15, every >> 4), 1).long()].numpy()
 
 
 class DummyReader(Reader):

@@ -54,7 +54,7 @@ def recommend(plan: CapacityEstimate) -> tuple[str, ...]:
                 f"token{_needs(quick)}."
             )
     elif plan.layouts:
-        sentences.append("No layout on these devices has room for this model: add nodes, or use its fp8 weights.")
+        sentences.append("No layout on these devices has room for this model: add nodes, or use quantised weights.")
     return (*sentences, *_wiring_words(plan), *_context_parallel_words(plan))
 
 
@@ -104,7 +104,8 @@ def _more(layout: Layout, max_num_seqs: int) -> str:
 
 
 def _needs(layout: Layout) -> str:
-    return "; needs an fp8 checkpoint validated for quality" if layout.stored.weights == "fp8" else ""
+    stored = layout.stored
+    return f"; needs an {stored.form.title} checkpoint validated for quality" if stored.quantised else ""
 
 
 def keys_of(layout: Layout) -> dict[str, int]:

@@ -159,7 +159,7 @@ def make_plan(question: Question) -> CapacityEstimate:
 
 def group_in(q: Question) -> SimulatedGroup:
     """The question's tensor-parallel group, ready to be asked for steps; of a pipeline, its slowest stage's."""
-    rates = devices_of(q).rates(q.stored.weights)
+    rates = devices_of(q).rates(q.stored.multiplied)
     size = q.placement.world.tp
     inside = devices_of(q).links(1, q.sharing.per_node) if q.sharing.per_node else None
     replicated = q.keys.replicate_embedding

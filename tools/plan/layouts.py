@@ -132,8 +132,8 @@ def layouts(
         variants = {config.wiring.name: config.wiring}
     elif config.wiring.name not in variants and not config.wiring.desync_every:
         variants[config.wiring.name] = config.wiring
-    narrower = devices.fp8 and stored.weights != "fp8" and config.lanes is None
-    forms = (stored, replace(stored, weights="fp8")) if narrower else (stored,)
+    narrower = devices.fp8 and not stored.quantised and config.lanes is None
+    forms = (stored, replace(stored, weights=stored.form.title.lower())) if narrower else (stored,)
     total, node = devices.total, devices.per_node
     sizes = {total, own, node} | {node // n for n in (2, 4, 8, 16) if node % n == 0}
     candidates: list[Layout] = []
@@ -171,7 +171,7 @@ def _layout(
     nodes = max(1, ceil(tp / devices.per_node))
     replicas = max(1, devices.total // (tp * stages))
     room = memory(config, tp, stored, keys, devices.memory_bytes, stages)
-    rates, links = devices.rates(stored.weights), devices.links(nodes, tp // nodes)
+    rates, links = devices.rates(stored.multiplied), devices.links(nodes, tp // nodes)
     group = group_of(fullest_stage(config, stages), tp, stored, rates, links, keys.replicate_embedding)
     speeds, depths = [], []
     if room.kv_bytes > 0:
@@ -230,12 +230,12 @@ def group_of(
     """A group that computes a stage, with its numbers in memory as `stored` says."""
     wide = stored.kept()[stage.first_layer : stage.first_layer + stage.config.num_layers]
     expert_bytes = None
-    if stored.weights == "fp8" and stage.config.experts is not None:
+    if stored.quantised and stage.config.experts is not None:
         shard = RankShard(stage.config, tp, 0, None, *sharing)
         elements = 3 * stage.config.hidden_size * len(shard.expert_ids) * len(shard.expert_ffn)
         expert_bytes = stored.expert_bytes(shard) / elements
     return SimulatedGroup(
-        stage.config, tp, rates, links, BYTES[stored.weights], BYTES[stored.kv], BYTES[stored.values],
+        stage.config, tp, rates, links, stored.element_bytes, BYTES[stored.kv], BYTES[stored.values],
         replicate_embedding, wide=wide, expert_bytes=expert_bytes, sharing=sharing, node_links=node_links,
     )  # fmt: skip
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ...engine.step.memory import GIB, GPU_CONTEXT, NCCL_BUFFERS, MemoryKeys, working_memory
 from ...models.config.model_config import ModelConfig
-from ...models.config.quantisation import BYTES
+from ...models.config.quantisation import BYTES, Quantisation, scale_width
 from ...models.config.shapes import WHOLE, Sharing
 from ...models.stages import RankShard
-from ...models.weights.quantised import kept_bytes, may_stay
-from ...models.weights.slices import EXPERTS, PRODUCTS, expert_columns
+from ...models.weights.quantised import DEPTH, kept_bytes, may_stay
+from ...models.weights.slices import EXPERTS, PRODUCTS, SHARED, product_columns
+
+FP8 = Quantisation("fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,40 +23,68 @@ class StoredTypes:
     """Storage types: of projections, of all other weights and activations, of KV."""
 
     weights: str = "bfloat16"
+    """A type, or the title of `form` in lower case: then they are quantised."""
     values: str = "bfloat16"
     kv: str = "bfloat16"
     wide: tuple[tuple[str, ...], ...] = ()
-    """The products of each layer that are stored as `values` although the weights are fp8; empty: none."""
-    block: tuple[int, int] | None = None
-    """The block of fp8 experts that shares one scale; None: a row."""
+    """The products of each layer that are stored as `values` although the weights are quantised; empty: none."""
+    form: Quantisation = FP8
+    """The form of quantised weights."""
+
+    @property
+    def quantised(self) -> bool:
+        return self.weights == self.form.title.lower()
 
     def kept(self) -> tuple[tuple[str, ...], ...]:
-        """`wide` if the weights are fp8, else empty."""
-        return self.wide if self.weights == "fp8" else ()
+        """`wide` if the weights are quantised, else empty."""
+        return self.wide if self.quantised else ()
 
     @property
     def keeps_dense(self) -> bool:
-        """Whether products other than experts' are fp8."""
-        return self.weights == "fp8" and not all(set(PRODUCTS) <= {*layer} for layer in self.wide or ((),))
+        """Whether products other than experts' are quantised."""
+        return self.quantised and not all(set(PRODUCTS) <= {*layer} for layer in self.wide or ((),))
+
+    @property
+    def by_scaled_rows(self) -> bool:
+        """Whether products other than experts' multiply fp8 with one scale a row."""
+        return self.weights == "fp8" and self.form.block is None and self.form.code == "e4m3"
+
+    @property
+    def multiplied(self) -> str:
+        """The type in which products other than experts' are computed: others are widened in registers."""
+        return "fp8" if self.by_scaled_rows else self.values
+
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of a weight, with its part of a scale."""
+        scales = self.form.scale_bytes / self.form.block[1] if self.quantised and self.form.block else 0.0
+        return BYTES[self.weights] + scales
 
     def expert_bytes(self, shard: RankShard) -> int:
         """Bytes of a layer's experts and their scales on a rank, without shared experts, as models/weights/mapping.py
         stores them. A product that is wide in one layer counts as wide in all."""
         if shard.config.experts is None:
             return 0
-        (d, ffn), count, total = expert_columns(shard), len(shard.expert_ids), 0.0
+        d, ffn, count, total = shard.config.hidden_size, len(shard.expert_ffn), len(shard.expert_ids), 0.0
         for product, shape in zip(EXPERTS, ((count * 2 * ffn, d), (count * d, ffn)), strict=True):
-            wide = any(product in layer for layer in self.wide) or not may_stay(shape[1], self.block)
-            if self.weights == "fp8" and not wide:
-                total += kept_bytes(product, shape, self.block)
+            wide = any(product in layer for layer in self.wide) or not may_stay(shape[1], self.form, DEPTH)
+            if self.quantised and not wide:
+                total += kept_bytes(shape, self.form)
             else:
-                total += math.prod(shape) * BYTES[self.values if self.weights == "fp8" else self.weights]
+                total += math.prod(shape) * BYTES[self.values if self.quantised else self.weights]
         return int(total)
+
+    def shared_bytes(self, shard: RankShard) -> int:
+        """Bytes of a layer's shared experts on a rank; a form is known by its elements."""
+        elements = 3 * shard.config.hidden_size * len(shard.shared_ffn)
+        wide = self.quantised and any(SHARED in layer for layer in self.wide)
+        return int(elements * (BYTES[self.values] if wide else self.element_bytes))
 
     def summary(self) -> dict[str, object]:
         """For JSON: `wide` as the number of layers for each product."""
-        counts = {product: sum(product in layer for layer in self.kept()) for product in (*PRODUCTS, *EXPERTS)}
-        return {**asdict(self), "wide": {product: count for product, count in counts.items() if count}}
+        counts = {product: sum(product in layer for layer in self.kept()) for product in (*PRODUCTS, SHARED, *EXPERTS)}
+        wide = {product: count for product, count in counts.items() if count}
+        return {"weights": self.weights, "values": self.values, "kv": self.kv, "wide": wide, "block": self.form.block}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +164,7 @@ def memory(
     product_bytes = {
         p: n * (of[p] * linear + min(of[p], wide_layers[p]) * (other - linear)) for p, n in elements.items()
     }
-    shared, router, int8_scales = _expert_elements(shard)
+    router, int8_scales = _expert_elements(shard)
     biases = outputs * c.qkv_bias + d * c.o_bias + 2 * dim * c.qk_norm + (2 * shard.ffn_size + d) * c.mlp_bias
     biases += c.latent.rank + c.latent.query_rank if c.latent is not None else 0
     biases += shard.num_heads * c.sinks
@@ -147,17 +177,20 @@ def memory(
     if stages > 1:
         embedding, head = max(embedding, head), 0
     head *= c.lanes.count if c.lanes is not None and c.lanes.head == "lane" else 1
-    scaled = {"qkv": outputs, "o": d, "gate_up": 2 * shard.ffn_size, "down": d} if linear == 1.0 else {}
-    scales = sum(4 * n * max(0, of[product] - wide_layers[product]) for product, n in scaled.items())
+    scaled, scale_bytes = {"qkv": outputs, "o": d, "gate_up": 2 * shard.ffn_size, "down": d}, 4
+    if stored.quantised:
+        scaled, scale_bytes = _scales(shard, elements, stored.form), stored.form.scale_bytes
+    elif stored.weights != "int8":
+        scaled = {}
+    scales = sum(scale_bytes * n * max(0, of[product] - wide_layers[product]) for product, n in scaled.items())
     scales += 4 * mixed * int8_scales if stored.weights == "int8" else 0
-    shared_bytes = shared * (other if stored.weights == "fp8" else linear)
     working = working_memory(config, size, other, keys, sharing)
     rotary = (keys.max_model_len + 1) * dim * 4 * 2
     parts = {
         "weights: embedding": int(embedding * d * other),
         "weights: attention": int(product_bytes["qkv"] + product_bytes["o"] + layers * expanded * other),
         "weights: MLP": int(product_bytes["gate_up"] + product_bytes["down"]),
-        "weights: experts": int(mixed * (stored.expert_bytes(shard) + shared_bytes)),
+        "weights: experts": int(mixed * (stored.expert_bytes(shard) + stored.shared_bytes(shard))),
         "weights: router": int(mixed * router * other),
         "weights: norms, biases, scales": int((norms + layers * biases) * other + scales),
         "weights: head": int(head * d * other),
@@ -181,15 +214,29 @@ def memory(
     return Memory(device_bytes, parts, budget, per_token, tokens_held, keys.max_model_len, keys.max_num_seqs)
 
 
-def _expert_elements(shard: RankShard) -> tuple[int, int, int]:
-    """A rank's share of a layer of experts: elements of shared experts and of the router, int8 scales."""
+def _scales(shard: RankShard, elements: Mapping[str, int], q: Quantisation) -> dict[str, int]:
+    """The number of scales of each product of a layer that is quantised."""
+    columns, numbers = product_columns(shard), dict[str, int]()
+    for product, size in elements.items():
+        if product == "qkv" and (latent := shard.config.latent) is not None:
+            first = shard.config.hidden_size * latent.shared
+            made = columns["latent.q"] if latent.query_rank else columns["latent.down"]
+            numbers[product] = first // scale_width(columns["latent.down"], q.block)
+            numbers[product] += (size - first) // scale_width(made, q.block)
+        elif product in columns:
+            numbers[product] = size // scale_width(columns[product], q.block)
+    return numbers
+
+
+def _expert_elements(shard: RankShard) -> tuple[int, int]:
+    """A rank's share of a layer of experts: elements of the router, int8 scales."""
     e, d = shard.config.experts, shard.config.hidden_size
     if e is None:
-        return 0, 0, 0
+        return 0, 0
     inner, shared = len(shard.expert_ids) * len(shard.expert_ffn), len(shard.shared_ffn)
     outputs = 2 * (inner + shared) + d * (len(shard.expert_ids) + (shared > 0))
     biases = 0 if e.clamped is None else len(shard.expert_ids) * (2 * len(shard.expert_ffn) + d)
-    return 3 * d * shared, e.routed * (d + e.router.biased + e.router.offset) + biases, outputs
+    return e.routed * (d + e.router.biased + e.router.offset) + biases, outputs
 
 
 def _fullest_part(sizes: Sequence[int], wide: Sequence[tuple[str, ...]], layers: int) -> Sequence[tuple[str, ...]]:

@@ -105,7 +105,7 @@ def _group(
 ) -> SimulatedGroup:  # fmt: skip
     per_node = devices.per_node
     inside = devices.links(1, per_node) if sharing.per_node else None
-    rates, links = devices.rates(stored.weights), devices.links(nodes, per_node)
+    rates, links = devices.rates(stored.multiplied), devices.links(nodes, per_node)
     stage = fullest_stage(config, stages)
     return group_of(stage, nodes * per_node, stored, rates, links, keys.replicate_embedding, sharing, inside)
 

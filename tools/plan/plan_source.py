@@ -17,7 +17,7 @@ from ...engine.config.schema import CPU_KV_CACHE_MEMORY
 from ...engine.schedule.speculation import MOST
 from ...engine.step.memory import MemoryKeys
 from ...launchers.cli.fabric_source import backend_of, lay_out, read_fabric, suits
-from ...models.config.known_models import PUBLISHED_FP8, by_folder, half_ladder, known, published_fp8
+from ...models.config.known_models import PUBLISHED, assumed_fp8, by_folder, half_ladder, known, published_fp8
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.parts import make_wiring
 from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
@@ -27,7 +27,7 @@ from ...models.cuda.workspace import HEAD_DIMS, latent_unfit
 from ...models.stages import RankShard, StageError, choose_layers
 from ...models.weights.checkpoint import CheckpointError
 from ...models.weights.mapping import open_checkpoint
-from ...models.weights.slices import EXPERTS, PRODUCTS
+from ...models.weights.slices import EXPERTS, PRODUCTS, SHARED
 from ...topology.cost.cost import Backend, Costs, Shape, shape_of
 from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.presets import preset
@@ -36,11 +36,6 @@ from ...topology.placement.world import World
 from .estimate import Question
 from .layouts import Work
 from .memory import StoredTypes, memory
-
-FP8, FP8_EXPERTS = Quantisation("fp8"), Quantisation("fp8", block=(128, 128))
-"""The assumed forms of fp8 weights that are not on this machine: of dense models, of mixtures of experts."""
-
-_EXPERTS_ALONE = "fp8 weights: of experts alone, with a scale for each 128 x 128; all others are widened"
 
 _KEYS = {
     "wiring": "model.wiring",
@@ -118,8 +113,10 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     values = config.dtype if d.model.dtype == "auto" else d.model.dtype
     kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
     published = quantised is not None and d.dummy_seed is None  # a dummy of these is drawn wide
-    form, means = _form(d.model.weights, values, published or asked.fp8, gpu), quantised or _assumed(config)
-    stored = StoredTypes(form, values, kv, _kept_here(wide, config, fabric) if gpu else (), means.block)
+    means = quantised or assumed_fp8(config)
+    kept = published or (asked.fp8 and gpu)
+    weights = d.model.weights if d.model.weights != "stored" else means.title.lower() if kept else values
+    stored = StoredTypes(weights, values, kv, _kept_here(wide, config, means, fabric) if gpu else wide, means)
     keys = MemoryKeys(
         max_num_seqs=d.engine.max_num_seqs,
         max_num_batched_tokens=d.engine.max_num_batched_tokens,
@@ -132,7 +129,10 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         flashinfer=d.engine.attention != "torch" and values != "float32" and _attends(config, heads),
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
         deterministic=bool(d.parallel.deterministic),
-        widens_fp8=stored.keeps_dense and not (_multiplies_fp8(fabric) and means.activations),
+        widens_fp8=gpu
+        and stored.by_scaled_rows
+        and stored.keeps_dense
+        and not (_multiplies_fp8(fabric) and means.activations),
         drafts=MOST if d.engine.speculation else 0,
         draft_model=_draft_model(loaded, config),
         standby=d.daemon.standby > 0,
@@ -166,21 +166,23 @@ def from_names(
     fabric = asked.fabric or preset("1x8xH100")
     notes = [] if asked.fabric else ["no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)"]
     gpu = any(n.devices for n in fabric.nodes)
-    wide, block = published_fp8(name) if gpu else (), _assumed(config).block
-    notes += _kept_wide(wide, "the published checkpoint keeps")
-    if asked.fp8 and gpu and block is not None:
-        notes.append(_EXPERTS_ALONE)
-    elif name.lower() in PUBLISHED_FP8 and not asked.fp8:
+    form = PUBLISHED.get(name.lower(), assumed_fp8(config))
+    kept, wide = asked.fp8 or form.code != "e4m3", published_fp8(name) if gpu else ()
+    notes += _kept_wide(wide, form, "the published checkpoint keeps")
+    if name.lower() in PUBLISHED and not kept:
         notes.append(f"{name} is published in fp8: --fp8 plans that, {config.dtype} is planned here")
-    wide = _kept_here(wide or _widened(config, block), config, fabric) if gpu else ()
-    stored = StoredTypes("fp8" if asked.fp8 else config.dtype, config.dtype, config.dtype, wide, block)
+    elif form.code != "e4m3":
+        notes.append(f"{name} is published in {form.title}, which is planned here: experts alone have it")
+    wide = wide or _widened(config, form)
+    wide = _kept_here(wide, config, form, fabric) if gpu else wide
+    stored = StoredTypes(form.title.lower() if kept else config.dtype, config.dtype, config.dtype, wide, form)
     keys = MemoryKeys(
         max_num_seqs=512 if gpu else 256,
         max_num_batched_tokens=8192 if gpu else 2048,
         max_model_len=max_model_len or min(8192 if gpu else 2048, config.max_position_embeddings),
         kv_cache_memory=None if gpu else CPU_KV_CACHE_MEMORY,
         gpu=gpu,
-        widens_fp8=stored.keeps_dense and not _multiplies_fp8(fabric),
+        widens_fp8=gpu and stored.by_scaled_rows and stored.keeps_dense and not _multiplies_fp8(fabric),
     )
     size = size or _natural_size(config, stored, keys, fabric)
     total = sum(len(n.devices) or len(n.numa) for n in fabric.nodes)
@@ -239,10 +241,9 @@ def _model(
             raise ConfigError(
                 [loaded.fault("model.path", f"{folder}: no such folder, and its name is none of a known architecture")]
             )
-        config, quantised = guess.config, _assumed(guess.config) if guess.fp8 else None
-        form = (
-            f"{', fp8 weights' if guess.fp8 else ''}{'' if guess.how == 'stock' else f', {config.wiring.name} wiring'}"
-        )
+        config, quantised = guess.config, guess.form
+        form = f", {quantised.title} weights" if quantised else ""
+        form += "" if guess.how == "stock" else f", {config.wiring.name} wiring"
         notes.append(f"{folder} is not on this machine: taken for {guess.name}{form} by its name")
     wide = _wide(folder, config, quantised, notes)
     # Whether weights suit their wiring is for `check` and the ranks: a plan may ask what if.
@@ -253,63 +254,56 @@ def _model(
 def _wide(
     folder: Path, config: ModelConfig, quantised: Quantisation | None, notes: list[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """The products of each layer that fp8 weights leave wide: by the headers of the folder's files, else as the
+    """The products of each layer that quantised weights leave wide: by the headers of the folder's files, else as the
     published checkpoint of its name has it. Appends to `notes` which of the two."""
     if quantised is not None and any(folder.glob("*.safetensors")):
         try:
-            quantised_products = open_checkpoint(folder, config).quantised_products(RankShard(config, 1, 0))
+            names = open_checkpoint(folder, config).quantised_products(RankShard(config, 1, 0))
         except (CheckpointError, OSError) as fault:
-            notes.append(f"the headers of {folder} cannot be read ({fault}): fp8 weights are assumed by its name")
+            notes.append(f"the headers of {folder} cannot be read ({fault}): they are assumed by its name")
         else:
-            layers = range(config.num_layers)
             wide = tuple(
-                tuple(p for p in _products(config, i) if f"layers.{i}.{p}" not in quantised_products) for i in layers
+                tuple(p for p, parts in _products(config, i) if not {f"layers.{i}.{x}" for x in parts} & names)
+                for i in range(config.num_layers)
             )
-            notes += _kept_wide(wide, f"{folder} keeps")
+            notes += _kept_wide(wide, quantised, f"{folder} keeps")
             return wide if any(wide) else ()
     guess = by_folder(folder.name)
     wide = published_fp8(guess.name) if guess else ()
     if len(wide) != config.num_layers:
-        if quantised is FP8_EXPERTS:
-            notes.append(_EXPERTS_ALONE)
-        return _widened(config, (quantised or _assumed(config)).block)
-    notes += _kept_wide(wide, "the published checkpoint keeps")
+        return _widened(config, quantised or assumed_fp8(config))
+    notes += _kept_wide(wide, quantised or assumed_fp8(config), "the published checkpoint keeps")
     return wide
 
 
-def _products(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """The products of a layer that may be fp8."""
-    return (*PRODUCTS, *EXPERTS) if config.has_experts(layer) else PRODUCTS
+def _products(config: ModelConfig, layer: int) -> list[tuple[str, tuple[str, ...]]]:
+    """The products of a layer that may be quantised, each with the names of its parts."""
+    e, mixed = config.experts, config.has_experts(layer)
+    names = ["o", *(("gate_up", "down") if config.has_mlp(layer) else ()), *(EXPERTS if mixed else ())]
+    names += [SHARED] if mixed and e is not None and e.shared_ffn_size else []
+    first = ("qkv",) if config.latent is None else ("latent.down", "latent.q")
+    return [("qkv", first), *((name, (name,)) for name in names)]
 
 
-def _assumed(config: ModelConfig) -> Quantisation:
-    return FP8 if config.experts is None else FP8_EXPERTS
+def _widened(config: ModelConfig, form: Quantisation) -> tuple[tuple[str, ...], ...]:
+    """The products of each layer that a published checkpoint keeps wide: all but experts of INT4."""
+    return () if form.code == "e4m3" else ((*PRODUCTS, SHARED),) * config.num_layers
 
 
-def _widened(config: ModelConfig, block: tuple[int, int] | None) -> tuple[tuple[str, ...], ...]:
-    """The products of each layer that loading widens from fp8 on a GPU: all but experts if scales are by block, else
-    only latent attention's."""
-    if block is not None:
-        return (PRODUCTS,) * config.num_layers
-    return () if config.latent is None else (PRODUCTS[:1],) * config.num_layers
-
-
-def _kept_here(wide: tuple[tuple[str, ...], ...], config: ModelConfig, fabric: Fabric) -> tuple[tuple[str, ...], ...]:
-    """`wide` with the experts, where devices have no kernel that reads fp8."""
-    if config.experts is None or _multiplies_fp8(fabric):
+def _kept_here(
+    wide: tuple[tuple[str, ...], ...], config: ModelConfig, form: Quantisation, fabric: Fabric
+) -> tuple[tuple[str, ...], ...]:
+    """`wide` with the products whose kernels read fp8, where devices have none."""
+    if form.code != "e4m3" or _multiplies_fp8(fabric) or (form.block is None and config.experts is None):
         return wide
-    return tuple((*layer, *EXPERTS) for layer in wide or ((),) * config.num_layers)
+    products = EXPERTS if form.block is None else (*PRODUCTS, SHARED, *EXPERTS)
+    return tuple((*layer, *products) for layer in wide or ((),) * config.num_layers)
 
 
-def _kept_wide(wide: tuple[tuple[str, ...], ...], who: str) -> list[str]:
-    counts = [(product, sum(product in layer for layer in wide)) for product in (*PRODUCTS, *EXPERTS)]
+def _kept_wide(wide: tuple[tuple[str, ...], ...], form: Quantisation, who: str) -> list[str]:
+    counts = [(product, sum(product in layer for layer in wide)) for product in (*PRODUCTS, SHARED, *EXPERTS)]
     words = ", ".join(f"{product} of {count}" for product, count in counts if count)
-    return [f"fp8 weights: {who} {words} of {len(wide)} layers wide"] if words else []
-
-
-def _form(weights: str, values: str, fp8: bool, gpu: bool) -> str:
-    """The type of projections in memory: fp8 on GPUs alone, on CPUs it is widened."""
-    return weights if weights != "stored" else "fp8" if fp8 and gpu else values
+    return [f"{form.title} weights: {who} {words} of {len(wide)} layers wide"] if words else []
 
 
 def assumed_fabric(d: Deployment) -> str:

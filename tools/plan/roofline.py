@@ -13,6 +13,7 @@ from ...models.config.model_config import ModelConfig
 from ...models.config.parts import Wiring
 from ...models.config.shapes import WHOLE, Sharing
 from ...models.stages import RankShard
+from ...models.weights.slices import SHARED
 from ...topology.cost.cost import Backend, Costs, Shape, choose, predict, untuned
 from ...topology.cost.prices import reference
 from ...topology.hardware.fabric import Device, LinkClass, Node, counted
@@ -222,8 +223,7 @@ class SimulatedGroup:
     split: bool = False
     """A step may be computed in two streams, and is where that is quicker."""
     expert_bytes: float | None = None
-    """An element's of fp8 experts, which are widened to be multiplied; shared ones are in memory; None: `weight_bytes`
-    of both."""
+    """An element's of quantised experts, which are widened to be multiplied; None: `weight_bytes`."""
     sharing: Sharing = WHOLE
     node_links: Links | None = None
     """Links of the ranks that `sharing` cuts the dense path over."""
@@ -305,12 +305,14 @@ class SimulatedGroup:
         if self.sharing.spread:
             read = most_on_a_rank(len(shard.expert_ids), read / e.count, self.size)
         flops_needed = rows * chosen * 3.0 * d * e.ffn_size / self.size
-        fp8 = self.expert_bytes is not None
+        quantised = self.expert_bytes is not None
         value_bytes = self.weight_bytes if self.expert_bytes is None else self.expert_bytes
-        flops = self._value_flops if fp8 else self.rates.flops
+        flops = self._value_flops if quantised else self.rates.flops
         experts = max(2 * flops_needed / flops, read * one * value_bytes / self.rates.weight_bytes_per_s)
         return (
-            experts + self._product(3 * d * len(shard.shared_ffn), rows, fp8) + self._product(e.routed * d, rows, True)
+            experts
+            + self._product(3 * d * len(shard.shared_ffn), rows, any(SHARED in layer for layer in self.wide))
+            + self._product(e.routed * d, rows, True)
         )
 
     def _product(self, weights: float, rows: int, wide: bool = False) -> float:

@@ -18,6 +18,7 @@ from laddertron.models.config.experts import MISSING, Experts, Router
 from laddertron.models.config.json_fields import MAX_JSON_BYTES, read_json
 from laddertron.models.config.latent import Latent
 from laddertron.models.config.model_config import ModelConfig, Rope, from_folder, make_wiring
+from laddertron.models.config.quantisation import read_quantisation
 from laddertron.models.config.wiring import WiringError, choose_wiring, missing_record
 
 LLAMA: dict[str, Any] = {
@@ -317,18 +318,22 @@ def test_null_groups_of_a_deepseek_are_no_groups(tmp_path: Path) -> None:
 
 
 def test_a_kimi_is_a_deepseek(tmp_path: Path) -> None:
-    """Kimi-K2's words, also where a model that sees has them as its text; its INT4 form is refused by name."""
+    """Kimi-K2's words, also where a model that sees has them as its text, with the form of its weights at either
+    place."""
     deepseek = read(tmp_path, DEEPSEEK)
     words = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}
     assert read(tmp_path, DEEPSEEK | words, model_type="kimi_k2") == deepseek
     text = DEEPSEEK | words | {"model_type": "kimi_k2"}
     assert read(tmp_path, {"model_type": "kimi_k25", "text_config": text, "vision_config": {}}) == deepseek
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
-    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": weights}}
-    for folder in (text | {"quantization_config": packed}, {"model_type": "kimi_k25"}):
-        folder = folder if "vocab_size" in folder else folder | {"text_config": text | {"quantization_config": packed}}
-        with pytest.raises(ValueError, match=r"format 'pack-quantized' \(INT4, as Kimi-K2 Thinking is published\)"):
-            read(tmp_path, folder)
+    groups = {"g": {"weights": weights}}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    form = {"quantization_config": packed}
+    for folder in (text | form, {"text_config": text | form}, {"text_config": text} | form):
+        assert read(tmp_path, {"model_type": "kimi_k25"} | folder) == deepseek
+        quantisation = read_quantisation(tmp_path)
+        assert quantisation is not None
+        assert (quantisation.code, quantisation.block, quantisation.title) == ("int4", (1, 32), "INT4")
 
 
 def test_a_longcat_is_read_as_twice_as_many_layers(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ from unittest.mock import patch
 import torch
 from laddertron.models import ops
 from laddertron.models.config.experts import Clamped, Router
+from laddertron.models.config.quantisation import Code
 from laddertron.models.cuda import ops as gpu_ops
 from laddertron.models.cuda.experts import TILES, GroupedExperts, TritonChoice
+from laddertron.models.cuda.packed import packed_linear
 from laddertron.models.experts import Biased, TorchChoice, TorchExperts
 from laddertron.models.latent import LatentAttention, LatentCache
 from laddertron.models.ops import Norm, OtherLanes
+from laddertron.models.packed import Packed
 
 if "TRITON_INTERPRET" not in os.environ:
     torch.set_default_device("cuda")
@@ -96,26 +99,59 @@ def products() -> list[dict[str, Any]]:
     return found
 
 
-def fp8_products() -> dict[str, bool]:
-    """The products over weights that were widened while loading, to all bits where it is interpreted: one scale a
-    row, and one a block of columns; of both matrices, and of one. In fp16: the interpreter has no bf16."""
+def matrix(code: Code, *shape: int, groups: int, zeros: bool = False) -> Packed:
+    """Random codes of a matrix [..., rows, columns], and scales of so many groups of columns."""
+    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // (1 if code == "e4m3" else 2)), generator=DICE)
+    codes = codes.to(torch.uint8)
+    if code == "e4m3":
+        codes = torch.where((codes & 0x7F) == 0x7F, codes - 1, codes).view(torch.float8_e4m3fn)
+    scale = torch.rand(*shape[:-1], groups, generator=DICE) / (4000 if code == "e4m3" else 200)
+    zero = torch.randint(-8, 8, scale.shape, generator=DICE).to(torch.int8) if zeros else None
+    return Packed(codes, scale if code == "e4m3" else scale.bfloat16(), zero, code)
+
+
+PACKED: dict[str, tuple[Code, tuple[int, int], bool]] = {
+    "fp8, a row": ("e4m3", (1, 1), False),
+    "fp8, 64 columns": ("e4m3", (3, 2), False),
+    "fp8, a row and 16 columns": ("e4m3", (1, 8), False),
+    "int4, 32 columns": ("int4", (6, 4), False),
+    "int4, 8 columns and zeros": ("int4", (24, 16), True),
+    "int4, a row and zeros": ("int4", (1, 1), True),
+    "e2m1, 16 columns": ("e2m1", (12, 8), False),
+}
+"""Code, groups of both matrices of experts, zero points."""
+
+
+def packed_products() -> dict[str, bool]:
+    """Experts' products and one of a dense layer, over weights that were widened while loading, to all bits where it is
+    interpreted; both matrices, and one. In fp16: the interpreter has no bf16."""
     width, inner, count, k, found = 192, 128, 3, 2, {}
     x, weight = normal(6, width, dtype=torch.float16), torch.rand(6, k, generator=DICE)
     chosen = torch.randint(-1, count, (6, k), generator=DICE, dtype=torch.int32)
-    for name, parts in {"rows": (1, 1), "blocks": (3, 2), "64 columns and a row": (3, 1), "down": (0, 2)}.items():
-        held, wide, scales = [], [], []
-        for matrix, n in zip((normal(count, 2 * inner, width), normal(count, width, inner)), parts, strict=True):
-            scale = torch.rand(*matrix.shape[:2], max(1, n), generator=DICE) / 1000
-            codes = (matrix * 100).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-            wide.append((codes.float() * scale.repeat_interleave(matrix.shape[2] // max(1, n), 2)).half())
-            held.append(codes if n else wide[-1])
-            scales.append(scale if n else None)
+
+    def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+        # Tensor cores sum in one order what lies in registers, in another what lies in shared memory.
+        exact = torch.equal(got, want) if DEVICE.type == "cpu" else torch.allclose(got, want, atol=0.01, rtol=0.01)
+        return exact and bool(want.any())
+
+    for name, (code, groups, zeros) in PACKED.items():
+        up = matrix(code, count, 2 * inner, width, groups=groups[0], zeros=zeros)
+        down = matrix(code, count, width, inner, groups=groups[1], zeros=zeros)
+        plain = up.widened(torch.float16), down.widened(torch.float16)
         for tile in TILES:
-            got = GroupedExperts(held[0], held[1], count, (tile,), scales)(x, chosen, weight)
-            want = GroupedExperts(wide[0], wide[1], count, (tile,))(x, chosen, weight)
-            # Tensor cores sum in one order what lies in registers, in another what lies in shared memory.
-            same = torch.equal(got, want) if DEVICE.type == "cpu" else torch.allclose(got, want, atol=0.01, rtol=0.01)
-            found[f"{name} {tile}"] = same and bool(want.any())
+            want = GroupedExperts(*plain, count, (tile,))(x, chosen, weight)
+            both: tuple[tuple[str, torch.Tensor | Packed], ...] = (("both", up), ("down", plain[0]))
+            for kept, first in both:
+                got = GroupedExperts(first, down, count, (tile,))(x, chosen, weight)
+                found[f"{name}, {kept} {tile}"] = same(got, want)
+        dense, bias = next(up.each()), normal(2 * inner, dtype=torch.float16)
+        full = dense.widened(torch.float16).float()
+        for by_row in (False, True):
+            got = packed_linear(x, dense, bias, by_row)
+            want = x.float() @ full.t() + bias.float()
+            alone = torch.cat([packed_linear(x[i : i + 1], dense, bias, by_row) for i in range(6)])
+            near = torch.allclose(got.float(), want, atol=0.01, rtol=0.01)
+            found[f"{name}, dense {by_row}"] = near and torch.equal(alone, got)
     return found
 
 
@@ -188,7 +224,7 @@ def lanes() -> dict[str, bool]:
 
 def main() -> None:
     found = {"choices": choices(), "not finite": not_finite(), "products": products(), "pieces": in_pieces()}
-    found |= {"fp8": fp8_products()}
+    found |= {"packed": packed_products()}
     print(json.dumps({**found, "latents": latents(), "lanes": lanes()}))
 
 

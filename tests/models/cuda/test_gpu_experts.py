@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(
 )
 def test_kernels_mean_what_torch_means(interpreted: bool) -> None:
     """The choice of experts with equal scores and NaN; grouped products with experts that no row chose, all rows chose,
-    or another rank has; fp8 experts with the bits of widened ones; rows in pieces; latents stored in scattered blocks;
-    lanes joined and summed."""
+    or another rank has; quantised weights with the bits of widened ones; rows in pieces; latents stored in scattered
+    blocks; lanes joined and summed."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpret_experts.py"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((*FOLDERS, os.environ.get("PYTHONPATH", "")))}
     if interpreted:
@@ -48,7 +48,7 @@ def test_kernels_mean_what_torch_means(interpreted: bool) -> None:
     for product in found["products"]:
         assert product["distance"] < (1e-6 if interpreted else 1e-5), product  # another order of summation
         assert product["same"], product
-    assert len(found["fp8"]) == 8
-    assert all(found["fp8"].values()), found["fp8"]
+    assert len(found["packed"]) == 42
+    assert all(found["packed"].values()), found["packed"]
     assert max(found["latents"].values()) < (1e-6 if interpreted else 1e-5), found["latents"]
     assert all(found["lanes"].values()), found["lanes"]

@@ -119,10 +119,10 @@ def test_fp8_is_widened_exactly_or_kept_as_it_is(tmp_path: Path, layout: str, si
                 whole = name.removesuffix(".weight") in kept
                 parameters[name] = torch.zeros(shape, dtype=FP8 if whole else torch.bfloat16)
                 if whole:
-                    parameters[f"{name}_scale"] = torch.zeros(shape[0])
+                    parameters[f"{name}_scale"] = torch.zeros(shape[0], 1)
             load(source, shard, parameters, quantised=kept)
             for name in ("layers.1.gate_up.weight", "layers.1.down.weight", "layers.0.qkv.weight"):
-                kept_value = parameters[name].float() * parameters[f"{name}_scale"][:, None]
+                kept_value = parameters[name].float() * parameters[f"{name}_scale"]
                 assert torch.equal(kept_value, wide[name])
             assert source.rank_bytes(shard, 2, kept) < source.rank_bytes(shard, 2)
 
@@ -172,10 +172,10 @@ GROUP: dict[str, Any] = {"weights": {"num_bits": 8, "type": "float", "strategy":
     [
         ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
         ({"quant_method": "gptq"}, "fbgemm_fp8, fp8 and compressed-tensors"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "nvfp4-pack-quantized"),
         ({}, "quant_method ''"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "two numbers above 0"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, "activation_scale_ub"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'pack-quantized'"),
         ({"config_groups": {"a": {"weights": {**GROUP["weights"], "num_bits": 4}}}}, "4-bit float"),
         ({"config_groups": {"a": {"weights": {**GROUP["weights"], "strategy": "group"}}}}, "by group"),
         ({"config_groups": {"a": {"weights": {**GROUP["weights"], "type": "int"}}}}, "8-bit int"),

@@ -13,7 +13,7 @@ from laddertron.engine.config.load import read
 from laddertron.engine.step.memory import MemoryKeys
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.cli.commands.check import model_faults
-from laddertron.models.config.known_models import known
+from laddertron.models.config.known_models import by_folder, known
 from laddertron.models.config.parts import make_wiring
 from laddertron.models.config.shapes import Sharing
 from laddertron.models.residual import flow, plan_sub_blocks
@@ -79,16 +79,19 @@ def test_memory_of_a_rank_by_hand() -> None:
 
 
 def test_latent_attention_by_hand() -> None:
-    """DeepSeek-V3 in fp8, of which experts stay so: every rank has the products that heads share whole and its heads'
-    share of the others, in bf16; a position's cache is 576 values a layer, however many ranks there are."""
+    """DeepSeek-V3 in fp8: every rank has the products that heads share whole and its heads' share of the others, and
+    of the expanded ones in bf16; a position's cache is 576 values a layer, however many ranks there are."""
     d, layers, heads = 7168, 61, 8
     stored = from_names("deepseek-v3", Asked(preset("2x8xH100"), Work(), True)).stored
     parts = memory(known("deepseek-v3"), 16, stored, MemoryKeys(), 85 << 30).parts
     shared, queries, out = d * (1536 + 576), heads * 192 * 1536, heads * 128 * d
-    assert parts["weights: attention"] == 2 * layers * (shared + queries + out + heads * 256 * 512)
+    assert parts["weights: attention"] == layers * (shared + queries + out + 2 * heads * 256 * 512)
     inner, scales = 256 * 3 * d * 128, 256 * 4 * (256 * (d // 128) + d)
-    assert parts["weights: experts"] == 58 * (inner + scales + 2 * 3 * d * 128)
-    assert parts["weights: MLP"] == 2 * 3 * 3 * d * 18432 // 16
+    assert parts["weights: experts"] == 58 * (inner + scales + 3 * d * 128 + 4 * 3 * d)
+    assert parts["weights: MLP"] == 3 * 3 * d * 18432 // 16
+    dense = layers * (shared + queries + out) + parts["weights: MLP"]
+    norms = 2 * (d * (2 * layers + 1) + layers * (512 + 1536))
+    assert parts["weights: norms, biases, scales"] == norms + 4 * dense // 128
     for ranks in (1, 16):
         assert memory(known("deepseek-v3"), ranks, stored, MemoryKeys(), 85 << 30).kv_bytes_per_token == 70_272
 
@@ -118,22 +121,48 @@ def test_deepseek_v3_needs_two_nodes_and_fp8() -> None:
 
 
 def test_fp8_experts_are_wide_where_no_kernel_reads_them() -> None:
-    """On A100 all products are bf16; tp 32 leaves a rank 64 columns of 2048, which is half a block; tp 64 32, which is
-    less than a kernel's step: the second product of experts is then bf16."""
+    """On A100 all products are bf16; tp 32 leaves a rank 64 columns of 2048, which is half a block; tp 64 a quarter."""
     bf16, d = StoredTypes(), 7168
     config = known("deepseek-v3")
     shards = {n: RankShard(config, n, 0) for n in (16, 32, 64)}
     on = {gpu: from_names("deepseek-v3", Asked(preset(f"2x8x{gpu}"), Work(), True)).stored for gpu in ("A100", "H100")}
     assert on["A100"].expert_bytes(shards[16]) == bf16.expert_bytes(shards[16]) == 2 * 256 * 3 * d * 128
     assert on["H100"].expert_bytes(shards[32]) == 256 * (3 * d * 64 + 4 * (128 * (d // 128) + d))
-    assert on["H100"].expert_bytes(shards[64]) == 256 * (2 * d * 32 + 4 * 64 * (d // 128) + 2 * d * 32)
-    assert not on["H100"].keeps_dense
+    assert on["H100"].expert_bytes(shards[64]) == 256 * (3 * d * 32 + 4 * (64 * (d // 128) + d))
+    assert (on["A100"].keeps_dense, on["H100"].keeps_dense) == (False, True)
+
+
+def test_what_is_published_in_4_bits_is_planned_so() -> None:
+    """Kimi-K2.5: experts have half a byte a weight and a scale of two bytes for 32, the rest is bf16; on 2 x 8 H100 it
+    fits. A GPU without fp8 multiplies INT4, too."""
+    d, config = 7168, known("kimi-k2.5")
+    for gpu in ("H100", "A100"):
+        question = from_names("kimi-k2.5", Asked(preset(f"2x8x{gpu}"), Work()), size=16, replicas=1)
+        assert question.stored.weights == "int4"
+        assert question.stored.expert_bytes(RankShard(config, 16, 0)) == 384 * 3 * d * 128 * 9 // 16
+        parts = make_plan(question).memory.parts
+        assert parts["weights: MLP"] == 2 * 3 * d * 18432 // 16
+        assert parts["weights: experts"] == 60 * (384 * 3 * d * 128 * 9 // 16 + 2 * 3 * d * 128)
+        assert make_plan(question).memory.fits
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
+def test_fp8_fits_on_two_nodes_with_and_without_stages(name: str) -> None:
+    asked, folder = Asked(preset("2x8xH100"), Work(), True), {"deepseek-v3.2": "DeepSeek-V3.2"}.get(name, "GLM-5-FP8")
+    flat = from_names(name, asked, size=16, replicas=1)
+    assert make_plan(flat).memory.fits
+    assert memory(flat.config, 8, flat.stored, flat.keys, 85 << 30, 2).fits
+    guess = by_folder(folder)
+    assert guess is not None
+    assert (guess.name, guess.form) == (name, flat.stored.form)
 
 
 def test_the_form_that_is_published_is_named() -> None:
     said = [from_names("deepseek-v3", Asked(preset("2x8xH100"), Work(), fp8)).notes for fp8 in (False, True)]
     assert any("published in fp8: --fp8 plans that, bfloat16 is planned here" in note for note in said[0])
-    assert any("of experts alone" in note for note in said[1])
+    assert not any("published in" in note for note in said[1])
+    notes = from_names("kimi-k2.5", Asked(preset("2x8xH100"), Work())).notes
+    assert any("published in INT4, which is planned here" in note for note in notes)
 
 
 def test_the_shortcuts_sums_alone_cross_nodes() -> None:

@@ -19,6 +19,7 @@ from laddertron.engine.step.memory import MemoryKeys
 from laddertron.launchers.cli.__main__ import group, main
 from laddertron.models.config.known_models import architecture, by_folder, known, known_models, published_fp8
 from laddertron.models.config.model_config import ModelConfig
+from laddertron.models.config.quantisation import Quantisation
 from laddertron.models.stages import RankShard
 from laddertron.models.weights.slices import expected_shapes
 from laddertron.tools.plan import advice
@@ -598,7 +599,7 @@ def test_fp8_weights_that_are_here_are_read_off_their_config(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(words))
     assert deployed(file).stored.weights == "bfloat16"
     (tmp_path / "config.json").write_text(json.dumps({**words, "quantization_config": {"quant_method": "fbgemm_fp8"}}))
-    assert deployed(file).stored == StoredTypes("fp8", "bfloat16", "bfloat16")
+    assert deployed(file).stored == StoredTypes("fp8", "bfloat16", "bfloat16", form=Quantisation("fbgemm_fp8"))
 
 
 def _fp8_folder(folder: Path, wide: set[str]) -> Path:
@@ -643,6 +644,7 @@ def test_fp8_weights_that_are_here_are_read_off_their_headers(tmp_path: Path) ->
         (tmp_path / "model.safetensors").read_bytes()[:8], "little"
     )
     _fp8_folder(tmp_path, set())
-    assert deployed(file, "1x8xH100").stored == StoredTypes("fp8", "bfloat16", "bfloat16")
+    stored = StoredTypes("fp8", "bfloat16", "bfloat16", form=Quantisation("fbgemm_fp8"))
+    assert deployed(file, "1x8xH100").stored == stored
     (tmp_path / "model.safetensors").write_bytes(b"12345678")
     assert any("cannot be read" in note for note in deployed(file, "1x8xH100").notes)

@@ -82,7 +82,7 @@ def make_model(
     )  # fmt: skip
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or name.endswith("weight_scale"):
             parameter.data.fill_(2e-4 if name.endswith("weight_scale") else 1.0)
         elif parameter.dtype == FP8:
             wide = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
