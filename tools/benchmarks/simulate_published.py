@@ -28,6 +28,7 @@ from laddertron.tools.plan.roofline import (
     links,
 )
 from laddertron.topology.cost.prices import reference
+from laddertron.topology.hardware.fabric import LinkClass
 from laddertron.topology.hardware.presets import GPU_MODELS
 
 LIMIT = 0.10
@@ -58,7 +59,7 @@ def group(name: str, interconnect: str, contends: bool = True) -> SimulatedGroup
     """plan's group, with what the measured implementation does in another way. contends: a collective slows concurrent
     computation."""
     shape, device = SHAPES[interconnect], GPU_MODELS["H100"].device(0, "", 0)
-    slowest = "ib" if shape.nodes > 1 else "pcie" if shape.intra == "pcie" else "nvlink"
+    slowest: LinkClass = "ib" if shape.nodes > 1 else "pcie" if shape.intra == "pcie" else "nvlink"
     contention = NCCL_CONTENTION[slowest] if contends else Contention(0.0, 0.0)
     price = links("nccl", shape, reference("nccl", shape), contention, "untuned")
     rates = replace(gpu_rates(device), kv_bytes_per_s=(device.memory_bandwidth or 0.0) * WEIGHT_SHARE)

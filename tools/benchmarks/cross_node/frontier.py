@@ -137,7 +137,7 @@ def main() -> None:
     insist()
     pairs = [(wiring, seed) for seed in range(args.seeds) for wiring in WIRINGS]
     with ThreadPoolExecutor(args.processes) as pool:
-        results = list(pool.map(lambda pair: trained(*pair, args.tokens), pairs))
+        results = list(pool.map(lambda pair: trained(pair[0], pair[1], args.tokens), pairs))
     losses = {w: [loss for (name, _), loss in zip(pairs, results, strict=True) if name == w] for w in WIRINGS}
     todo = [[run, BATCH, aimed] for run in range(args.runs) for aimed in RATIOS]
     rows = list(on_nodes(speeds, {"llama": SHAPE}, todo, 32))
