@@ -145,8 +145,7 @@ def test_clamped_experts_add_their_biases(kernels: Kernels, form: str, adds: boo
     biased = Biased(up, down if adds else None, Clamped(1.702, 0.5))
     got = PackedExperts(kernels, HugePages(), form == "int8", *held, biased=biased)(*rows)
     assert_near(got, want(form, *held, rows, biased))
-    plain = packed(kernels, form, *held)(*rows)
-    assert ((got - plain).abs().amax(1) > 0.01)[(rows[1] >= 0).any(1)].all()
+    assert (got - packed(kernels, form, *held)(*rows)).abs().max() > 0.1, "the biases and the limit count"
 
 
 def test_a_row_does_not_depend_on_the_rows_that_share_its_experts(kernels: Kernels, form: str) -> None:
