@@ -16,7 +16,7 @@ from .config.latent import Latent
 from .cpu.ops import CpuOps
 from .cuda.fp8 import Fp8
 from .latent import Chunk, LatentAttention
-from .layers import Linear, Scale, prepare
+from .layers import Linear, Scale, ScaleAndShift, prepare
 from .ops import Norm, Product, TorchOps
 from .stages import RankShard
 
@@ -140,7 +140,7 @@ class LatentWeights(nn.Module):
             self.index_k = matrix(index.dim, config.hidden_size)
             wide = torch.empty((index.heads, config.hidden_size), dtype=torch.float32)
             self.index_weights = Linear(wide, None)
-            self.index_norm = Linear(torch.empty(index.dim, dtype=dtype), torch.empty(index.dim, dtype=dtype))
+            self.index_norm = ScaleAndShift(index.dim, dtype=dtype)
 
     def prepare(self, ops: TorchOps, norm: Norm, stored: Fp8 | None = None) -> tuple[Product, LatentProducts]:
         """The first product and the rest. Weights are given up where the operators hold a repacked copy. stored: as in
@@ -168,11 +168,10 @@ class LatentWeights(nn.Module):
     def _index(self, ops: TorchOps, norm: Norm, q_norm: Norm) -> IndexProducts | None:
         if not self._chooses:
             return None
-        scale, bias = self.index_norm.weight.detach(), self.index_norm.bias
-        assert bias is not None
+        scale, bias = self.index_norm.weight.detach(), self.index_norm.bias.detach()
         queries, keys = prepare(self.index_q, ops, q_norm), prepare(self.index_k, ops)
         weights = prepare(self.index_weights, ops.exact)
-        return IndexProducts(self._sizes, ops.normed(norm), queries, keys, weights, scale, bias.detach())
+        return IndexProducts(self._sizes, ops.normed(norm), queries, keys, weights, scale, bias)
 
 
 def _by_head(ops: TorchOps, weights: Tensor) -> Product:

@@ -90,6 +90,14 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
+class ScaleAndShift(Scale):
+    """The weight and bias of a norm."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype) -> None:
+        super().__init__(*shape, dtype=dtype)
+        self.bias = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
 class VocabEmbedding(nn.Module):
     """This rank's rows of the vocabulary; other ids yield zeros, so that an all-reduce completes the lookup. It is not
     Megatron-core's embedding, whose forward includes an all-reduce that laddertron could neither choose nor time."""
