@@ -88,8 +88,10 @@ async def prepared(
                 yield prepared_line
             elif tasks:
                 moved.clear()
+                # NOTE: wait_for of Python 3.11 loses a cancellation that comes with what it waits for
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(moved.wait(), _HUNGRY_SECONDS)
+                    async with asyncio.timeout(_HUNGRY_SECONDS):
+                        await moved.wait()
             elif line is None:
                 return
     finally:

@@ -256,7 +256,8 @@ class BatchRun(LineFlights):
         """Waits for the next heartbeats, which have the counters of the last steps."""
         if self._communication.reported and self._last:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._reported.wait(), _LAST_REPORT_SECONDS)
+                async with asyncio.timeout(_LAST_REPORT_SECONDS):
+                    await self._reported.wait()
 
     def _end(self, reason: str) -> None:
         if not self._ended.done() and not self._over:
