@@ -95,7 +95,7 @@ def test_every_command_teaches() -> None:
     paths: list[list[str]] = [[], *([name] for name in cli.group.list_commands(None))]  # type: ignore[arg-type]
     for path in paths:
         command = cli.group.get_command(None, path[0]) if path else None  # type: ignore[arg-type]
-        if isinstance(command, click.Group):
+        if isinstance(command, click.Group) and len(path) == 1:
             paths += [[*path, part] for part in command.commands]
         done = invoke(*path, "--help")
         assert done.exit_code == 0, done.output
