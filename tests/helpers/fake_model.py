@@ -41,7 +41,7 @@ def answer(request: Request, choice: int, max_model_len: int) -> Answer:
     limit = min(params.max_tokens, max_model_len - len(prefix))
     for count in range(limit):
         token = next_token(prefix, params, choice)
-        if token in params.stop_token_ids and count >= params.min_tokens:
+        if token in params.stop_token_ids and (count >= params.min_tokens or params.grammar is not None):
             return Answer(tuple(prefix[len(request.prompt) :]), "stop", token)
         prefix.append(token)
     return Answer(tuple(prefix[len(request.prompt) :]), "length", None)
