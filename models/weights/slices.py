@@ -356,7 +356,7 @@ def _layer_fills(shard: RankShard, layer: int) -> Iterator[Fill]:
         step = _UNITS[row.rows](config) if row.at and row.rows in _UNITS else len(rows)
         pairs = _latent(config).rotated if row.rotated and getattr(_latent(config), row.rotated) else 0
         pairs = len(rows) if row.interleaved else pairs
-        for first in rows[::step]:
+        for first in rows[:: step or 1]:  # none of an empty part
             at, to = first if row.at is None else row.at(config, first), filled.get(parameter, 0)
             fill = Fill(parameter, to, step, _named(config, name, stored), at, pairs=pairs, transposed=row.transposed)
             if columns is not None and part and suffix == "weight":
