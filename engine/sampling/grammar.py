@@ -11,7 +11,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ def _accepted(schema: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     raise ValueError(f"the grammar cannot be used: {located(relaxed_schema, refusal)}")
 
 
-@cache
+@lru_cache(256)  # formats are the clients' words
 def _enforces(string_format: str) -> bool:
     """Whether the library knows a string format."""
     schema = {"type": "string", "format": string_format}

@@ -85,8 +85,8 @@ def located(schema: dict[str, Any], reason: Reason) -> str:
     while True:
         for steps, child in _children(node):
             inner = wrap.around(node, steps)
-            if (found := refused(inner(child))) and not refused(inner({})):
-                place, node, wrap, why = _pointer(place, steps), child, inner, found
+            if (refusal := refused(inner(child))) and not refused(inner({})):
+                place, node, wrap, why = _pointer(place, steps), child, inner, refusal
                 break
         else:
             break
