@@ -14,7 +14,7 @@ from torch.nn.functional import layer_norm, pad
 from .attention import AttentionBackend
 from .config.latent import Latent
 from .cpu.ops import CpuOps
-from .cuda.fp8 import Fp8
+from .cuda.fp8 import StoredProducts
 from .latent import Chunk, LatentAttention
 from .layers import Linear, Scale, ScaleAndShift, prepare
 from .ops import Norm, Product, TorchOps
@@ -142,7 +142,9 @@ class LatentWeights(nn.Module):
             self.index_weights = Linear(wide, None)
             self.index_norm = ScaleAndShift(index.dim, dtype=dtype)
 
-    def prepare(self, ops: TorchOps, norm: Norm, stored: Fp8 | None = None) -> tuple[Product, LatentProducts]:
+    def prepare(
+        self, ops: TorchOps, norm: Norm, stored: StoredProducts | None = None
+    ) -> tuple[Product, LatentProducts]:
         """The first product and the rest. Weights are given up where the operators hold a repacked copy. stored: as in
         layers.prepare."""
         sizes, heads, queries = self._sizes, self._heads, None

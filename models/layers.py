@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .cuda.fp8 import Fp8
+from .cuda.fp8 import StoredProducts
 from .ops import Lookup, Norm, Product, TorchOps, Tree
 from .packed import packed_of, release
 
@@ -132,13 +132,13 @@ def prepare(
     norm: Norm | None = None,
     *,
     gated: bool = False,
-    stored: Fp8 | None = None,
+    stored: StoredProducts | None = None,
     tree: Tree | None = None,
     quantised_output: bool = False,
 ) -> Product:
     """The layer's product including its norm, from loaded weights. gated: a [gate | up] layer. tree: adds a
     row-parallel product in a tree. Frees the parameter if the operators hold a repacked copy. stored: computes
-    quantised weights with a scale a row, if it does; quantised_output: see Fp8.product."""
+    quantised weights with a scale a row, if it does; quantised_output: see StoredProducts.product."""
     weight: Tensor = layer.weight.detach()
     bias: Tensor | None = None if layer.bias is None else layer.bias.detach()
     if (packed := packed_of(layer)) is not None and stored is not None and stored.serves(packed):

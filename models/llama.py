@@ -19,7 +19,7 @@ from . import residual
 from .attention import AttentionBackend, StepLayout
 from .config.model_config import ModelConfig
 from .config.shapes import LEAVES, WHOLE, Sharing
-from .cuda.fp8 import Fp8
+from .cuda.fp8 import StoredProducts
 from .latent import ODD_FACTOR, LatentAttention
 from .latent_layer import LatentProducts, LatentWeights
 from .layers import Cut, Layers, Linear, Scale, VocabEmbedding, make_layers, prepare
@@ -103,7 +103,7 @@ class LlamaModel(nn.Module):
         device: torch.device,
         positions: int,
         replicate_embedding: bool = False,
-        stored: Fp8 | None = None,
+        stored: StoredProducts | None = None,
         everywhere: bool = False,
         boundary: Boundary | None = None,
         sharing: Sharing = WHOLE,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .cuda.fp8 import Fp8
+from .cuda.fp8 import StoredProducts
 from .experts import Biased, Choice, ExpertProduct
 from .layers import Linear, Scale, prepare
 from .ops import Norm, Product, TorchOps
@@ -69,7 +69,7 @@ class MixtureWeights(nn.Module):
         if shared:
             self.shared_gate_up, self.shared_down = matrix(2 * shared, d), matrix(d, shared)
 
-    def prepare(self, ops: TorchOps, norm: Norm, stored: Fp8 | None = None) -> Mixture:
+    def prepare(self, ops: TorchOps, norm: Norm, stored: StoredProducts | None = None) -> Mixture:
         """Hands the weights to the operators; they are given up where those hold a repacked copy. stored: as in
         layers.prepare."""
         owned = self._held
@@ -108,7 +108,7 @@ class MixtureWeights(nn.Module):
             return packed.apart(len(self._held))
         return part.weight.detach().view(len(self._held), -1, part.weight.shape[1])
 
-    def _shared(self, ops: TorchOps, stored: Fp8 | None) -> Product | None:
+    def _shared(self, ops: TorchOps, stored: StoredProducts | None) -> Product | None:
         if self.shared_gate_up is None:
             return None
         up = prepare(self.shared_gate_up, ops, gated=True, stored=stored)

@@ -13,7 +13,7 @@ from ..topology.hardware.cuda_stack import triton_missing
 from .config.json_fields import Refusal
 from .cpu.kernels import Kernels
 from .cpu.ops import CpuOps
-from .cuda.fp8 import Fp8, converts_fp8, multiplies_fp8
+from .cuda.fp8 import StoredProducts, converts_fp8, multiplies_fp8
 from .ops import TorchOps
 from .pages import HugePages
 from .stages import RankShard
@@ -68,14 +68,18 @@ def make_stored_products(
     device: torch.device,
     deterministic: Deterministic = False,
     weights: str = "stored",
-) -> Fp8 | None:
+) -> StoredProducts | None:
     """The products that keep quantised weights; None where all are widened while loading: without kernels, or for
     `model.weights: int8`. Raises WeightsError."""
     q = source.quantisation
     if q is None or weights != "stored":
         return None
     if device.type == "cpu":
-        return None if Kernels.find() is None else Fp8(_kept_on_cpus(source, shard), False, quantisation=q, packs=True)
+        return (
+            None
+            if Kernels.find() is None
+            else StoredProducts(_kept_on_cpus(source, shard), False, quantisation=q, packs=True)
+        )
     if deterministic == "everywhere":
         raise WeightsError(
             "parallel.deterministic=everywhere: quantised products on a GPU are not added up in a tree: use true, or "
@@ -96,7 +100,7 @@ def make_stored_products(
             f"of {q.block} share no part or multiple of {DEPTH}; use parallel.expert_layout=spread or another "
             "tensor_parallel_size"
         )
-    return Fp8(products, native, q.activation_bound, triton, bool(deterministic), q, wide)
+    return StoredProducts(products, native, q.activation_bound, triton, bool(deterministic), q, wide)
 
 
 def _kept_on_cpus(source: Source, shard: RankShard) -> frozenset[str]:

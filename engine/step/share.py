@@ -13,7 +13,7 @@ import torch
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.shapes import Sharing, check_everywhere, check_shapes, share
 from ...models.config.wiring import check_split, choose_wiring
-from ...models.cuda.fp8 import Fp8
+from ...models.cuda.fp8 import StoredProducts
 from ...models.ops import TorchOps
 from ...models.ops_choice import make_ops, make_stored_products
 from ...models.stages import RankShard, Stage, choose_layers, make_stages
@@ -45,7 +45,7 @@ class ModelShare:
     stage: Stage
     shard: RankShard
     source: Source
-    stored: Fp8 | None
+    stored: StoredProducts | None
     ops: TorchOps
     sharing: Sharing
     draft: DraftWeights | None

@@ -22,7 +22,7 @@ class PackedCodes(NamedTuple):
     scale_type: int
 
 
-def packed_size(kernels: Kernels, weight: Packed, gated: bool) -> int:
+def packed_size(weight: Packed, gated: bool) -> int:
     """Bytes of the packed matrix [rows, columns]."""
     return sum(_rows(len(weight.codes), gated) * size for size in _sizes(weight))
 

@@ -170,7 +170,7 @@ def _pack(kernels: Kernels, pages: HugePages, int8: bool, gate_up: Tensor, down:
 
 def _pack_codes(kernels: Kernels, pages: HugePages, gate_up: Packed, down: Packed) -> tuple[_Expert, Tensor]:
     """Of quantised matrices, in one piece."""
-    sizes = packed_size(kernels, gate_up, True), packed_size(kernels, down, False)
+    sizes = packed_size(gate_up, True), packed_size(down, False)
     piece = pages.take(sum(sizes))
     at = piece.data_ptr()
     up, low = (

@@ -209,7 +209,7 @@ class CpuOps(TorchOps):
                 f"parallel.deterministic=everywhere: {inputs} inputs on this rank / {tree.leaves} shares = "
                 f"{inputs // tree.leaves}, not a multiple of the {weight.width} that share a scale: use true, or false"
             )
-        piece = self.pages.take(packed_size(kernels, weight, gated))
+        piece = self.pages.take(packed_size(weight, gated))
         packed = pack_codes(kernels, piece.data_ptr(), weight, gated, self.pages.filled)
         outputs = rows // 2 if gated else rows
         plan, alive = self._plan(TYPES[self.dtype], piece, None, bias, norm, inputs, outputs, gated, tree, packed)

@@ -213,8 +213,8 @@ class FlashInferAttention(TorchAttention):
                 continue
             scores = wrappers[window].run(q[rows], stored, out=out[rows], return_lse=bool(self.sinks))
             if self.sinks:  # the library's sums of exponentials are logarithms to base 2
-                kept = torch.sigmoid(scores[1] * math.log(2) - self.sinks[layer])
-                out[rows].mul_(kept.nan_to_num_(0.0).unsqueeze(-1))
+                share = torch.sigmoid(scores[1] * math.log(2) - self.sinks[layer])
+                out[rows].mul_(share.nan_to_num_(0.0).unsqueeze(-1))
         return out.flatten(1)
 
     def captured(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, Captured]:

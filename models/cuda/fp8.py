@@ -26,7 +26,7 @@ FP8_ROWS = Quantisation("fp8")
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8:
+class StoredProducts:
     """The products ("layers.3.gate_up") that keep quantised weights, and how to compute those in fp8."""
 
     products: frozenset[str]

@@ -78,11 +78,11 @@ def widened(
         EACH: tl.constexpr = WIDTH // SCALES
         GROUPS: tl.constexpr = 1 if EACH >= DEPTH else DEPTH // EACH
         group = start // EACH + tl.arange(0, GROUPS)
-        places, kept = row[:, None] * SCALES + group[None, :], there[:, None] & (group < SCALES)[None, :]
+        places, exists = row[:, None] * SCALES + group[None, :], there[:, None] & (group < SCALES)[None, :]
         grouped = tl.reshape(values, (COLUMNS, GROUPS, DEPTH // GROUPS))
         if CODE == "int4, zeros":
-            grouped -= tl.load(zero + places, kept, other=0).to(tl.float32)[:, :, None]
-        grouped *= tl.load(scale + places, kept, other=0.0).to(tl.float32)[:, :, None]
+            grouped -= tl.load(zero + places, exists, other=0).to(tl.float32)[:, :, None]
+        grouped *= tl.load(scale + places, exists, other=0.0).to(tl.float32)[:, :, None]
         tile = tl.trans(tl.reshape(grouped, (COLUMNS, DEPTH)).to(kind))
     return tile
 

@@ -33,9 +33,9 @@ def _read_weight(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill
     """Reads a fill without regard to `pairs`: codes as stored if that is target's type, else widened."""
     stored = tensors[name]
     shape = stored.shape[::-1] if fill.transposed else stored.shape
-    per_byte, kept = stored.per_byte, target.dtype == DTYPES[stored.dtype]
+    per_byte, as_stored = stored.per_byte, target.dtype == DTYPES[stored.dtype]
     rows, columns = shape[0], fill.columns or (shape[1] * per_byte if len(shape) == 2 else 1)
-    width = columns // per_byte if kept else columns
+    width = columns // per_byte if as_stored else columns
     if fill.source_row + fill.count > rows or (target.ndim == 2 and target.shape[1] != width):
         raise CheckpointError(
             f"{stored.file}: tensor {shown(stored.name)} {stored.shape} does not hold rows {fill.source_row} to "
@@ -47,7 +47,7 @@ def _read_weight(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill
         reader.read(stored, first, fill.source_row, turned)
         target.copy_(turned.T)
         return
-    if kept or not is_quantised(stored):
+    if as_stored or not is_quantised(stored):
         reader.read(stored, fill.source_row, first // per_byte, target)
         return
     scale = _scale(reader, tensors[scale_of(name)], fill, range(first, end))

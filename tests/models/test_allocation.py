@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import make_wiring
-from laddertron.models.cuda.fp8 import Fp8
+from laddertron.models.cuda.fp8 import StoredProducts
 from laddertron.models.cuda.megatron_layers import MegatronLayers
 from laddertron.models.layers import PlainLayers
 from laddertron.models.llama import LlamaModel
@@ -60,7 +60,14 @@ def test_fp8_products_are_never_allocated_wider(group: Any, layers: Any, monkeyp
     alone: Any = Done
     with allocated:
         model = LlamaModel(
-            config, group, alone, TorchOps(), dtype=torch.bfloat16, device=CPU, positions=8, stored=Fp8(products, True)
+            config,
+            group,
+            alone,
+            TorchOps(),
+            dtype=torch.bfloat16,
+            device=CPU,
+            positions=8,
+            stored=StoredProducts(products, True),
         )
     parameters = dict(model.named_parameters())
     assert {p.device.type for p in parameters.values()} == {"cpu"}

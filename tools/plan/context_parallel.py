@@ -38,8 +38,10 @@ def price_context_parallel(group: SimulatedGroup, batch: int = BATCH, context: i
 
 def _saves(group: SimulatedGroup, batch: int, context: int) -> float:
     """Each rank reads its part of the latents; it computes as much as with its share of the heads."""
-    whole, part = (group.attend_s(Load(decodes=batch, context=context), read_share=n) for n in (1.0, 1.0 / group.size))
-    return group.config.num_layers * (whole - part)
+    alone_s, shared_s = (
+        group.attend_s(Load(decodes=batch, context=context), read_share=n) for n in (1.0, 1.0 / group.size)
+    )
+    return group.config.num_layers * (alone_s - shared_s)
 
 
 def _exchange(group: SimulatedGroup, batch: int) -> float:

@@ -114,8 +114,8 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
     published = quantised is not None and d.dummy_seed is None  # a dummy of these is drawn wide
     means = quantised or assumed_fp8(config)
-    kept = published or (asked.fp8 and gpu)
-    weights = d.model.weights if d.model.weights != "stored" else means.title.lower() if kept else values
+    quantises = published or (asked.fp8 and gpu)
+    weights = d.model.weights if d.model.weights != "stored" else means.title.lower() if quantises else values
     stored = StoredTypes(weights, values, kv, _kept_here(wide, config, means, fabric) if gpu else wide, means)
     keys = MemoryKeys(
         max_num_seqs=d.engine.max_num_seqs,
@@ -167,15 +167,15 @@ def from_names(
     notes = [] if asked.fabric else ["no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)"]
     gpu = any(n.devices for n in fabric.nodes)
     form = PUBLISHED.get(name.lower(), assumed_fp8(config))
-    kept, wide = asked.fp8 or form.code != "e4m3", published_fp8(name) if gpu else ()
+    quantises, wide = asked.fp8 or form.code != "e4m3", published_fp8(name) if gpu else ()
     notes += _kept_wide(wide, form, "the published checkpoint keeps")
-    if name.lower() in PUBLISHED and not kept:
+    if name.lower() in PUBLISHED and not quantises:
         notes.append(f"{name} is published in fp8: --fp8 plans that, {config.dtype} is planned here")
     elif form.code != "e4m3":
         notes.append(f"{name} is published in {form.title}, which is planned here: experts alone have it")
     wide = wide or _widened(config, form)
     wide = _kept_here(wide, config, form, fabric) if gpu else wide
-    stored = StoredTypes(form.title.lower() if kept else config.dtype, config.dtype, config.dtype, wide, form)
+    stored = StoredTypes(form.title.lower() if quantises else config.dtype, config.dtype, config.dtype, wide, form)
     keys = MemoryKeys(
         max_num_seqs=512 if gpu else 256,
         max_num_batched_tokens=8192 if gpu else 2048,

@@ -21,7 +21,7 @@ from laddertron.models.attention import KVCache, StepLayout
 from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import make_wiring
 from laddertron.models.cuda.flashinfer import FlashInferAttention
-from laddertron.models.cuda.fp8 import Fp8
+from laddertron.models.cuda.fp8 import StoredProducts
 from laddertron.models.llama import LlamaModel
 from laddertron.models.stages import RankShard
 from laddertron.topology.comm.collectives import Done, Pending
@@ -108,7 +108,7 @@ def step(launches: Launches, layers: int, wiring: Any, fp8: bool, fused: bool) -
     ops = importlib.import_module("laddertron.models.cuda.ops")
     config = replace(known("llama-3.1-70b"), num_layers=layers, vocab_size=512, wiring=make_wiring(wiring, layers))
     names = frozenset(f"layers.{i}.{name}" for i in range(layers) for name in ("qkv", "o", "gate_up", "down"))
-    stored = Fp8(names, native=True, fused=ops if fused else None) if fp8 else None
+    stored = StoredProducts(names, native=True, fused=ops if fused else None) if fp8 else None
     how: Any = ops.TritonOps()
     if not fused:
         how.sums_late = False
@@ -124,7 +124,7 @@ def step(launches: Launches, layers: int, wiring: Any, fp8: bool, fused: bool) -
 
         def plan(self, *_: Any, **__: Any) -> None: ...
 
-        def run(self, q: Tensor, kv: Any, out: Tensor) -> None:
+        def run(self, q: Tensor, kv: Any, out: Tensor, return_lse: bool) -> None:
             launches.found["flashinfer"] += 1
 
     library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper, BatchPrefillWithPagedKVCacheWrapper=Wrapper)

@@ -14,7 +14,7 @@ import torch
 from laddertron.launchers.cli.__main__ import main
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.config.quantisation import Quantisation, read_quantisation
-from laddertron.models.cuda.fp8 import LARGEST, Fp8, multiplies_fp8, quantise_rows
+from laddertron.models.cuda.fp8 import LARGEST, StoredProducts, multiplies_fp8, quantise_rows
 from laddertron.models.ops import Norm
 from laddertron.models.stages import RankShard
 from laddertron.models.weights.checkpoint import CheckpointError
@@ -213,7 +213,7 @@ def test_fp8_products_native_and_widened_agree_with_fp32() -> None:
     want = x.float() @ (codes.float() * scale[:, None]).t() + bias
     errors = {}
     for native in (True, False):
-        fp8 = Fp8(frozenset(), native)
+        fp8 = StoredProducts(frozenset(), native)
         got = fp8.product(codes, scale, bias.bfloat16(), None, gated=False)(x)
         assert got.dtype == torch.bfloat16
         errors[native] = ((got.float() - want).norm() / want.norm()).item()
@@ -227,9 +227,9 @@ def test_fp8_products_native_and_widened_agree_with_fp32() -> None:
 
 def test_a_start_that_widens_says_so() -> None:
     """And no other one."""
-    (said,) = Fp8(frozenset({"layers.0.o"}), native=False).warnings
+    (said,) = StoredProducts(frozenset({"layers.0.o"}), native=False).warnings
     assert "widened at each use" in said
-    assert Fp8(frozenset(), native=True).warnings == ()
+    assert StoredProducts(frozenset(), native=True).warnings == ()
 
 
 def test_rows_are_scaled_one_by_one_and_bounded() -> None:
@@ -293,5 +293,5 @@ def test_fp8_products_on_a_gpu_agree_with_fp32() -> None:
     codes = (weight / scale[:, None]).to(FP8)
     want = x.float() @ (codes.float() * scale[:, None]).t()
     for native in {False, multiplies_fp8(device)}:
-        got = Fp8(frozenset(), native).product(codes, scale, None, None, gated=False)(x)
+        got = StoredProducts(frozenset(), native).product(codes, scale, None, None, gated=False)(x)
         assert (got.float() - want).norm() / want.norm() < (0.05 if native else 0.005)

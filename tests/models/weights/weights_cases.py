@@ -166,13 +166,13 @@ def fp8_distance(rank: Rank, folder: str, prompts: list[list[int]], native: bool
     """How far this rank's logits with fp8 weights kept, as on a GPU, are from those with the weights widened."""
     from engine_cases import build_on, deployment, forward_all
     from laddertron.engine.step import share
-    from laddertron.models.cuda.fp8 import Fp8
+    from laddertron.models.cuda.fp8 import StoredProducts
 
     model = {"dtype": "bfloat16" if native else "float32"}
     wide = forward_all(build_on(rank, deployment(folder, rank.size, model)), prompts)
 
-    def kept_as_on_a_gpu(source: Any, shard: Any, device: torch.device, *_: object) -> Fp8 | None:
-        return Fp8(source.quantised_products(shard), native)
+    def kept_as_on_a_gpu(source: Any, shard: Any, device: torch.device, *_: object) -> StoredProducts | None:
+        return StoredProducts(source.quantised_products(shard), native)
 
     with patch.object(share, "make_stored_products", kept_as_on_a_gpu):
         built = build_on(rank, deployment(folder, rank.size, model))

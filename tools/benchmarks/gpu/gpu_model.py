@@ -22,7 +22,7 @@ from laddertron.models.attention import KVCache
 from laddertron.models.attention_choice import make_attention
 from laddertron.models.config.known_models import architecture, known
 from laddertron.models.config.model_config import ModelConfig, make_wiring
-from laddertron.models.cuda.fp8 import LARGEST, Fp8, multiplies_fp8
+from laddertron.models.cuda.fp8 import LARGEST, StoredProducts, multiplies_fp8
 from laddertron.models.llama import LlamaModel
 from laddertron.models.ops_choice import make_ops
 from laddertron.models.stages import RankShard
@@ -75,7 +75,7 @@ def make_model(
     if fp8:
         gpu, products = device.type == "cuda", ("qkv", "o", "gate_up", "down")
         names = frozenset(f"layers.{i}.{name}" for i in range(config.num_layers) for name in products)
-        stored = Fp8(names, gpu and multiplies_fp8(device), fused=ops_choice._triton_ops() if gpu else None)
+        stored = StoredProducts(names, gpu and multiplies_fp8(device), fused=ops_choice._triton_ops() if gpu else None)
     model = LlamaModel(
         config, group, all_reduce, make_ops(device, dtype), dtype=dtype, device=device,
         positions=config.max_position_embeddings + 1, stored=stored,
