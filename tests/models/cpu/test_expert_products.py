@@ -4,49 +4,29 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from kernel_tiers import NEEDS_KERNELS, kernels, seed, tier
 from laddertron.models.config.experts import Clamped
 from laddertron.models.cpu.experts import SPACE, PackedExperts
 from laddertron.models.cpu.kernels import Kernels, OddInputsError
 from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.experts import Biased, TorchExperts, gated
 from laddertron.models.pages import HeldPages, HugePages
-from laddertron.topology.hardware import cpu_tier
 from torch import Tensor
 from torch.nn import functional
 
 FORMS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16}
-TIERS = cpu_tier.TIERS[cpu_tier.TIERS.index(cpu_tier.current()) :]
 Rows = tuple[Tensor, Tensor, Tensor]
 """x, chosen, weight."""
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-pytestmark = pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built (no compiler)")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[int]:
-    number = random.randrange(1 << 30)
-    print(f"seed {number}")
-    torch.manual_seed(number)
-    with torch.inference_mode():
-        yield number
-
-
-@pytest.fixture(params=TIERS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    with monkeypatch.context() as patch:
-        patch.setenv(cpu_tier.VARIABLE, request.param)
-        found = Kernels.find(deterministic=True)
-        assert found is not None
-        yield found
-    Kernels.find()  # the library's tier is the process's again
+__all__ = ["kernels", "seed", "tier"]
+pytestmark = NEEDS_KERNELS
 
 
 @pytest.fixture(params=FORMS)

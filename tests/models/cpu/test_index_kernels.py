@@ -3,23 +3,20 @@ the portable backend; and what attention then reads."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kernel_tiers import NEEDS_KERNELS, seed, tier
 from laddertron.models.config.latent import Index
 from laddertron.models.cpu.kernels import Kernels
 from laddertron.models.cpu.latent import CpuLatentAttention
 from laddertron.models.latent import LatentAttention, LatentCache
 from laddertron.models.ops import Norm
-from laddertron.topology.hardware import cpu_tier
 from test_latent_kernels import make_layout
 from torch import Tensor
 
-TIERS = cpu_tier.TIERS[cpu_tier.TIERS.index(cpu_tier.current()) :]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CHUNKS = [(12, 13), (300, 301), (8, 9), (0, 31), (20, 47), (1030, 1041)]
 """Contexts below, at and above the 13 positions of a choice; one of more than a job's."""
@@ -27,26 +24,15 @@ RANK, TURNED, HEADS = 32, 8, 3
 SHAPES = [(3, 12), (33, 20), (64, 128)]
 """Heads and elements of the index."""
 
-pytestmark = pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built (no compiler)")
+__all__ = ["seed", "tier"]
+pytestmark = NEEDS_KERNELS
 
 
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[int]:
-    number = random.randrange(1 << 30)
-    print(f"seed {number}")
-    torch.manual_seed(number)
-    with torch.inference_mode():
-        yield number
-
-
-@pytest.fixture(params=TIERS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    with monkeypatch.context() as patch:
-        patch.setenv(cpu_tier.VARIABLE, request.param)
-        found = Kernels.find()
-        assert found is not None
-        yield found
-    Kernels.find()  # the library's tier is the process's again
+@pytest.fixture
+def kernels(tier: str) -> Kernels:
+    kernels = Kernels.find()
+    assert kernels is not None
+    return kernels
 
 
 class Step:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from bisect import bisect
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_tiers import NEEDS_KERNELS, kernels, seed, tier
 from laddertron.models.attention import StepLayout
 from laddertron.models.config.latent import EXPANDED_SPACE, Expansion, Latent
 from laddertron.models.cpu.kernels import Kernels
@@ -20,36 +19,16 @@ from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.latent import LatentAttention, LatentCache
 from laddertron.models.latent_layer import LatentProducts, _by_head
 from laddertron.models.ops import Norm
-from laddertron.topology.hardware import cpu_tier
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TIERS = cpu_tier.TIERS[cpu_tier.TIERS.index(cpu_tier.current()) :]
 SHAPES = [(64, 16, 5), (96, 8, 16), (24, 8, 3), (512, 64, 40)]
 """Rank, rotary, heads: on the dot products' grid and off it, fewer heads than a vector has places and more."""
 CHUNKS = [(4, 5), (700, 701), (255, 256), (0, 61), (230, 291)]
 """Positions [first, last) of each sequence's new tokens: three decodes, then prompts and chunks of them."""
 
-pytestmark = pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built (no compiler)")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[int]:
-    number = random.randrange(1 << 30)
-    print(f"seed {number}")
-    torch.manual_seed(number)
-    with torch.inference_mode():
-        yield number
-
-
-@pytest.fixture(params=TIERS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    with monkeypatch.context() as patch:
-        patch.setenv(cpu_tier.VARIABLE, request.param)
-        found = Kernels.find(deterministic=True)
-        assert found is not None
-        yield found
-    Kernels.find()  # the library's tier is the process's again
+__all__ = ["kernels", "seed", "tier"]
+pytestmark = NEEDS_KERNELS
 
 
 def make_layout(chunks: list[tuple[int, int]], size: int, decode: int) -> StepLayout:

@@ -3,44 +3,22 @@ play."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-
 import pytest
 import torch
+from kernel_tiers import NEEDS_KERNELS, kernels, seed, tier
 from laddertron.models.cpu.experts import PackedExperts
 from laddertron.models.cpu.kernels import Kernels, OddInputsError
 from laddertron.models.cpu.ops import CpuOps
 from laddertron.models.ops import Norm, TorchOps, Tree, tree_product
 from laddertron.models.packed import Packed
 from laddertron.models.pages import HugePages
-from laddertron.topology.hardware import cpu_tier
 from test_expert_products import assert_near, differing_row, routed, want
 
-TIERS = cpu_tier.TIERS[cpu_tier.TIERS.index(cpu_tier.current()) :]
 FORMS = ("int4", "int4 zeros", "e2m1", "e4m3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-pytestmark = pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built (no compiler)")
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[int]:
-    number = random.randrange(1 << 30)
-    print(f"seed {number}")
-    torch.manual_seed(number)
-    with torch.inference_mode():
-        yield number
-
-
-@pytest.fixture(params=TIERS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    with monkeypatch.context() as patch:
-        patch.setenv(cpu_tier.VARIABLE, request.param)
-        kernels = Kernels.find(deterministic=True)
-        assert kernels is not None
-        yield kernels
-    Kernels.find()  # the library's tier is the process's again
+__all__ = ["kernels", "seed", "tier"]
+pytestmark = NEEDS_KERNELS
 
 
 def matrix(form: str, *rows: int, columns: int, width: int, scales: torch.dtype = torch.float32) -> Packed:

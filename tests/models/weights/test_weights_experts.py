@@ -26,7 +26,7 @@ from laddertron.tools.plan.memory import memory
 from laddertron.tools.plan.plan_source import Asked, from_deployment
 from laddertron.topology.hardware.presets import preset
 from safetensors.torch import load_file, save_file
-from weights_cases import loaded, shapes
+from weights_cases import loaded, read_and_sharded, shapes
 
 FP8 = torch.float8_e4m3fn
 
@@ -215,24 +215,19 @@ def test_fp8_experts_are_kept_as_stored(tmp_path: Path, form: str, size: int, sp
     c = from_folder(folder)
     question = from_deployment(read(str(folder), []), Asked(preset("1x8xH100"), Work()))
     planned = memory(c, size, question.stored, MemoryKeys(), 85 << 30, 1, Sharing(spread, per_node))
-    for again in (False, True):
-        if again:
-            assert main(["shard", str(folder), *sizes_of(RankShard(c, size, 0, None, spread, per_node)).split()]) == 0
-        for rank in (0, size - 1):
-            shard = RankShard(c, size, rank, None, spread, per_node)
-            source = open_source(folder, shard)
-            assert source.sharded_over == (size if again else 0)
-            products = ("experts.gate_up", "experts.down")
-            assert source.quantised_products(shard) == {f"layers.{i}.{p}" for i in range(3) for p in products}
-            got, wide = kept_as_on_a_gpu(source, shard), loaded(source, shard, torch.float32)
-            for product in source.quantised_products(shard):
-                codes, scale = got[f"{product}.weight"], got[f"{product}.weight_scale"]
-                each = scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
-                assert torch.equal(codes.float() * each, wide[f"{product}.weight"])
-            held = sum(p.nbytes for p in got.values())
-            padding = 0 if again or rank == 0 else 2 * 2 * c.hidden_size * (shard.vocab.stop - c.vocab_size)
-            assert held == planned.weight_bytes
-            assert source.rank_bytes(shard, 2, source.quantised_products(shard)) == held - max(0, padding)
+    shards = [RankShard(c, size, rank, None, spread, per_node) for rank in (0, size - 1)]
+    for again, shard, source in read_and_sharded(folder, shards):
+        products = ("experts.gate_up", "experts.down")
+        assert source.quantised_products(shard) == {f"layers.{i}.{p}" for i in range(3) for p in products}
+        got, wide = kept_as_on_a_gpu(source, shard), loaded(source, shard, torch.float32)
+        for product in source.quantised_products(shard):
+            codes, scale = got[f"{product}.weight"], got[f"{product}.weight_scale"]
+            each = scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+            assert torch.equal(codes.float() * each, wide[f"{product}.weight"])
+        held = sum(p.nbytes for p in got.values())
+        padding = 0 if again or shard.rank == 0 else 2 * 2 * c.hidden_size * (shard.vocab.stop - c.vocab_size)
+        assert held == planned.weight_bytes
+        assert source.rank_bytes(shard, 2, source.quantised_products(shard)) == held - max(0, padding)
 
 
 def test_a_gpu_without_a_kernel_for_fp8_widens_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from laddertron.launchers.cli.__main__ import main
 from laddertron.models.config.dialects import DialectError
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.config.quantisation import read_quantisation
@@ -23,10 +22,9 @@ from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.models.weights.convert import convert
 from laddertron.models.weights.load import load
 from laddertron.models.weights.mapping import Source, open_checkpoint, open_source
-from laddertron.models.weights.rank_files import sizes_of
 from packing import FORMS, Form, quantise, words
 from safetensors.torch import load_file, save_file
-from weights_cases import loaded, shapes
+from weights_cases import loaded, read_and_sharded, shapes
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 192, "head_dim": 16}
@@ -80,29 +78,24 @@ def test_codes_are_kept_or_widened_exactly(tmp_path: Path, form: str, size: int,
     folder, plain = folders(tmp_path, FORMS[form], projections)
     c = from_folder(folder)
     expected = {"qkv", "o", "gate_up", "down"} if per_node != 4 and size < 8 else set()
-    for again in (False, True):
-        if again:
-            assert main(["shard", str(folder), *sizes_of(RankShard(c, size, 0, None, spread, per_node)).split()]) == 0
-        for rank in (0, size - 1):
-            shard = RankShard(c, size, rank, None, spread, per_node)
-            source = open_source(folder, shard)
-            assert source.sharded_over == (size if again else 0)
-            meant = loaded(open_source(plain, shard), shard, torch.float32)
-            wide, held = kept(source, shard)
-            stored = make_stored_products(source, shard, CPU)
-            assert stored is not None
-            assert expected <= {name.split(".", 2)[2] for name in stored.products}
-            for name, tensor in meant.items():
-                own = tensor if name.rpartition(".")[0] in stored.products else tensor.bfloat16().float()
-                assert torch.equal(wide[name], own), name
-            if not again:
-                direct = loaded(source, shard, torch.float32)
-                plainly = {n for n in direct if n.rpartition(".")[0] in source.quantised_products(shard, None)}
-                assert all(torch.equal(direct[name], meant[name]) for name in plainly)
-            padding = 2 * 2 * c.hidden_size * max(0, shard.vocab.stop - c.vocab_size)
-            padding = padding if not again and per_node in (0, size) else 0
-            if not again and per_node in (0, size):
-                assert source.rank_bytes(shard, 2, stored.products) == held - padding
+    shards = [RankShard(c, size, rank, None, spread, per_node) for rank in (0, size - 1)]
+    for again, shard, source in read_and_sharded(folder, shards):
+        meant = loaded(open_source(plain, shard), shard, torch.float32)
+        wide, held = kept(source, shard)
+        stored = make_stored_products(source, shard, CPU)
+        assert stored is not None
+        assert expected <= {name.split(".", 2)[2] for name in stored.products}
+        for name, tensor in meant.items():
+            own = tensor if name.rpartition(".")[0] in stored.products else tensor.bfloat16().float()
+            assert torch.equal(wide[name], own), name
+        if not again:
+            direct = loaded(source, shard, torch.float32)
+            plainly = {n for n in direct if n.rpartition(".")[0] in source.quantised_products(shard, None)}
+            assert all(torch.equal(direct[name], meant[name]) for name in plainly)
+        padding = 2 * 2 * c.hidden_size * max(0, shard.vocab.stop - c.vocab_size)
+        padding = padding if not again and per_node in (0, size) else 0
+        if not again and per_node in (0, size):
+            assert source.rank_bytes(shard, 2, stored.products) == held - padding
 
 
 @pytest.mark.parametrize("columns", [40, 20])

@@ -5,20 +5,34 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from laddertron.launchers.cli.__main__ import main
 from laddertron.models.config.model_config import ModelConfig, Rope, make_wiring
 from laddertron.models.stages import RankShard
 from laddertron.models.weights.load import load
-from laddertron.models.weights.mapping import Source
+from laddertron.models.weights.mapping import Source, open_source
+from laddertron.models.weights.rank_files import sizes_of
 from laddertron.topology.comm.groups import CommOptions
 from rank_pool import Rank
 from waiting import HANG_S
 
 CPU = torch.device("cpu")
+
+
+def read_and_sharded(folder: Path, shards: Sequence[RankShard]) -> Iterator[tuple[bool, RankShard, Source]]:
+    """Each rank's source: of the checkpoint, then, after `laddertron shard`, of its per-rank file."""
+    for sharded in (False, True):
+        if sharded:
+            assert main(["shard", str(folder), *sizes_of(shards[0]).split()]) == 0
+        for shard in shards:
+            source = open_source(folder, shard)
+            assert source.sharded_over == (shard.size if sharded else 0)
+            yield sharded, shard, source
 
 
 def config(**changes: Any) -> ModelConfig:
