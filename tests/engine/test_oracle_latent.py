@@ -149,7 +149,7 @@ def test_contexts_cross_the_number_of_positions_that_attend(
     [
         ("deepseek_v3_plain", False, 8),
         ("longcat_flash", "ngram", 8),
-        ("glm_moe_dsa", "ngram", 8),
+        ("glm_moe_dsa", "ngram", 48),  # drafts are accepted in some of them, for any seed
         pytest.param("deepseek_v32", False, 1000, marks=pytest.mark.slow),
         *[
             pytest.param(family, speculation, 1000, marks=pytest.mark.slow)
