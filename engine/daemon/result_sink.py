@@ -12,7 +12,8 @@ _UNSTORED, _UNSTORED_BYTES = 4096, 64 << 20
 
 
 class ResultSink(Generic[T]):
-    """`store` returns once a group of results is stored; what it raises is raised by `moved`. For one event loop."""
+    """`store` returns once a group of results is stored; what it raises is raised by `moved`, and it is not called again:
+    who handles the failure changes what the results were stored in. For one event loop."""
 
     def __init__(self, store: Callable[[list[T]], Awaitable[None]]) -> None:
         self._store = store
@@ -40,6 +41,8 @@ class ResultSink(Generic[T]):
 
     def wake(self) -> None:
         """Has `store` called, possibly without results, for what else it stores."""
+        if self._failure is not None:
+            return
         self._due = True
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write())

@@ -50,3 +50,25 @@ def test_what_store_raises_is_raised_to_who_waits() -> None:
             assert not sink.pending
 
     asyncio.run(story())
+
+
+def test_nothing_is_stored_after_a_failure() -> None:
+    """Also no result that arrives between the failure and its handling: a batch whose row is damaged is restored then."""
+
+    async def story() -> None:
+        groups = list[list[int]]()
+
+        async def store(results: list[int]) -> None:
+            groups.append(results)
+            raise OSError("no disk")
+
+        sink = ResultSink[int](store)
+        sink.add(1, 1)
+        with pytest.raises(OSError, match="no disk"):
+            await sink.settled()
+        sink.add(2, 1)
+        sink.wake()
+        await asyncio.sleep(0)
+        assert groups == [[1]]
+
+    asyncio.run(story())
