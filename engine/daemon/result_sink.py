@@ -12,8 +12,8 @@ _UNSTORED, _UNSTORED_BYTES = 4096, 64 << 20
 
 
 class ResultSink(Generic[T]):
-    """`store` returns once a group of results is stored; what it raises is raised by `moved`, and it is not called again:
-    who handles the failure changes what the results were stored in. For one event loop."""
+    """`store` returns once a group of results is stored; what it raises is raised by `moved`, and it is not called
+    again: who handles the failure changes what the results were stored in. For one event loop."""
 
     def __init__(self, store: Callable[[list[T]], Awaitable[None]]) -> None:
         self._store = store

@@ -28,6 +28,7 @@ WORKER = "laddertron.launchers.rank.worker"
 ENV_LISTEN = "LADDERTRON_LISTEN"
 TORCHRUN_PORT = 29500
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+SLURM_STEP = ("srun", "--overlap", "--mpi=none", "--mem=0", "--ntasks=1", "--nodes=1", "--quiet", "--nodelist")
 UNTERMINATED = ("openmpi", "torchrun")
 """Launchers that respect a blocked SIGTERM and end in order by SIGINT; srun waits for SIGTERM even if it is blocked."""
 CONTROL = ("LADDERTRON_CONTROL", "LADDERTRON_SECRET")
@@ -76,7 +77,8 @@ class LaunchCommand:
     seats: tuple[str, ...] = ()
     """The listed name of each rank's host, if the launcher starts ranks in order."""
     agent: tuple[str, ...] = ()
-    """The remote shell by which the launcher starts ranks on other hosts with `python`; () if it uses none."""
+    """What starts a program on another host, whose name follows: the launcher's remote shell, or a step of Slurm's
+    beside the ranks'; () if there is none."""
     python: str = ""
     stop: int = signal.SIGTERM
     """The signal that ends the launcher. If it is another than SIGTERM, the launcher runs with that blocked."""
@@ -118,6 +120,8 @@ def compose(
     agent: tuple[str, ...] = ()
     if site.kind in ("openmpi", "mpich") and len(share.hosts) > 1:
         agent = tuple(shlex.split(deployment.launch.rsh_agent or "")) or SSH
+    elif site.kind == "slurm" and len(share.hosts) > 1:
+        agent = SLURM_STEP
     return LaunchCommand(tuple(parts), env, inherited, tuple(forward), seats, agent, site.python, stop)
 
 

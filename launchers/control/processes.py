@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_USUAL_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,15 @@ class ProcessId:
 
     pid: int
     started: int
+
+
+def few_descriptors() -> str:
+    """What to do if this process may open fewer files than is usual; "" otherwise. mpirun fails silently without about
+    90 descriptors."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files >= _USUAL_FILES or files == resource.RLIM_INFINITY:
+        return ""
+    return f"it may open only {files} files (`ulimit -n`): raise that to {_USUAL_FILES}"
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -38,8 +37,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 LAST_WORDS_S = 2.0
 _LINE_LIMIT = 8192
-USUAL_FILES = 1024
-"""Descriptors that a process may usually open; mpirun fails silently without about 90."""
 
 
 LauncherOutput = News | messages.Tokens | messages.Running | RankHeartbeat
@@ -363,7 +360,7 @@ class Launch:
             sign = Evidence("launcher_killed", None, f"{name} was ended by signal {-status}")
         else:
             text = f"{name} ended with status {status}"
-            if not self._output and (files := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < USUAL_FILES:
-                text += f" without a message: it may open only {files} files (`ulimit -n`): raise that to {USUAL_FILES}"
+            if not self._output and (limit := processes.few_descriptors()):
+                text += f" without a message: {limit}"
             sign = Evidence("launcher_exit", None, text)
         self._tell([self._board.sign(sign)])

@@ -1,5 +1,5 @@
 """Asks hosts whose ranks have not started whether they reach their owner: a program, started there by the same remote
-shell as the ranks, tests the way to this host and back (control/reach.py).
+shell as the ranks, or by Slurm, tests the way to this host and back (control/reach.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ...engine import child
+from ..compose.mpi import SLURM_STEP
 from ..control.reach import listening
 
 AFTER_S = 3.0
@@ -40,8 +41,8 @@ class Answer:
 def ask(
     agent: Sequence[str], python: str, hosts: Sequence[str], address: str, ports: range, control: str = ""
 ) -> dict[str, Answer]:
-    """The answers by host, of the first ASKED. `agent`: the remote shell; address, ports: where this host listens for
-    them; `control`: the control channel, host:port. Raises OSError."""
+    """The answers by host, of the first ASKED. `agent`: as in LaunchCommand; address, ports: where this host listens
+    for them; `control`: the control channel, host:port. Raises OSError."""
     secret = secrets.token_bytes(32)
     if not hosts:
         return {}
@@ -54,9 +55,10 @@ def ask(
 
 def _ask(agent: Sequence[str], python: str, host: str, order: str) -> Answer:
     settings = [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
-    program = shlex.join(["env", *settings, *child.command(_MODULE, python=python)])
+    program = ["env", *settings, *child.command(_MODULE, python=python)]
     process = subprocess.Popen(
-        [*agent, host, program],
+        # a remote shell parses what it runs, srun does not
+        [*agent, host, *(program if agent[0] == SLURM_STEP[0] else [shlex.join(program)])],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

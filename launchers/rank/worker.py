@@ -5,6 +5,7 @@ peers wait for it in a collective.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from ...models.config.json_fields import Refusal
 from ...topology.comm.collectives import CollectiveTimeout, CommunicationError
 from ...topology.placement.identity import Identity, IdentityError, identify, require_world
 from ..control.control_client import ControlClient, address_and_secret
-from ..control.processes import die_with_parent, ended_by_parent_alone
+from ..control.processes import die_with_parent, ended_by_parent_alone, few_descriptors
 from ..control.reach import Unreached
 from ..job.rank_logs import set_up_logs
 from .rank_status import Status
@@ -53,8 +54,9 @@ def main() -> int:
     except Refusal as refusal:
         client.fail(str(refusal), refused=True)  # an error of the model or configuration, clear without a traceback
         os._exit(1)
-    except BaseException:
-        client.fail(traceback.format_exc())
+    except BaseException as error:
+        few = few_descriptors() if isinstance(error, OSError) and error.errno == errno.EMFILE else ""
+        client.fail(f"{error}: {few}" if few else traceback.format_exc())
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)

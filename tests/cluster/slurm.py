@@ -23,6 +23,7 @@ from cluster.nodes import Cluster, kill, why_not
 CLIENTS = ("srun", "sbatch", "salloc", "scontrol", "scancel")
 PROGRAMS = {"munged": "munge", "slurmctld": "slurmctld", "slurmd": "slurmd", **dict.fromkeys(CLIENTS, "slurm-client")}
 """What is run, and Debian's package of each."""
+PORTS = range(6817, 6900)
 PMIX = "libpmix.so"
 """What Slurm's own PMIx plugin opens, by this name: without it `srun --mpi=pmix` starts nothing."""
 DAEMONS = ("munged", "slurmctld", "slurmd", "slurmscriptd")
@@ -82,7 +83,8 @@ class Slurm:
             for name, address in zip(self._cluster.names, self._cluster.addresses, strict=True)
         )
         first = f"{self._cluster.names[0]}({self._cluster.addresses[0]})"
-        text = _CONF.format(folder=self.folder, first=first, nodes=nodes, names=",".join(self._cluster.names))
+        names, ports = ",".join(self._cluster.names), f"{PORTS[2]}-{PORTS[-1]}"  # after slurmctld's and slurmd's
+        text = _CONF.format(folder=self.folder, first=first, nodes=nodes, names=names, ports=ports)
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         self.env = {"SLURM_CONF": str(self.folder / "slurm.conf")}
@@ -140,6 +142,7 @@ class Slurm:
 _CONF = """ClusterName=laddertron
 SlurmctldHost={first}
 SlurmUser=root
+SrunPortRange={ports}
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge,cred_expire=5

@@ -4,6 +4,7 @@ drained, requeued and resumed. `make slurm-test`; skipped where Slurm is not ins
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from cluster.launching import Job, processes, ranks_on
 from cluster.nodes import Cluster, why_not
-from cluster.slurm import DAEMONS, Slurm, missing, until
+from cluster.slurm import DAEMONS, PORTS, Slurm, missing, until
 from cluster.test_over_nodes import library, mpich
 
 SALLOC = ("salloc", "-N2", "--ntasks-per-node=1", "--quiet")
@@ -69,6 +70,21 @@ def test_srun_with_mpich(slurm: tuple[Cluster, Slurm], tmp_path: Path) -> None:
     done = running.run([*SALLOC, *command], timeout=120)
     assert done.returncode == 0, done.stderr + running.logs()
     assert job.answered() == job.names
+    none_left(cluster)
+
+
+def test_a_blocked_way_is_named_though_no_rank_joins(slurm: tuple[Cluster, Slurm], tmp_path: Path) -> None:
+    """A firewall lets Slurm's own ports through and no others: a step beside the ranks' names the way."""
+    cluster, running = slurm
+    job = Job(tmp_path, "ranks_per_node: 1", tp=2)
+    cluster.control.firewall(PORTS)
+    try:
+        done = running.run([*SALLOC, *job.command(sys.executable, launch=False)], timeout=120)
+    finally:
+        cluster.control.firewall()
+    assert done.returncode == 1, done.stderr + running.logs()
+    errors = " ".join(done.stderr.split())
+    assert re.search(r"error: n1: .* cannot be reached at 10.213.0.1 port \d+, .*from n1 to n0", errors), errors
     none_left(cluster)
 
 

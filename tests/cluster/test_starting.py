@@ -32,10 +32,10 @@ def job_of(cluster: Cluster, folder: Path, more: str = "", lines: int = 2, token
     return Job(folder, keys, 1, lines, tokens, f", pipeline_parallel_size: {len(cluster.names)}")
 
 
-def late_python(folder: Path, seconds: dict[str, float]) -> Path:
-    """A Python that starts ranks late on some nodes."""
-    cases = "\n".join(f"{name}) sleep {delay} ;;" for name, delay in seconds.items())
-    program = folder / "late-python"
+def python_after(folder: Path, commands: dict[str, str]) -> Path:
+    """A Python that starts ranks after a command of the shell on some nodes."""
+    cases = "\n".join(f"{name}) {command} ;;" for name, command in commands.items())
+    program = folder / "python"
     program.write_text(f'#!/bin/sh\ncase "$(hostname)" in\n{cases}\nesac\nexec {sys.executable} "$@"\n')
     program.chmod(0o755)
     return program
@@ -44,10 +44,20 @@ def late_python(folder: Path, seconds: dict[str, float]) -> Path:
 def test_ranks_that_start_late_are_waited_for(three: Cluster, tmp_path: Path) -> None:
     """The second and third node start their ranks 15 and 30 seconds after the first: longer than a rank may be silent,
     and the job comes up at the first launch."""
-    job = job_of(three, tmp_path, f", python: {late_python(tmp_path, {'n1': 15, 'n2': 30})}")
+    job = job_of(three, tmp_path, f", python: {python_after(tmp_path, {'n1': 'sleep 15', 'n2': 'sleep 30'})}")
     done = three.run(0, job.command(sys.executable, launch=False), QUIET, timeout=180.0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert job.answered() == job.names
+
+
+def test_a_rank_that_may_open_too_few_files_is_named(three: Cluster, tmp_path: Path) -> None:
+    """By the rank itself, with the limit and what to do; none of those that wait for it is blamed."""
+    job = job_of(three, tmp_path, f", python: {python_after(tmp_path, {'n1': 'ulimit -n 24'})}")
+    done = three.run(0, job.command(sys.executable, launch=False), QUIET, timeout=180.0)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"error: rank 1 .*node n1.* it may open only 24 files \(`ulimit -n`\): raise", done.stderr), (
+        done.stderr
+    )
 
 
 def test_a_cut_network_is_named_though_ranks_may_be_silent_for_long(three: Cluster, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_what_store_raises_is_raised_to_who_waits() -> None:
 
 
 def test_nothing_is_stored_after_a_failure() -> None:
-    """Also no result that arrives between the failure and its handling: a batch whose row is damaged is restored then."""
+    """Also no result that arrives between the failure and its handling, in which a damaged row is restored."""
 
     async def story() -> None:
         groups = list[list[int]]()

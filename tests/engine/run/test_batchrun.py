@@ -210,6 +210,7 @@ def test_resume_cuts_a_torn_last_line_and_refuses_a_bad_one_before_it(bench: Ben
     bench.output.write_bytes(whole[:-40])
     assert bench.run(plain, resume=True).skipped == 4
     assert len(bench.answers()) == 5
+    whole = bench.output.read_bytes()  # the last answer has another second in it, perhaps
     bench.output.write_bytes(whole + b"\0" * 40)
     assert bench.run(plain, resume=True).skipped == 5
     assert bench.output.read_bytes() == whole
