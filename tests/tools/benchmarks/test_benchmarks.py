@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def line(wiring: str, step_ms: float, delay_s: float = 1e-3, batch: int = 1, **m
 
 def steps(standard: float, ladder: float, silent: float, **more: Any) -> list[dict[str, Any]]:
     times = {"standard": standard, "parallel": (standard + silent) / 2, "ladder": ladder, "no-communication": silent}
-    times["carried"] = silent
+    times |= {"carried": silent, "delay-2": ladder}
     return [line(wiring, ms, **more) for wiring, ms in times.items()]
 
 
@@ -90,27 +91,47 @@ def test_bars_are_met_and_missed(report: Any) -> None:
     large = results()
     large["reduce"]["lines"] += [all_reduce(4, 1, "native", 30.0, 8 << 20), all_reduce(4, 1, "gloo", 40.0, 8 << 20)]
     assert "met    8 MB over 4 x 1 at 1 ms: 0.75 of gloo's time, at most 1" in report.bars(large)
-    assert "| 4 x 1, 1 ms | 8 MB | 30.0 | 40.0 | 1.33 |" in report.reduce_tables(large["reduce"]["lines"])
+    assert "| 4 x 1, 1 ms | 8 MB | 30.0 | 40.0 | 1.33 |" in report.prompt_table(large["reduce"]["lines"])
     large["reduce"]["lines"][-2]["median_s"] = 41e-3
     assert any(row.startswith("MISSED 8 MB over 4 x 1") for row in report.bars(large))
 
 
-def test_the_page_is_renewed_in_its_place(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice over, the words around the measured part stay as they were, and the picture is an SVG of every point."""
+def test_the_pages_are_renewed_in_their_places(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice over, the words around the tables and a table that was not measured stay as they were, and the picture is
+    an SVG of every point."""
     monkeypatch.setattr(report, "DOCS", tmp_path)
-    page = tmp_path / "cross_node.md"
-    page.write_text("before\n<!-- measured by cross_node.py: begin -->\nstale figures\n<!-- end -->\nafter\n")
+    page, other = tmp_path / "cross_node.md", tmp_path / "layouts.md"
+    blocks = "".join(
+        f"before {name}\n<!-- measured by cross_node.py: {name}: begin -->\nstale {name}\n<!-- end -->\nafter {name}\n"
+        for name in ("reduce", "law", "drafts", "bars")
+    )
+    page.write_text(blocks)
+    other.write_text("<!-- measured by cross_node.py: layouts: begin -->\nas it was\n<!-- end -->\n")
     report.write_docs(results())
     once = page.read_text()
     report.write_docs(results())
     assert page.read_text() == once
-    assert once.startswith("before\n")
-    assert once.endswith("\nafter\n")
-    assert "stale figures" not in once
+    assert [line for line in once.splitlines() if line.startswith("stale")] == ["stale drafts"]
+    assert [line for line in once.splitlines() if line.startswith(("before", "after"))] == [
+        line for line in blocks.splitlines() if line.startswith(("before", "after"))
+    ]
     assert "| 2 x 1 | 1.10 (1.21) | 5.00 (5.50) | 1.30 (1.43) |" in once
+    assert "bars are met" in once
+    assert "as it was" in other.read_text()
     drawn = ET.fromstring((tmp_path / "pictures" / "law.svg").read_text())
     (measured,) = [e for e in drawn.iter("{http://www.w3.org/2000/svg}g") if str(e.get("id")).startswith("batch-")]
     assert len(list(measured.iter("{http://www.w3.org/2000/svg}use"))) == 2
+
+
+def test_every_table_of_the_pages_is_one_that_is_made(report: Any) -> None:
+    """The markers in docs and TABLES are of the same names, and each part that is measured has a table."""
+    import cross_node
+
+    pages = [(report.DOCS / name).read_text() for name in ("cross_node.md", "layouts.md")]
+    marked = re.findall(r"cross_node\.py: ([\w-]+): begin", "".join(pages))
+    assert marked == ["reduce", "prompts", "wirings", "law", "delay-2", "bars", "layouts"]
+    assert set(marked) <= {*report.TABLES, "bars"}
+    assert {part for part, _ in report.TABLES.values()} == set(cross_node.RUNS)
 
 
 def test_published_points_lie_below_the_law(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +157,6 @@ def layout_rows(ladder: float, pipeline: float, aimed: float, batch: int = 1) ->
 def test_layouts_have_their_medians_crossing_and_figure(report: Any) -> None:
     """`report` sets the path. Ladder leads at an L/c of 0.5 and 1 and trails at 2: the lines cross between."""
     import cross_layouts
-    import cross_picture
 
     rows = [
         *(row for batch in (1, 8) for row in layout_rows(90, 60, 0.5, batch)),
@@ -144,15 +164,15 @@ def test_layouts_have_their_medians_crossing_and_figure(report: Any) -> None:
         *(row for batch in (1, 8) for row in layout_rows(45, 60, 2.0, batch)),
         *layout_rows(80, 90, 0.5, 32),
     ]
-    found = cross_layouts.points(rows)
-    assert [(p["batch"], p["ratio"]) for p in found[:3]] == [(1, 0.5), (1, 1.0), (1, 2.0)]
-    assert found[1]["rates"]["ladder"] == 75
-    lines = cross_layouts.report(found)
+    medians = cross_layouts.points(rows)
+    assert [(p["batch"], p["ratio"]) for p in medians[:3]] == [(1, 0.5), (1, 1.0), (1, 2.0)]
+    assert medians[1]["rates"]["ladder"] == 75
+    lines = cross_layouts.layouts_table(rows)
     assert "| 1, 2.00 | 33 | 20 | 60 | 45 | 90 | 95 | 100 | pipeline |" in lines
     assert lines[-1].endswith("up to an L/c of: 1.5 (batch 1), 1.5 (batch 8), 0 (batch 32).")
-    drawn = ET.fromstring(cross_picture.layouts_picture(found))
+    drawn = ET.fromstring(cross_layouts.layouts_picture(medians))
     assert drawn.tag.endswith("svg")
-    assert cross_picture.layouts_picture(found) == cross_picture.layouts_picture(found), "the same bytes each time"
+    assert cross_layouts.layouts_picture(medians) == cross_layouts.layouts_picture(medians), "the same bytes each time"
 
 
 def test_each_layout_is_a_deployment_that_check_accepts(report: Any, tmp_path: Path) -> None:

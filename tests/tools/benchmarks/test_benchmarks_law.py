@@ -126,11 +126,11 @@ def test_the_table_has_the_median_run_with_its_spread() -> None:
     """Three runs; a delay that was aimed at an L/c is one cell although it differed."""
     lines = [one for run, ladder in ((1, 11.0), (2, 12.5), (3, 20.0)) for one in case(run=run, ladder=ladder)]
     lines += [one for run in (1, 2, 3) for one in case(1.4 + run / 10, run, 1.0, ladder=11.0)]
-    rows = cross_wirings.wiring_tables(lines)
+    rows = cross_wirings.speeds_table(lines)
     assert any("medians of 3 runs" in row for row in rows)
     assert "| 1 ms, 1 | 58.8 | 76.9 | 80.0 | 122.0 | 135.1 | 1.36 (0.85 to 1.55) |" in rows
     law_row = "| 1.00 | 2.00 | 2.20 | 1.47 | 0.20 | 1.40 | 11.0 | 12.5 | 0.88 (0.55 to 1.00) | 0.95 (0.95 to 0.95) |"
-    assert f"| 1 ms, 1 {law_row}" in rows
+    assert f"| 1 ms, 1 {law_row}" in cross_wirings.law_table(lines)
     assert any(row.startswith("| L = 1 c, 1 |") for row in rows)
 
 
@@ -147,21 +147,24 @@ def test_the_law_s_bar_is_met_and_missed() -> None:
 
 
 def test_runs_are_added_to_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--repeat 2 --more` after one run: three, numbered; without --more they are measured anew."""
-    monkeypatch.setitem(cross_node.RUNS, "wirings", lambda nice: [{"wiring": "ladder"}])
-    words = argparse.Namespace(nice=0, repeat=1, more=True)
-    one = cross_node.measured("wirings", words, None)
-    words.repeat = 2
-    three = cross_node.measured("wirings", words, json.loads(json.dumps(one)))
-    assert [line["run"] for line in three["lines"]] == [1, 2, 3]
-    words.more = False
-    assert [line["run"] for line in cross_node.measured("wirings", words, three)["lines"]] == [1, 2]
+    """`--repeat 2 --more` after one run: three, numbered, each there as soon as it was measured; without --more they
+    are measured anew, as often as is usual."""
+    monkeypatch.setitem(cross_node.RUNS, "wirings", (lambda nice: iter([{"wiring": "ladder"}]), 4))
+
+    def runs(before: Any, **words: Any) -> list[list[int]]:
+        args = argparse.Namespace(**{"nice": 0, "repeat": None, "more": False, **words})
+        return [[line["run"] for line in part["lines"]] for part in cross_node.measured("wirings", args, before)]
+
+    before = {"load_before": 0.1, "lines": [{"wiring": "ladder", "run": 1}]}
+    assert runs(None, repeat=1, more=True) == [[1]]
+    assert runs(json.loads(json.dumps(before)), repeat=2, more=True) == [[1, 2], [1, 2, 3]]
+    assert runs(before) == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
 
 
-def test_a_page_without_its_results_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_without_results_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_node, "RESULTS", tmp_path / "none.json")
     monkeypatch.setattr("sys.argv", ["cross_node.py", "--report", "--write"])
-    with pytest.raises(SystemExit, match="no results of reduce and wirings, which"):
+    with pytest.raises(SystemExit, match=r"none\.json: no results"):
         cross_node.main()
 
 

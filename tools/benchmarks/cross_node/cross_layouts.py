@@ -1,42 +1,24 @@
-"""When ladder pays: tokens/s of stock layouts (tensor parallelism, whole and split steps, a pipeline of two stages) and
-of trained wirings against L/c, on two nodes that tests/cluster makes on this machine, a core each. A Llama of 150M in
-bfloat16 with dummy weights, measured by `laddertron bench`'s ranks in turns.
-
-    python tools/benchmarks/cross_node/cross_layouts.py            three runs, a quarter of an hour; as root
-    python tools/benchmarks/cross_node/cross_layouts.py --write    and renews docs/layouts.md, figure and data
-    python tools/benchmarks/cross_node/cross_layouts.py --report   the table of what was measured
-
-Each point of each run becomes a line of tools/benchmarks/results/cross_layouts.jsonl, from which an interrupted call
-resumes.
+"""Tokens/s of stock layouts (tensor parallelism, whole and split steps, a pipeline of two stages) and of trained
+wirings against L/c: the part `layouts` of cross_node.py. A Llama of 150M in bfloat16.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
-from pathlib import Path
+from itertools import pairwise, product
 from statistics import median
-from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+from common import svg, table, to_and_fro
+from laddertron.engine.config.schema import Deployment
+from laddertron.tools.plan.advice import STOCK
+from matplotlib.figure import Figure
+from two_nodes import LANES, SHAPE, Row, Site, on_nodes, rate
 
-from common import renewed, table, to_and_fro  # noqa: E402
-from cross_picture import layouts_picture  # noqa: E402
-from laddertron.engine.config.schema import Deployment  # noqa: E402
-from laddertron.tools.plan.advice import STOCK  # noqa: E402
-from two_nodes import LANES, SHAPE, Row, Site, insist, on_nodes, rate  # noqa: E402
-
-RESULTS = HERE.parent / "results" / "cross_layouts.jsonl"
-DOCS = HERE.parents[2] / "docs"
 SUB_BLOCKS = 2 * SHAPE["num_hidden_layers"]
-BATCHES, RATIOS = (1, 8, 32), (0.25, 0.5, 1.0, 2.0, 4.0)
+BATCHES, RATIOS, TOKENS = (1, 8, 32), (0.25, 0.5, 1.0, 2.0, 4.0), 32
 KINDS = (*STOCK, "ladder", "delay-2", "lanes", "no-communication")
-"""The kinds of layouts, and of trained wirings. A row has run, batch, aimed (L/c), delay_s, and rates by kind."""
+"""The kinds of layouts, and of trained wirings. A row has batch, aimed (L/c), delay_s, and rates by kind."""
 
 
 def deployment(site: Site, kind: str) -> Deployment:
@@ -46,30 +28,41 @@ def deployment(site: Site, kind: str) -> Deployment:
     return site.deployment("lanes" if kind == "lanes" else "llama", wiring, parallel)
 
 
-def layouts(site: Site, todo: list[list[Any]], tokens: int) -> Iterator[Row]:
-    return at_ratios(site, {kind: deployment(site, kind) for kind in KINDS}, todo, tokens)
+def layouts(site: Site) -> Iterator[Row]:
+    return at_ratios(site, {kind: deployment(site, kind) for kind in KINDS}, BATCHES, RATIOS, TOKENS)
 
 
-def at_ratios(site: Site, deployments: Mapping[str, Deployment], todo: list[list[Any]], tokens: int) -> Iterator[Row]:
-    """A row for each (run, batch, L/c) of `todo`, with tokens/s of each kind. "standard" and "no-communication" set the
-    link's delay."""
+def layout_runs(nice: int) -> Iterator[Row]:
+    return on_nodes(layouts, {"llama": SHAPE, "lanes": LANES}, nice=nice)
+
+
+def at_ratios(
+    site: Site,
+    deployments: Mapping[str, Deployment],
+    batches: Sequence[int],
+    ratios: Sequence[float],
+    tokens: int,
+    runs: int = 1,
+) -> Iterator[Row]:
+    """A row for each run, batch and L/c, with tokens/s of each kind. "standard" and "no-communication" set the link's
+    delay."""
     with ExitStack() as stack:
         jobs = {kind: stack.enter_context(site.job(kind, deployments[kind])) for kind in deployments}
         site.switch.link(0.0)
         rest: dict[int, tuple[float, float]] = {}
-        for batch in sorted({batch for _, batch, _ in todo}):
+        for batch in batches:
             for job in jobs.values():
                 rate(job, batch, 8, 8)
             silent, standard = (
                 batch / rate(jobs[kind], batch, 8, tokens) / SUB_BLOCKS for kind in ("no-communication", "standard")
             )
             rest[batch] = silent, standard - silent
-        for run, batch, aimed in todo:
+        for turn, (_, batch, aimed) in enumerate(product(range(runs), batches, ratios)):
             c, without_delay = rest[batch]
             delay_s = max(0.0, aimed * c - without_delay)
             site.switch.link(delay_s)
-            rates = {kind: rate(jobs[kind], batch, 8, tokens) for kind in to_and_fro(jobs, run)}
-            yield {"run": run, "batch": batch, "aimed": aimed, "delay_s": delay_s, "rates": rates}
+            rates = {kind: rate(jobs[kind], batch, 8, tokens) for kind in to_and_fro(jobs, turn)}
+            yield {"batch": batch, "aimed": aimed, "delay_s": delay_s, "rates": rates}
 
 
 def points(rows: Sequence[Row]) -> list[Row]:
@@ -92,50 +85,36 @@ def crossing(mine: Sequence[Row]) -> str:
     return f"{gaps[-1][0]:.1f} and more" if gaps[-1][1] > 0 else "0"
 
 
-def report(medians: Sequence[Row]) -> list[str]:
-    """Markdown."""
-    cells = []
+def layouts_table(lines: Sequence[Row]) -> list[str]:
+    medians, cells = points(lines), []
     for p in medians:
         rates, best = p["rates"], max(STOCK, key=p["rates"].__getitem__)
         shown = (f"{rates[kind]:,.0f}" for kind in KINDS)
         cells.append((f"{p['batch']}, {p['ratio']:.2f}", *shown, best))
     ups = ", ".join(f"{crossing([p for p in medians if p['batch'] == b])} (batch {b})" for b in BATCHES)
     head = f"batch, L/c | {' | '.join(KINDS)} | best stock"
-    return [
-        "![tokens/s of layouts against L/c](pictures/layouts.svg)", "", *table(head, cells), "",
-        f"Ladder decodes faster than the best stock layout up to an L/c of: {ups}.",
-    ]  # fmt: skip
+    return [*table(head, cells), "", f"Ladder decodes faster than the best stock layout up to an L/c of: {ups}."]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=32, help="of each sequence")
-    parser.add_argument("--nice", type=int, default=0, help="of all ranks: below 0 where the machine has other work")
-    parser.add_argument("--report", action="store_true", help="no measuring")
-    parser.add_argument("--write", action="store_true", help="renew docs/layouts.md, its figure and its data")
-    args = parser.parse_args()
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    done = {(row["run"], row["batch"], row["aimed"]) for row in rows}
-    todo = [[run, b, r] for run in range(args.runs) for b in BATCHES for r in RATIOS if (run, b, r) not in done]
-    RESULTS.parent.mkdir(exist_ok=True)
-    if todo and not args.report:
-        insist()
-        for row in on_nodes(layouts, {"llama": SHAPE, "lanes": LANES}, todo, args.tokens, nice=args.nice):
-            rows.append(row)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    if not rows:
-        sys.exit(f"{RESULTS}: no results; measure first, without --report")
-    medians = points(rows)
-    lines = report(medians)
-    print("\n".join(lines))
-    if args.write:
-        page, pictures = DOCS / "layouts.md", DOCS / "pictures"
-        page.write_text(renewed(page.read_text(), lines))
-        (pictures / "layouts.json").write_text("[\n" + ",\n".join(map(json.dumps, medians)) + "\n]\n")
-        (pictures / "layouts.svg").write_text(layouts_picture(medians))
-
-
-if __name__ == "__main__":
-    main()
+def layouts_picture(points: Sequence[Row]) -> str:
+    """Tokens/s against L/c, a panel a batch; dashed is the law of ladder and delay-2, from each point's speed without
+    communication."""
+    batches = sorted({point["batch"] for point in points})
+    figure = Figure(figsize=(3.6 * len(batches), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(batches), squeeze=False)[0]
+    for axes, batch in zip(panels, batches, strict=True):
+        mine = sorted((p for p in points if p["batch"] == batch), key=lambda p: p["ratio"])
+        ratios = [p["ratio"] for p in mine]
+        stock = [max(p["rates"][kind] for kind in STOCK) for p in mine]
+        axes.plot(ratios, stock, color="#bbbbbb", linewidth=6, label="best stock layout")
+        for index, kind in enumerate(mine[0]["rates"]):
+            rates = [p["rates"][kind] for p in mine]
+            axes.plot(ratios, rates, "o-", color=f"C{index}", markersize=4, linewidth=1, label=kind)
+        for delay, name in ((1, "ladder"), (2, "delay-2")):
+            bound = [p["rates"]["no-communication"] / max(1.0, (1 + p["ratio"]) / (delay + 1)) for p in mine]
+            axes.plot(ratios, bound, "--", color=f"C{list(mine[0]['rates']).index(name)}", linewidth=1)
+        axes.set(title=f"batch {batch}", xlabel="L / c", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("tokens/s")
+    panels[0].legend(fontsize="x-small")
+    return svg(figure)

@@ -1,15 +1,14 @@
 """Measures what crossing nodes costs and how much of it the wirings hide, on nodes that tests/cluster emulates here.
 
-    python tools/benchmarks/cross_node/cross_node.py    everything, about a quarter of an hour; as root
-        --only reduce                             or wirings
-        --only wirings --repeat 1 --more          one more run of the wirings, two minutes
-        --only split-prefill                      two streams against whole steps: prompts; or split-decode; minutes
+    python tools/benchmarks/cross_node/cross_node.py    all-reduces and wirings, a quarter of an hour; as root
+        --only wirings --repeat 1 --more          one more run of a part; --only has the others
         --only drafts                             drafts of a stated hit rate; or drafts-staged: minutes
-        --write                                   and renews docs/cross_node.md and its picture
+        --write                                   and renews what docs/cross_node.md and docs/layouts.md have of it
+        --report                                  the tables of what was measured
 
 Prints a JSON line for each measurement and, at the end, tables with the thresholds they must reach. Every variant has
-ranks of its own; variants alternate. The wirings are measured in five runs, because one run also depends on the
-machine's state. Results are in tools/benchmarks/results/cross_node.json, from which `--report` makes the tables again.
+ranks of its own; variants alternate. What also depends on the machine's state is measured in several runs. Results are
+in tools/benchmarks/results/cross_node.json after each of them.
 """
 
 from __future__ import annotations
@@ -19,13 +18,10 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from itertools import product
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -33,15 +29,16 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[2] / "tests")]
 
 from cluster.nodes import Cluster  # noqa: E402
 from common import in_turns  # noqa: E402
-from cross_report import bars, tables, write_docs  # noqa: E402
-from cross_wirings import LATER, WIRINGS  # noqa: E402
+from cross_layouts import layout_runs  # noqa: E402
+from cross_report import tables, write_docs  # noqa: E402
+from cross_wirings import wiring_runs  # noqa: E402
 from laddertron.engine.schedule.split import TRIAL  # noqa: E402
 from laddertron.launchers.measure.rank_job import BenchJob  # noqa: E402
 from laddertron.tools.bench.bench import random_mix, spread  # noqa: E402
-from two_nodes import MS, MTU, SHAPE, TESTS, Row, Site, declaring, insist, lines_of, on_nodes, rate  # noqa: E402
+from trained import alone_runs, lanes_runs, longcat_runs  # noqa: E402
+from two_nodes import MS, MTU, SHAPE, TESTS, Row, Site, insist, lines_of, on_nodes, rate  # noqa: E402
 
 RESULTS = HERE.parent / "results" / "cross_node.json"
-WIDE = {**SHAPE, "num_hidden_layers": 16, "torch_dtype": "float32", "tie_word_embeddings": True}
 LARGE = [1 << 20, 2 << 20, 4 << 20, 8 << 20]
 """Messages of a prompt."""
 TUNED = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}
@@ -81,64 +78,6 @@ def reduce_runs(nice: int) -> Iterator[Row]:
     for nodes, per_node in ((2, 1), (2, 2), (4, 1)):
         yield from sums(nodes, per_node, nice, **small)
     yield from sums(4, 1, nice, delays_s=[0.0, MS], sizes=LARGE, backends=["native", "gloo"], seconds=2.0)
-
-
-def wiring_job(site: Site, kind: str, ranks: int) -> BenchJob:
-    """A job with the model `llama` or `parallel`; for a kind "lanes ..." with `lanes-1` or `lanes-2`, whose broadcasts
-    have this delay."""
-    name = kind.removeprefix("lanes ")
-    if name != kind:
-        model = "lanes-2" if name == LATER else "lanes-1"
-    else:
-        model = "parallel" if name == "parallel" else "llama"
-    wiring = name if model == "llama" or name == "no-communication" else "auto"
-    wiring = "standard" if wiring == "carried" else wiring
-    deployment = site.deployment(model, wiring, {"tensor_parallel_size": ranks}, max_num_seqs=8)
-    return site.job(kind, deployment, carried=name == "carried")
-
-
-def wirings(
-    site: Site, kinds: list[str], delays_s: list[float], ratios: list[float], shape: Row, ranks: int = 2, turns: int = 3
-) -> Iterator[Row]:
-    """Decode steps of each kind in turns, over delays and those that give an L/c of `ratios`."""
-    sub_blocks, row = 2 * shape["num_hidden_layers"], {"float32": 4, "bfloat16": 2}[shape["torch_dtype"]]
-    row *= shape["hidden_size"]
-    with ExitStack() as stack:
-        jobs = {kind: stack.enter_context(wiring_job(site, kind, ranks)) for kind in kinds}
-
-        def run(batch: int, kind: str) -> Row:
-            timing = jobs[kind].ask("case", batch=batch, prompt=32, generate=11)
-            # a rank that begins a delay earlier waits twice as long for every other one: their mean
-            alone_s = fmean(jobs[kind].ask("all_reduce", bytes=batch * row, count=8)["seconds"])
-            return timing | {"alone_s": alone_s, "step_s": batch * timing["decode_s"] / timing["decode_tokens"]}
-
-        site.switch.link(0.0)
-        first = in_turns(jobs, 3, partial(run, 1))
-        c = median(run["step_s"] for run in first["no-communication"]) / sub_blocks
-        at_rest = median(run["alone_s"] for run in first["standard"])
-        delays = [(d, None) for d in delays_s] + [(max(0.0, r * c - at_rest), r) for r in ratios]
-        for (delay_s, aimed), batch in product(delays, (1, 8)):
-            site.switch.link(delay_s)
-            before, began = site.switch.stats().cpu_s, time.perf_counter()
-            runs_by_kind = in_turns(jobs, turns, partial(run, batch))
-            switch_share = (site.switch.stats().cpu_s - before) / (time.perf_counter() - began)
-            all_reduce_s = median(timing["alone_s"] for runs in runs_by_kind.values() for timing in runs)
-            for kind, runs in runs_by_kind.items():
-                busy_s = sum(timing["prefill_s"] + timing["decode_s"] for timing in runs)
-                yield {
-                    "model": f"hidden {shape['hidden_size']}, {sub_blocks // 2} layers, {shape['torch_dtype']}",
-                    "delay_s": delay_s, "aimed": aimed, "batch": batch, "wiring": kind, "sub_blocks": sub_blocks,
-                    "step_s": median(timing["step_s"] for timing in runs), "all_reduce_s": all_reduce_s,
-                    "sub_blocks_s": [median(timing["sub_blocks_s"][at] for timing in runs) for at in (0, 1)],
-                    "switch_share": switch_share,
-                    "other_threads_share": sum(timing["other_threads_s"] for timing in runs) / busy_s,
-                }  # fmt: skip
-
-
-def wiring_runs(nice: int) -> Iterator[Row]:
-    models = {"llama": WIDE, "parallel": declaring(WIDE, "parallel")}
-    delays, ratios = [delay * MS for delay in (0, 0.1, 0.5, 1, 2)], [0.5, 0.66, 1.0]
-    return on_nodes(wirings, models, [*WIRINGS, LATER], delays, ratios, WIDE, nice=nice)
 
 
 def step_s(jobs: Mapping[str, BenchJob], case: tuple[int, int, int], kind: str) -> float:
@@ -208,46 +147,57 @@ def staged_draft_runs(nice: int) -> Iterator[Row]:
     return on_nodes(drafts, {"llama": SHAPE}, 16, 64, 5, STAGES, [2 * MS], [1, 8], nice=nice)
 
 
-RUNS = {
-    "reduce": reduce_runs, "wirings": wiring_runs, "split-prefill": split_prefills, "split-decode": split_decodes,
-    "drafts": draft_runs, "drafts-staged": staged_draft_runs,
-}  # fmt: skip
+RUNS: dict[str, tuple[Callable[[int], Iterator[Row]], int]] = {
+    "reduce": (reduce_runs, 1),
+    "wirings": (wiring_runs, 5),
+    "layouts": (layout_runs, 3),
+    "longcat": (longcat_runs, 3),
+    "lanes-2": (partial(lanes_runs, 2), 3),
+    "lanes-8": (partial(lanes_runs, 8), 3),
+    "alone-8": (partial(alone_runs, 8), 3),
+    "split-prefill": (split_prefills, 1),
+    "split-decode": (split_decodes, 1),
+    "drafts": (draft_runs, 1),
+    "drafts-staged": (staged_draft_runs, 1),
+}
+"""What measures a part once, and how often it is measured."""
 
 
-def measured(name: str, args: argparse.Namespace, before: Row | None) -> Row:
-    """One part's measurements; of the wirings added to those of `before`, if more are asked for."""
-    began, load = time.monotonic(), round(os.getloadavg()[0], 1)
-    part: Row = {"load_before": load, "nice": args.nice, "lines": [], "seconds": 0}
-    if name == "wirings" and args.more and before is not None:
-        part |= {key: before[key] for key in ("lines", "seconds")}
-        part["load_before"] = max(load, before["load_before"])
+def measured(name: str, args: argparse.Namespace, before: Row | None) -> Iterator[Row]:
+    """A part's measurements after each run, added to those of `before` if more are asked for."""
+    load = round(os.getloadavg()[0], 1)
+    part: Row = {"load_before": load, "nice": args.nice, "lines": []}
+    if args.more and before is not None:
+        part |= {"lines": before["lines"], "load_before": max(load, before["load_before"])}
+    measure, usual = RUNS[name]
     first = max((line["run"] for line in part["lines"]), default=0) + 1
-    for run in range(first, first + (args.repeat if name == "wirings" else 1)):
-        part["lines"] += [{**line, "run": run} for line in RUNS[name](args.nice)]
-    part["seconds"] += round(time.monotonic() - began)
-    return part
+    for run in range(first, first + (args.repeat or usual)):
+        part["lines"] += [{**line, "run": run} for line in measure(args.nice)]
+        yield part
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=sorted(RUNS), action="append", help="one part; the rest stays as it was")
-    parser.add_argument("--repeat", type=int, default=5, help="runs of the wirings")
+    parser.add_argument("--repeat", type=int, help="runs of a part")
     parser.add_argument("--more", action="store_true", help="these runs are added to the last results' ones")
     parser.add_argument("--nice", type=int, default=0, help="of all ranks: below 0 where the machine has other work")
     parser.add_argument("--report", action="store_true", help="no measuring: tables from the last results")
-    parser.add_argument("--write", action="store_true", help="renew docs/cross_node.md and its picture")
+    parser.add_argument("--write", action="store_true", help="renew what the pages have of these parts")
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if not args.report:
         insist()
+        RESULTS.parent.mkdir(exist_ok=True)
         for name in args.only or ("reduce", "wirings"):
-            results[name] = measured(name, args, results.get(name))
-            RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print("\n".join([*tables(results), *bars(results)]))
+            for part in measured(name, args, results.get(name)):
+                results[name] = part
+                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    if not results:
+        sys.exit(f"{RESULTS}: no results; measure first, without --report")
+    for name, lines in tables(results).items():
+        print("\n".join([f"### {name}", "", *lines, ""]))
     if args.write:
-        if missing := " and ".join(sorted({"reduce", "wirings"} - results.keys())):
-            sys.exit(f"{RESULTS}: no results of {missing}, which the page has: measure them first")
         write_docs(results)
 
 

@@ -1,13 +1,11 @@
-"""The pictures of docs/layouts.md as SVG, against L/c: speed-up of ladder over standard, tokens/s of layouts."""
+"""The picture of the law in docs/layouts.md as SVG: speed-up of ladder over standard against L/c."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from common import svg
-from laddertron.tools.plan.advice import STOCK
 from laddertron.tools.plan.published import TOKENS
 from laddertron.tools.plan.step_simulator import law
 from matplotlib.figure import Figure
@@ -50,28 +48,4 @@ def picture(points: Sequence[tuple[float, float, int]]) -> str:
     axes.set_xlabel("L / c: one all-reduce over a sub-block's computation")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    return svg(figure)
-
-
-def layouts_picture(points: Sequence[Mapping[str, Any]]) -> str:
-    """points: of cross_layouts.py. Tokens/s against L/c, a panel a batch; dashed is the law of ladder and delay-2, from
-    each point's speed without communication."""
-    batches = sorted({point["batch"] for point in points})
-    figure = Figure(figsize=(3.6 * len(batches), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(batches), squeeze=False)[0]
-    for axes, batch in zip(panels, batches, strict=True):
-        mine = sorted((p for p in points if p["batch"] == batch), key=lambda p: p["ratio"])
-        ratios = [p["ratio"] for p in mine]
-        stock = [max(p["rates"][kind] for kind in STOCK) for p in mine]
-        axes.plot(ratios, stock, color="#bbbbbb", linewidth=6, label="best stock layout")
-        for index, kind in enumerate(mine[0]["rates"]):
-            rates = [p["rates"][kind] for p in mine]
-            axes.plot(ratios, rates, "o-", color=f"C{index}", markersize=4, linewidth=1, label=kind)
-        for delay, name in ((1, "ladder"), (2, "delay-2")):
-            bound = [p["rates"]["no-communication"] / max(1.0, (1 + p["ratio"]) / (delay + 1)) for p in mine]
-            axes.plot(ratios, bound, "--", color=f"C{list(mine[0]['rates']).index(name)}", linewidth=1)
-        axes.set(title=f"batch {batch}", xlabel="L / c", ylim=(0, None))
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("tokens/s")
-    panels[0].legend(fontsize="x-small")
     return svg(figure)

@@ -1,14 +1,18 @@
-"""From cross_node.py's measurements to tables, verdicts and docs/cross_node.md. Pure but for `write_docs`."""
+"""From cross_node.py's measurements to tables, verdicts and pages. Pure but for `write_docs`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import renewed, spread, table
+from cross_layouts import layouts_picture, layouts_table, points
 from cross_picture import picture
-from cross_wirings import later_table, law_points, wiring_bars, wiring_tables
+from cross_wirings import later_table, law_points, law_table, speeds_table, wiring_bars
+from trained import lanes_table, longcat_table
 
 Results = Mapping[str, Any]
 Line = Mapping[str, Any]
@@ -23,9 +27,6 @@ LARGE_BAR = 1.0
 """The largest share of gloo's time with a prompt's message."""
 
 
-# all-reduces
-
-
 def _sums(lines: Sequence[Line], small: bool) -> dict[tuple[str, float, int], dict[str, Line]]:
     """Measurements of our and other libraries' all-reduce, for a decode step's message (`small`) or a prompt's, by
     (nodes x ranks, delay, bytes) and lane."""
@@ -37,35 +38,23 @@ def _sums(lines: Sequence[Line], small: bool) -> dict[tuple[str, float, int], di
     return by_case
 
 
-def reduce_tables(lines: Sequence[Line]) -> list[str]:
-    small = []
+def small_table(lines: Sequence[Line]) -> list[str]:
+    """Milliseconds, median (90th percentile), from the last rank's entry to the last one's return."""
+    rows = []
     for (shape, _, _), lanes in _sums(lines, True).items():
         chosen = (lanes[name] for name in ("native", "gloo", "openmpi"))
-        small.append((shape, *(f"{line['median_s'] * 1e3:.2f} ({line['p90_s'] * 1e3:.2f})" for line in chosen)))
-    rows = [
-        "### One all-reduce of 16 KB, 1 ms one way",
-        "",
-        "Milliseconds, median (90th percentile), from the last rank's entry to the last one's return. Open MPI is set "
-        "to use recursive doubling, its best here.",
-        "",
-        *table("nodes x ranks | laddertron | gloo | Open MPI", small),
-    ]
-    large = []
+        rows.append((shape, *(f"{line['median_s'] * 1e3:.2f} ({line['p90_s'] * 1e3:.2f})" for line in chosen)))
+    return table("nodes x ranks | laddertron | gloo | Open MPI", rows)
+
+
+def prompt_table(lines: Sequence[Line]) -> list[str]:
+    """Milliseconds, median."""
+    rows = []
     for (shape, delay, nbytes), lanes in _sums(lines, False).items():
         ours, gloo = (lanes[name]["median_s"] * 1e3 for name in ("native", "gloo"))
         where = f"{shape}, {delay * 1e3:g} ms"
-        large.append((where, f"{nbytes >> 20} MB", f"{ours:.1f}", f"{gloo:.1f}", f"{gloo / ours:.2f}"))
-    if large:
-        rows += [
-            "",
-            "### One all-reduce of a prompt",
-            "",
-            "Milliseconds, median. Both send the fewest bytes possible, and the link's bandwidth is not limited: the "
-            "limit is the processor time of ranks and switch on their shared cores.",
-            "",
-            *table("nodes x ranks, one-way delay | size | laddertron | gloo | gloo / laddertron", large),
-        ]
-    return rows
+        rows.append((where, f"{nbytes >> 20} MB", f"{ours:.1f}", f"{gloo:.1f}", f"{gloo / ours:.2f}"))
+    return table("nodes x ranks, one-way delay | size | laddertron | gloo | gloo / laddertron", rows)
 
 
 def split_table(lines: Sequence[Line]) -> list[str]:
@@ -90,24 +79,38 @@ def drafts_table(lines: Sequence[Line]) -> list[str]:
     return table(f"one way, sequences | {' | '.join(kinds)}", rows)
 
 
-TABLES: dict[str, Callable[[Sequence[Line]], list[str]]] = {
-    "reduce": reduce_tables,
-    "wirings": lambda lines: [*wiring_tables(lines), "", *later_table(lines)],
-    "split-prefill": lambda lines: ["### Split prompts", "", *split_table(lines)],
-    "split-decode": lambda lines: ["### Split decodes", "", *split_table(lines)],
-    "drafts": lambda lines: ["### Drafts", "", *drafts_table(lines)],
-    "drafts-staged": lambda lines: ["### Drafts through two stages", "", *drafts_table(lines)],
+TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], list[str]]]] = {
+    "reduce": ("reduce", small_table),
+    "prompts": ("reduce", prompt_table),
+    "wirings": ("wirings", speeds_table),
+    "law": ("wirings", law_table),
+    "delay-2": ("wirings", later_table),
+    "split-prefill": ("split-prefill", split_table),
+    "split-decode": ("split-decode", split_table),
+    "drafts": ("drafts", drafts_table),
+    "drafts-staged": ("drafts-staged", drafts_table),
+    "layouts": ("layouts", layouts_table),
+    "longcat": ("longcat", longcat_table),
+    "lanes-2": ("lanes-2", partial(lanes_table, lanes=2)),
+    "lanes-8": ("lanes-8", partial(lanes_table, lanes=8)),
+    "alone-8": ("alone-8", partial(lanes_table, lanes=8)),
 }
+"""The part that each table is of, and what makes it. In a page it is between comments with its name."""
 
 
-def tables(results: Results) -> list[str]:
-    """Markdown of every part that was measured."""
-    rows: list[str] = []
-    for name, make in TABLES.items():
-        if (part := results.get(name)) is not None:
-            how = f"Load before: {part['load_before']}, ranks at nice {part['nice']}."
-            rows += [*make(part["lines"]), "", how, ""]
-    return rows
+def tables(results: Results) -> dict[str, list[str]]:
+    """Markdown of what was measured, by TABLES' names and `bars`."""
+    made = {}
+    for name, (part, make) in TABLES.items():
+        if (measured := results.get(part)) is not None:
+            how = f"Load before: {measured['load_before']}, ranks at nice {measured['nice']}."
+            made[name] = [*make(measured["lines"]), "", how]
+    if {"reduce", "wirings"} <= results.keys():
+        verdicts = bars(results)
+        missed = [f"- {row}" for row in verdicts if row.startswith("MISSED")]
+        met = f"{len(verdicts) - len(missed)} of {len(verdicts)} bars are met (`bars` in `{SOURCE}`)."
+        made["bars"] = [met, "", *missed]
+    return made
 
 
 def bars(results: Results) -> list[str]:
@@ -134,10 +137,19 @@ def bars(results: Results) -> list[str]:
 
 
 def write_docs(results: Results) -> None:
-    """Renews the measured part of docs/cross_node.md, and the picture."""
-    page, verdicts = DOCS / "cross_node.md", bars(results)
-    missed = [f"- {row}" for row in verdicts if row.startswith("MISSED")]
-    met = f"{len(verdicts) - len(missed)} of {len(verdicts)} bars are met (`bars` in `{SOURCE}`)."
-    page.write_text(renewed(page.read_text(), [*tables(results), "### Bars", "", met, "", *missed]))
-    (DOCS / "pictures").mkdir(exist_ok=True)
-    (DOCS / "pictures" / "law.svg").write_text(picture(law_points(results["wirings"]["lines"])))
+    """Renews the tables that docs/cross_node.md and docs/layouts.md have, and the pictures and data of these."""
+    made = tables(results)
+    for page in (DOCS / "cross_node.md", DOCS / "layouts.md"):
+        text = page.read_text()
+        for name, lines in made.items():
+            if f" {name}: begin -->" in text:
+                text = renewed(text, lines, f" {name}(?=:)")
+        page.write_text(text)
+    pictures = DOCS / "pictures"
+    pictures.mkdir(exist_ok=True)
+    if "wirings" in results:
+        (pictures / "law.svg").write_text(picture(law_points(results["wirings"]["lines"])))
+    if "layouts" in results:
+        medians = points(results["layouts"]["lines"])
+        (pictures / "layouts.json").write_text("[\n" + ",\n".join(map(json.dumps, medians)) + "\n]\n")
+        (pictures / "layouts.svg").write_text(layouts_picture(medians))

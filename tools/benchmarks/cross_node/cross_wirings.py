@@ -1,18 +1,24 @@
-"""The wirings among cross_node.py's measurements, several runs of each delay and batch: the law with a run's own prices
-(a step in which all that a wiring can hide is hidden), table and bars. Pure."""
+"""The part `wirings` of cross_node.py, several runs of each delay and batch: its measurements, the law with a run's own
+prices (a step in which all that a wiring can hide is hidden), tables and bars."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
+from itertools import product
+from statistics import fmean, median
 from typing import Any
 
-from common import spread, table
+from common import in_turns, spread, table
+from laddertron.launchers.measure.rank_job import BenchJob
 from laddertron.models.config.lanes import Lanes
 from laddertron.models.config.parts import Wiring, WiringKind, make_wiring
 from laddertron.models.residual import collectives_per_step
 from laddertron.tools.plan.step_simulator import StepCost, Wire, simulate_step
+from two_nodes import MS, SHAPE, Row, Site, declaring, on_nodes
 
 Line = Mapping[str, Any]
 Case = Mapping[str, Line]
@@ -20,10 +26,69 @@ Case = Mapping[str, Line]
 WIRINGS = ("standard", "parallel", "ladder", "carried", "no-communication")
 LATER = "delay-2"
 """Its outputs are read a sub-block later than ladder's: for delays that ladder cannot hide."""
+WIDE = {**SHAPE, "num_hidden_layers": 16, "torch_dtype": "float32", "tie_word_embeddings": True}
 LAW_BAR, FROM_RATIO = 0.85, 0.2
 """The least share of the law, wherever an all-reduce takes at least that share of a sub-block's computation."""
 SPEED_BAR, REST_BAR = 1.5, 0.98
 """Ladder over standard at 1 ms, and without a delay."""
+
+
+def wiring_job(site: Site, kind: str, ranks: int) -> BenchJob:
+    """A job with the model `llama` or `parallel`; for a kind "lanes ..." with `lanes-1` or `lanes-2`, whose broadcasts
+    have this delay."""
+    name = kind.removeprefix("lanes ")
+    if name != kind:
+        model = "lanes-2" if name == LATER else "lanes-1"
+    else:
+        model = "parallel" if name == "parallel" else "llama"
+    wiring = name if model == "llama" or name == "no-communication" else "auto"
+    wiring = "standard" if wiring == "carried" else wiring
+    deployment = site.deployment(model, wiring, {"tensor_parallel_size": ranks}, max_num_seqs=8)
+    return site.job(kind, deployment, carried=name == "carried")
+
+
+def wirings(
+    site: Site, kinds: list[str], delays_s: list[float], ratios: list[float], shape: Row, ranks: int = 2, turns: int = 3
+) -> Iterator[Row]:
+    """Decode steps of each kind in turns, over delays and those that give an L/c of `ratios`."""
+    sub_blocks, row = 2 * shape["num_hidden_layers"], {"float32": 4, "bfloat16": 2}[shape["torch_dtype"]]
+    row *= shape["hidden_size"]
+    with ExitStack() as stack:
+        jobs = {kind: stack.enter_context(wiring_job(site, kind, ranks)) for kind in kinds}
+
+        def run(batch: int, kind: str) -> Row:
+            timing = jobs[kind].ask("case", batch=batch, prompt=32, generate=11)
+            # a rank that begins a delay earlier waits twice as long for every other one: their mean
+            alone_s = fmean(jobs[kind].ask("all_reduce", bytes=batch * row, count=8)["seconds"])
+            return timing | {"alone_s": alone_s, "step_s": batch * timing["decode_s"] / timing["decode_tokens"]}
+
+        site.switch.link(0.0)
+        first = in_turns(jobs, 3, partial(run, 1))
+        c = median(run["step_s"] for run in first["no-communication"]) / sub_blocks
+        at_rest = median(run["alone_s"] for run in first["standard"])
+        delays = [(d, None) for d in delays_s] + [(max(0.0, r * c - at_rest), r) for r in ratios]
+        for (delay_s, aimed), batch in product(delays, (1, 8)):
+            site.switch.link(delay_s)
+            before, began = site.switch.stats().cpu_s, time.perf_counter()
+            runs_by_kind = in_turns(jobs, turns, partial(run, batch))
+            switch_share = (site.switch.stats().cpu_s - before) / (time.perf_counter() - began)
+            all_reduce_s = median(timing["alone_s"] for runs in runs_by_kind.values() for timing in runs)
+            for kind, runs in runs_by_kind.items():
+                busy_s = sum(timing["prefill_s"] + timing["decode_s"] for timing in runs)
+                yield {
+                    "model": f"hidden {shape['hidden_size']}, {sub_blocks // 2} layers, {shape['torch_dtype']}",
+                    "delay_s": delay_s, "aimed": aimed, "batch": batch, "wiring": kind, "sub_blocks": sub_blocks,
+                    "step_s": median(timing["step_s"] for timing in runs), "all_reduce_s": all_reduce_s,
+                    "sub_blocks_s": [median(timing["sub_blocks_s"][at] for timing in runs) for at in (0, 1)],
+                    "switch_share": switch_share,
+                    "other_threads_share": sum(timing["other_threads_s"] for timing in runs) / busy_s,
+                }  # fmt: skip
+
+
+def wiring_runs(nice: int) -> Iterator[Row]:
+    models = {"llama": WIDE, "parallel": declaring(WIDE, "parallel")}
+    delays, ratios = [delay * MS for delay in (0, 0.1, 0.5, 1, 2)], [0.5, 0.66, 1.0]
+    return on_nodes(wirings, models, [*WIRINGS, LATER], delays, ratios, WIDE, nice=nice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,64 +213,45 @@ def cells(lines: Sequence[Line]) -> list[Cell]:
     return sorted(made, key=lambda cell: (cell.delay_s, cell.batch))
 
 
-def wiring_tables(lines: Sequence[Line]) -> list[str]:
-    """Markdown: what the steps took, and what the law says of them."""
-    speeds, steps = [], []
+def speeds_table(lines: Sequence[Line]) -> list[str]:
+    """Decode tokens/s. Speed-up: ladder over standard."""
+    rows = [(cell.where, *cell.rates(WIRINGS), spread(cell.gains("ladder"), ".2f")) for cell in cells(lines)]
+    shares, others = ([line[f"{name}_share"] for line in lines] for name in ("switch", "other_threads"))
+    return [
+        *table("one way, batch | standard | parallel | ladder | carried | no-comm. | speed-up", rows),
+        "",
+        f"Of {lines[0]['model']}, medians of {len({line['run'] for line in lines})} runs. The emulated switch took "
+        f"{min(shares):.1%} to {max(shares):.1%} of one core, and a rank's other threads {min(others):.1%} to "
+        f"{max(others):.1%}, both on the cores that compute.",
+    ]
+
+
+def law_table(lines: Sequence[Line]) -> list[str]:
+    """What the law says of the same steps, in milliseconds, with times from the same run."""
+    rows = []
     for cell in cells(lines):
-        speeds.append((cell.where, *cell.rates(WIRINGS), spread(cell.gains("ladder"), ".2f")))
         names = ("attention_s", "mlp_s", "all_reduce_s", "carrying_s", "outside_s")
         cells_text = [f"{median(getattr(price, name) for price in cell.prices) * 1e3:.2f}" for name in names]
         cells_text.insert(3, f"{cell.ratio:.2f}")
         law_s = median(predicted_step(price, "ladder") for price in cell.prices)
         taken = (f"{seconds * 1e3:.1f}" for seconds in (law_s, median(cell.steps("ladder"))))
-        steps.append(
-            (cell.where, *cells_text, *taken, *(spread(cell.of_law(w), ".2f") for w in ("ladder", "standard")))
-        )
-    number = len({line["run"] for line in lines})
-    shares, others = ([line[f"{name}_share"] for line in lines] for name in ("switch", "other_threads"))
-    return [
-        f"### Wirings ({lines[0]['model']}, tp 2 over 2 nodes, one core a rank)",
-        "",
-        f"Decode tokens/s, medians of {number} runs. Speed-up: ladder over standard (slowest to fastest run). Carried: "
-        "every message is sent and received, and no rank waits for one; its difference from no communication is the "
-        "core time of communication, which no wiring hides.",
-        "",
-        *table("one way, batch | standard | parallel | ladder | carried | no-comm. | speed-up", speeds),
-        "",
-        "The same steps against the law, in milliseconds, with times from the same run. Attention, MLP: the "
-        "computation of a sub-block. L: one all-reduce of the step's size by itself. Carrying: the core time of an "
-        "all-reduce. Outside: the step without its sub-blocks (embedding, head, gather, sampling). The law's step: "
-        "ladder's with the largest overlap that the wiring allows (`tools/benchmarks/cross_node/cross_wirings.py`). Of "
-        "the law: the law's step over ladder's (worst to best run). Standard, of c + L: the same for standard, which "
-        "overlaps nothing.",
-        "",
-        *table(
-            "one way, batch | attention | MLP | L | L/c | carrying | outside | the law's step | ladder's step | "
-            "of the law | standard, of c + L",
-            steps,
-        ),
-        "",
-        f"The emulated switch took {min(shares):.1%} to {max(shares):.1%} of one core, and a rank's other threads "
-        f"{min(others):.1%} to {max(others):.1%}, both on the cores that compute.",
-    ]
+        rows.append((cell.where, *cells_text, *taken, *(spread(cell.of_law(w), ".2f") for w in ("ladder", "standard"))))
+    return table(
+        "one way, batch | attention | MLP | L | L/c | carrying | outside | the law's step | ladder's step | "
+        "of the law | standard, of c + L",
+        rows,
+    )
 
 
 def later_table(lines: Sequence[Line]) -> list[str]:
-    """Markdown: LATER beside ladder, where it ran."""
+    """LATER beside ladder, where a message takes time."""
     rows = [
         (cell.where, f"{cell.ratio:.2f}", *cell.rates(("standard", "ladder", LATER)),
          spread(cell.gains(LATER), ".2f"), spread(cell.of_law(LATER), ".2f"))
         for cell in cells(lines)
-        if cell.delay_s > 0 and all(LATER in case for case in cell.runs)
+        if cell.delay_s > 0
     ]  # fmt: skip
-    if not rows:
-        return []
-    return [
-        f"{LATER.capitalize()} against ladder: each output is read one sub-block later than with ladder, so a "
-        "sub-block takes max(c, (c + L) / 3). Decode tokens/s (slowest to fastest run).",
-        "",
-        *table(f"one way, batch | L/c | standard | ladder | {LATER} | over standard | of the law", rows),
-    ]
+    return table(f"one way, batch | L/c | standard | ladder | {LATER} | over standard | of the law", rows)
 
 
 def wiring_bars(lines: Sequence[Line]) -> list[tuple[bool, str]]:

@@ -18,7 +18,7 @@ from random import Random
 from laddertron.engine.batch import Batch, StepResult
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
-from laddertron.engine.schedule.speculation import MOST, SpeculationRule, speculation_rule
+from laddertron.engine.schedule.speculation import SpeculationRule, speculation_rule
 
 LAYERS = 12
 DELAYS_S = (0.1e-3, 0.5e-3, 1e-3, 2e-3)
@@ -47,26 +47,6 @@ class Layout:
 
 
 LAYOUTS = (Layout("tp 2", 1, 11.2e-3, 0.6e-3), Layout("pp 2", 2, 8.5e-3, 0.5e-3))
-
-
-def tokens_a_round(accepted: float, drafts: int) -> float:
-    """Of one sequence."""
-    return sum(accepted**j for j in range(drafts + 1))
-
-
-def round_s(layout: Layout, sequences: int, drafts: int, delay_s: float) -> float:
-    """Seconds of a round of all sequences: alone in the stages, or as two micro-batches, which fill them in turns."""
-    micro = min(sequences, layout.stages)
-    one = layout.compute_s(-(-sequences // micro) * (1 + drafts))
-    return max(layout.stages * one + layout.crossings * delay_s, micro * one)
-
-
-def best_rate(layout: Layout, sequences: int, accepted: float, delay_s: float) -> tuple[float, int]:
-    """The law's most tokens a second and the number of drafts that gives them."""
-    rates = (
-        (sequences * tokens_a_round(accepted, k) / round_s(layout, sequences, k, delay_s), k) for k in range(MOST + 1)
-    )
-    return max(rates)
 
 
 @dataclass(frozen=True)

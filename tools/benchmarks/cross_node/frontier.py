@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -57,13 +56,13 @@ def trained(wiring: str, seed: int, tokens: int) -> float:
     return math.log(json.loads((folder / "training.json").read_text())["held_out_perplexity"])
 
 
-def speeds(site: Site, todo: list[list[Any]], tokens: int) -> Iterator[Row]:
+def speeds(site: Site, runs: int) -> Iterator[Row]:
     """See at_ratios."""
     deployments = {wiring: site.deployment("llama", wiring) for wiring in (*WIRINGS, SILENT)}
     hybrid = deployments["hybrid"]
     upper = tuple(range(LAYERS // 2, LAYERS))
     deployments["hybrid"] = replace(hybrid, model=replace(hybrid.model, ladder_layers=upper))
-    return at_ratios(site, deployments, todo, tokens)
+    return at_ratios(site, deployments, (BATCH,), RATIOS, 32, runs)
 
 
 def gains(rows: Sequence[Row], aimed: float) -> dict[str, list[float]]:
@@ -139,8 +138,7 @@ def main() -> None:
     with ThreadPoolExecutor(args.processes) as pool:
         results = list(pool.map(lambda pair: trained(pair[0], pair[1], args.tokens), pairs))
     losses = {w: [loss for (name, _), loss in zip(pairs, results, strict=True) if name == w] for w in WIRINGS}
-    todo = [[run, BATCH, aimed] for run in range(args.runs) for aimed in RATIOS]
-    rows = list(on_nodes(speeds, {"llama": SHAPE}, todo, 32))
+    rows = list(on_nodes(speeds, {"llama": SHAPE}, args.runs))
     lines = report(losses, rows)
     print("\n".join(lines))
     if args.write:

@@ -1,30 +1,19 @@
-"""Wirings that public weights were trained for, over two nodes that tests/cluster makes on this machine, a core each:
-LongCat's form with its experts spread, and lanes in the proportions of Laneformer 2B. Random weights in bfloat16.
-
-    python tools/benchmarks/cross_node/trained.py longcat      one way 1 ms, 1 and 8 sequences, five runs; as root
-    python tools/benchmarks/cross_node/trained.py lanes-2      two lanes beside a Llama, 0.1, 1 and 2 ms; lanes-8: eight
-    python tools/benchmarks/cross_node/trained.py alone-8      eight lanes in one process beside a Llama
-
-Carried: every message is sent and taken, and no rank waits for one. Prints a JSON line a case, then the table: medians,
-in brackets the least and the most.
+"""Wirings that public weights were trained for, over two nodes: LongCat's form with its experts spread, and lanes in
+the proportions of Laneformer 2B: the parts `longcat`, `lanes-N` and, in one process, `alone-N` of cross_node.py. Random
+weights in bfloat16. Carried: every message is sent and taken, and no rank waits for one.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from itertools import product
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from common import spread, table
-from cross_node import wirings
-from cross_wirings import cells, lanes_of_the_law
-from two_nodes import LANES, MS, SHAPE, Row, Site, insist, on_nodes, rate
+from cross_wirings import cells, lanes_of_the_law, wirings
+from two_nodes import LANES, MS, SHAPE, Row, Site, on_nodes, rate
 
 LONGCAT: dict[str, Any] = {
     key: value for key, value in SHAPE.items() if key not in ("num_hidden_layers", "intermediate_size")
@@ -52,19 +41,22 @@ ALONE = ("standard", "no-communication", "lanes delay-1")
 SHARE_BAR, LAW_BAR = 0.92, 0.90
 
 
-def longcat(site: Site, runs: int, tokens: int) -> Iterator[Row]:
-    """A row a run and batch, with tokens/s of each layout."""
+def longcat(site: Site) -> Iterator[Row]:
+    """A row a batch, with tokens/s of each layout; the first rates warm up."""
     with ExitStack() as stack:
         jobs = {}
         for kind, words in LAYOUTS.items():
             deployment = site.deployment("longcat", parallel=words)
             jobs[kind] = stack.enter_context(site.job(kind, deployment, carried=kind == "carried"))
         site.switch.link(MS)
-        for run in range(-1, runs):  # the first one warms up
-            for batch in (1, 8):
-                rates = {kind: rate(job, batch, 8, tokens) for kind, job in jobs.items()}
-                if run >= 0:
-                    yield {"run": run, "batch": batch, "rates": rates}
+        for warm, batch in product((True, False), (1, 8)):
+            rates = {kind: rate(job, batch, 8, 32) for kind, job in jobs.items()}
+            if not warm:
+                yield {"batch": batch, "rates": rates}
+
+
+def longcat_runs(nice: int) -> Iterator[Row]:
+    return on_nodes(longcat, {"longcat": LONGCAT}, nice=nice)
 
 
 def longcat_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -90,42 +82,17 @@ def lanes_table(lines: Sequence[Mapping[str, Any]], lanes: int) -> list[str]:
     return [*table(f"one way, batch | {' | '.join(names)} | {shares}", rows), "", f"{lanes} lanes; {bars}"]
 
 
-def lanes_lines(lanes: int, alone: bool, args: argparse.Namespace) -> Iterator[Row]:
-    fields = LANEFORMER | ({"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256} if args.tiny else {})
-    models = {"llama": SHAPE | fields}
-    models |= {f"lanes-{d}": LANES | fields | {"num_lanes": lanes, "broadcast_delay": d} for d in (1, 2)}
-    delays = [0.0] if alone else [delay * MS for delay in args.delays]
-    words: tuple[Any, ...] = (
-        (ALONE if alone else WIRINGS),
-        delays,
-        [],
-        models["llama"],
-        1 if alone else 2,
-        -(-args.tokens // 10),
-    )
-    for run in range(args.runs):
-        for line in on_nodes(wirings, models, *words, nodes=1 if alone else 2):
-            yield {**line, "run": run}
+def lanes_runs(lanes: int, nice: int) -> Iterator[Row]:
+    return _lanes(lanes, WIRINGS, (0.1 * MS, 1 * MS, 2 * MS), 2, 3, nice)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parts = ("longcat", *(f"{kind}-{n}" for kind in ("lanes", "alone") for n in (2, 8)))
-    parser.add_argument("part", nargs="?", default="longcat", choices=parts)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=32, help="decode steps a case")
-    parser.add_argument("--delays", type=float, nargs="+", default=[0.1, 1.0, 2.0], help="of lanes, one way, ms")
-    parser.add_argument("--tiny", action="store_true", help="a model of nothing, to try the script")
-    args = parser.parse_args()
-    insist()
-    if args.part == "longcat":
-        fields = LONGCAT | ({"num_layers": 2, "expert_ffn_hidden_size": 64} if args.tiny else {})
-        rows = longcat_table(list(on_nodes(longcat, {"longcat": fields}, args.runs, args.tokens)))
-    else:
-        kind, count = args.part.split("-")
-        rows = lanes_table(list(lanes_lines(int(count), kind == "alone", args)), int(count))
-    print("\n".join(rows))
+def alone_runs(lanes: int, nice: int) -> Iterator[Row]:
+    return _lanes(lanes, ALONE, (0.0,), 1, 5, nice)
 
 
-if __name__ == "__main__":
-    main()
+def _lanes(
+    lanes: int, kinds: Sequence[str], delays_s: Sequence[float], nodes: int, turns: int, nice: int
+) -> Iterator[Row]:
+    models = {"llama": SHAPE | LANEFORMER}
+    models |= {f"lanes-{d}": LANES | LANEFORMER | {"num_lanes": lanes, "broadcast_delay": d} for d in (1, 2)}
+    return on_nodes(wirings, models, kinds, delays_s, [], models["llama"], nodes, turns, nodes=nodes, nice=nice)
