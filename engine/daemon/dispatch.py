@@ -20,6 +20,8 @@ from .flight import DispatchObserver, Flight, Suspicion
 log = logging.getLogger(__name__)
 
 _WINDOW = 4  # batch choices in a replica, in times of its max_num_seqs
+_TURN_IDS = 1 << 16
+"""Prompts' ids submitted in one turn of the event loop: an engine encodes them in it, which takes 0.1 µs each."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +49,9 @@ class _Replica:
         """The groups of its batch lines."""
         self.alone: Flight | None = None
         self._submissions: dict[str, _Submission] = {}  # by name
+        self._unsent: deque[tuple[Flight, str, int]] = deque()  # aboard, but not submitted: (flight, name, prompt)
+        self._ids_left = _TURN_IDS
+        self._next_turn: asyncio.Handle | None = None
         self._entries = 0
         self._left = asyncio.Event()
 
@@ -112,6 +117,8 @@ class _Replica:
         return not any(submission.open_choices and submission.flight for submission in aboard)
 
     def on_state(self, state: JobState) -> None:
+        if state.phase != "ready":
+            self._dispatcher.queue_again(self)
         self._dispatcher.moved(self, state)
 
     def on_report(self, report: RankHeartbeat) -> None:
@@ -131,11 +138,31 @@ class _Replica:
         names = self.flights[flight] = []
         for prompt, request in enumerate(flight.requests):
             if request.open_choices:
-                name = self._dispatcher.name(request)
-                sent = _Submission(flight, prompt, self.job.launch, set(request.open_choices))
-                self._submissions[name] = sent
-                names.append(name)
-                self.job.submit(dataclasses.replace(request, request_id=name))
+                names.append(self._dispatcher.name(request))
+                self._unsent.append((flight, names[-1], prompt))
+        self._send()
+
+    def _send(self) -> None:
+        """Submits requests of flights aboard: as many as a turn of the event loop may have, then those of the next."""
+        while self._unsent and self._next_turn is None:
+            if self._ids_left <= 0:
+                self._ids_left = _TURN_IDS
+                self._next_turn = asyncio.get_running_loop().call_soon(self._take_turn)
+                return
+            flight, name, prompt = self._unsent.popleft()
+            request = flight.requests[prompt]
+            self._submissions[name] = _Submission(flight, prompt, self.job.launch, set(request.open_choices))
+            self._ids_left -= len(request.prompt)
+            self.job.submit(dataclasses.replace(request, request_id=name))
+
+    def _take_turn(self) -> None:
+        self._next_turn = None
+        self._send()
+
+    @property
+    def boarding(self) -> list[Flight]:
+        """Flights with requests that are not submitted yet."""
+        return list(dict.fromkeys(flight for flight, _, _ in self._unsent))
 
     def leave(self, flight: Flight, cancel: bool) -> None:
         """Removes the flight; `cancel`: also cancels its requests that still run."""
@@ -146,6 +173,8 @@ class _Replica:
         self.groups[flight.group_key] -= 1
         if self.groups[flight.group_key] <= 0:
             del self.groups[flight.group_key]
+        if self._unsent:
+            self._unsent = deque(entry for entry in self._unsent if entry[0] is not flight)
         for name in self.flights.pop(flight):
             if (submission := self._submissions.get(name)) is not None:
                 submission.flight = None
@@ -234,6 +263,8 @@ class Dispatcher:
     async def drain(self, timeout_s: float) -> bool:
         """Waits for the running requests; True if all ended in time."""
         self.draining = True
+        for replica in self._replicas:
+            self.queue_again(replica)
         self._end_interactive("the daemon is stopping")
         return all(await asyncio.gather(*(replica.job.drain(timeout_s) for replica in self._replicas)))
 
@@ -404,6 +435,13 @@ class Dispatcher:
             self.end(reason := state.reason or "every replica has failed")
             self.on_over(reason)
         self.pump()
+
+    def queue_again(self, replica: _Replica) -> None:
+        """Queues the flights again whose requests are not all submitted: the replica accepts none now."""
+        for flight in reversed(replica.boarding):
+            replica.leave(flight, cancel=True)
+            flight.again()
+            self._queue_of(flight).appendleft(flight)
 
     def passed(self, replica: _Replica, flight: Flight) -> None:
         """Called when an isolated flight is past the position at which ranks died: other requests may run with it, or

@@ -55,6 +55,8 @@ class Body(NamedTuple):
     priority: int = 0
     cache_salt: str = ""
     ignored_fields: int = 0
+    largest_id: int | None = None
+    """Of the prompts' ids, if a text worker has read them: they may be too many for the event loop."""
     grammar_param: str = ""
     """The field that asks for the grammar."""
     unenforced: tuple[str, ...] = ()

@@ -174,6 +174,7 @@ def prepared(body: Body, here: DirectEncoder, max_ids: int) -> dict[str, Any]:
     if (count := sum(map(len, prompts))) > (most := max(MAX_IDS, max_ids)):
         message = f"{len(prompts)} prompts have {count} tokens in total: at most {most} in one body, send several"
         raise ApiError(message, param="prompt", code="context_length_exceeded")
+    body = body._replace(largest_id=max((max(ids) for ids in prompts if ids), default=0))
     return {"rest": packed(body), "ids": prompts}
 
 

@@ -211,8 +211,8 @@ def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param:
     """The requested number of tokens, or the rest of the model's length. Raises ApiError if it does not fit."""
     if not prompt:
         raise ApiError("the prompt is empty: the model needs at least one token", param=param)
-    if max(prompt) >= limits.vocab_size:
-        message = f"prompt: token {max(prompt)} is beyond the vocabulary of {limits.vocab_size}"
+    if (largest := max(prompt) if body.largest_id is None else body.largest_id) >= limits.vocab_size:
+        message = f"prompt: token {largest} is beyond the vocabulary of {limits.vocab_size}"
         raise ApiError(message, param=param)
     room = min(limits.max_model_len, limits.kv_tokens) - len(prompt)
     requested = body.max_tokens

@@ -146,10 +146,10 @@ class WorkerProcess:
         await asyncio.wait({self.exit}, timeout=_GONE_S)
 
 
-async def _ids(packed: array[int]) -> list[int]:
+async def _ids(packed: array[int]) -> tuple[int, ...]:
     """Converts one text's ids; lets the event loop turn, since there may be many texts."""
     await asyncio.sleep(0)
-    return packed.tolist()
+    return tuple(packed)
 
 
 def _death(code: int) -> WorkerDied:

@@ -15,9 +15,9 @@ from laddertron.engine.job import JobListener, JobState, MetricRow, RankHeartbea
 from laddertron.engine.request import ModelLimits, Request, TokenLogprob, TokensEvent
 
 
-def next_token(seed: int, tokens: tuple[int, ...], choice: int, vocab_size: int) -> int:
-    """What FakeJob answers after these ids."""
-    text = f"{seed} {choice} {' '.join(map(str, tokens[-8:]))} {len(tokens)}"
+def next_token(seed: int, tail: tuple[int, ...], length: int, choice: int, vocab_size: int) -> int:
+    """What FakeJob answers after `length` ids, the last of which are `tail`."""
+    text = f"{seed} {choice} {' '.join(map(str, tail))} {length}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little") % vocab_size
 
 
@@ -210,11 +210,12 @@ class FakeJob:
         )
 
     def _token(self, sequence: _Sequence) -> int:
-        scripted = self.script.get(sequence.request.prompt)
-        if scripted is not None and len(sequence.out) < len(scripted):
-            return scripted[len(sequence.out)]
-        tokens = (*sequence.request.prompt, *sequence.out)
-        return next_token(sequence.request.params.seed, tokens, sequence.choice, self.limits.vocab_size)
+        prompt, out = sequence.request.prompt, sequence.out
+        scripted = self.script.get(prompt) if self.script else None
+        if scripted is not None and len(out) < len(scripted):
+            return scripted[len(out)]
+        tail, length = (*prompt[-8:], *out[-8:])[-8:], len(prompt) + len(out)
+        return next_token(sequence.request.params.seed, tail, length, sequence.choice, self.limits.vocab_size)
 
     def _score(self, token: int, top: int) -> TokenLogprob:
         others = tuple(((token + i) % self.limits.vocab_size, -0.5 - i) for i in range(top))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from door import LIMITS, ORIGIN, completion
+from laddertron.engine.daemon import dispatch
 from laddertron.engine.daemon.dispatch import Dispatcher
 from laddertron.engine.daemon.flight import ISOLATION_DEATHS, SUSPECT_TOKENS, Flight, FlightOwner, Suspicion
 from laddertron.engine.job import JobState
@@ -70,7 +71,7 @@ class Owner(FlightOwner):
         self.error = error.code
 
 
-def flight(name: str, deaths: int = 0, priority: int = INTERACTIVE) -> Flight:
+def flight(name: str, deaths: int = 0, priority: int = INTERACTIVE, prompts: int = 1) -> Flight:
     answer: Any = SimpleNamespace(
         place=0,
         completion_tokens=0,
@@ -81,7 +82,7 @@ def flight(name: str, deaths: int = 0, priority: int = INTERACTIVE) -> Flight:
     )
     owner: Any = Owner()
     origin = dataclasses.replace(ORIGIN, request_id=name, priority=priority)
-    requests = tuple(to_requests(completion(), [(2,)], LIMITS, origin))
+    requests = tuple(to_requests(completion(), [(2,) * 20] * prompts, LIMITS, origin))
     return Flight(requests, answer, owner, Suspicion(deaths))
 
 
@@ -429,5 +430,52 @@ def test_rooms_count_from_the_time_they_are_given() -> None:
         await asyncio.gather(*waiting, return_exceptions=True)
         await next_one
         assert not any(dispatcher.given.values())
+
+    asyncio.run(scene())
+
+
+def test_requests_of_many_ids_are_submitted_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1. Two bodies' prompts of 20 ids; 50 ids a turn are taken, and what a turn began is ended. 2. A third is boarding
+    when the replica stops accepting: it waits again, whole, and is submitted elsewhere. 3. A fourth is dropped, and a
+    fifth refused with an error as the daemon stops, before all of them are submitted."""
+    monkeypatch.setattr(dispatch, "_TURN_IDS", 50)
+
+    async def turn(count: int = 1) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    async def scene() -> None:
+        jobs: Any = [job := Job()]
+        dispatcher = Dispatcher(jobs, Observer())
+        await dispatcher.start()
+        dispatcher.submit(flight("a", prompts=4))
+        dispatcher.submit(flight("b", prompts=3))
+        assert job.aboard == ["a", "a.1", "a.2"]
+        await turn()
+        assert job.aboard == ["a", "a.1", "a.2", "a.3", "b", "b.1"]
+        await turn()
+        assert job.aboard[-3:] == ["b", "b.1", "b.2"]
+        job.aboard.clear()
+        third = flight("c", prompts=9)
+        dispatcher.submit(third)
+        sent = len(job.aboard)
+        assert 0 < sent < 9
+        job.to("reloading")
+        assert (job.aboard, dispatcher.waiting) == ([], 1)
+        await turn(9)
+        assert job.aboard == []
+        job.to("ready")
+        await turn(9)
+        assert job.aboard == ["c", *(f"c.{n}" for n in range(1, 9))]
+        job.aboard.clear()
+        dispatcher.submit(dropped := flight("d", prompts=9))
+        dispatcher.drop(dropped)
+        await turn(9)
+        assert job.aboard == []
+        dispatcher.submit(last := flight("e", prompts=9))
+        await dispatcher.drain(1.0)
+        await turn(9)
+        owner: Any = last.owner
+        assert (job.aboard, owner.error) == ([], "engine_lost")
 
     asyncio.run(scene())

@@ -17,13 +17,15 @@ from laddertron.engine.openai import body_worker
 from laddertron.engine.openai.body import Body
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.to_engine import MAX_VALUES, to_requests
+from laddertron.engine.request import Request
 from laddertron.engine.text.tokenizer import TextModel
+from laddertron.launchers.control.messages import Submit, to_wire
 from test_fair_shares import watched
 from tiny_text import write_folder
 from waiting import HANG_S
 
 BASE: dict[str, Any] = {"model": NAME, "max_tokens": 2}
-WIDE = replace(LIMITS, max_model_len=40_000, max_num_seqs=256, kv_tokens=1 << 24)
+WIDE = replace(LIMITS, max_model_len=40_000, max_num_seqs=64, kv_tokens=1 << 24)
 MANY = {f"key {number}": 1 for number in range(500_000)}
 WORDS = {"properties": dict.fromkeys(map(str, range(9000)), 1)}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -33,10 +35,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ignored in another field": {"prompt": "x", "stream": True, "stream_options": {"include_obfuscation": MANY}},
     "logit_bias": {"prompt": "x", "logit_bias": {str(number): 1 for number in range(500_000)}},
     "stop": {"prompt": "x", "stop": ["a"] * 1_000_000},
-    "texts": {"prompt": ["ab " * 10_000] * 120},
+    "texts": {"prompt": ["ab " * 10_000] * (body_worker.MAX_IDS // 30_001)},
     "texts in the answer": {"prompt": ["ab " * 10_000] * 100, "echo": True},
     "texts that are cut": {"prompt": ["ab " * 20_000] * 100, "echo": True, "truncate_prompt_tokens": 9},
     "ids": {"prompt": [[1] * 900] * 1000},
+    "ids in the answer": {"prompt": [[9] * 1000] * 1000, "echo": True},
+    "ids of a few prompts": {"prompt": [[1] * 39_990] * 25},
     "ids of parameters": {"prompt": ["x"] * 1000, "allowed_token_ids": [1] * 16_000},
     "messages": {"messages": [{"role": "user", "content": "x"}] * 4000},
     "a long message": {"messages": [{"role": "user", "content": "ab " * 3_000_000}]},
@@ -54,9 +58,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("tiny"))
 
 
+class EncodingJob(FakeJob):
+    """Encodes requests on the event loop, as a launch of ranks does."""
+
+    def submit(self, request: Request) -> None:
+        to_wire(Submit(request))
+        super().submit(request)
+
+
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Served]:
-    with served(deployment(tmp_path_factory.mktemp("shapes")), folder, lambda: [FakeJob(WIDE)], probes=True) as it:
+    with served(deployment(tmp_path_factory.mktemp("shapes")), folder, lambda: [EncodingJob(WIDE)], probes=True) as it:
         yield it
 
 
@@ -75,7 +87,7 @@ def test_a_large_body(daemon: Served, shape: str) -> None:
         assert post(daemon, path, data, f"content-length: {len(data)}") in (200, 400)
 
 
-@pytest.mark.parametrize("shape", ["metadata of many keys", "texts that are cut"])
+@pytest.mark.parametrize("shape", ["metadata of many keys", "texts in the answer", "texts that are cut", "ids"])
 def test_a_large_line(daemon: Served, shape: str) -> None:
     with watched(daemon, HANG_S):
         batch = submit(daemon.client(), line("a", **SHAPES[shape]))
