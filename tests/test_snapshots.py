@@ -22,7 +22,9 @@ from laddertron.engine.config.load import ConfigError, digest, load, to_json
 from laddertron.engine.daemon.http.app import make_api
 from laddertron.engine.metrics.catalogue import GROUPS
 from laddertron.engine.openai.batch_input import check_line
+from laddertron.engine.openai.responses_body import ResponsesFields
 from laddertron.engine.openai.schema import CHAT, COMPLETIONS, json_schema
+from laddertron.engine.openai.validators import json_schema as schema_of
 from laddertron.engine.request import SamplingParams
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.control import frames
@@ -243,30 +245,35 @@ def _wire(folder: Path) -> str:
 
 def _fields() -> str:
     """Every field of the request bodies, as docs/serving.md lists them: without a remark or ignored by name alone."""
-    rows: dict[str, str] = {}
-    ignored: list[str] = []
-    plain: dict[str, list[str]] = {"both": [], "chat": [], "completions": []}
-    of = {CHAT: "chat", COMPLETIONS: "completions"}
-    schemas = {endpoint: json_schema(endpoint)["properties"] for endpoint in of}
-    for name in dict.fromkeys(name for properties in schemas.values() for name in properties):
-        where = [short for endpoint, short in of.items() if name in schemas[endpoint]]
-        node = next(schemas[endpoint][name] for endpoint in of if name in schemas[endpoint])
-        of_which, said = "both" if len(where) == 2 else where[0], node.get("description")
-        if said is None:
-            plain[of_which].append(name)
-            continue
-        if said.startswith("Ignored"):
-            ignored.append(f"`{name}`")
-            continue
-        if said.startswith("Not supported"):
-            harmless = ", ".join(f"`{json.dumps(value)}`" for value in node["enum"])
-            said = f"{said} Accepts: {harmless}."
-        rows[name] = f"| `{name}` | {of_which} | {said} |"
-    lists = [f"{short}: {', '.join(f'`{name}`' for name in sorted(names))}." for short, names in plain.items()]
-    head = ["Implemented without restriction:", *(f"- {text}" for text in lists), ""]
-    head += [f"Accepted and ignored (`/docs` gives the reasons): {', '.join(sorted(ignored))}.", ""]
-    head += ["| field | endpoint | behaviour |", "|---|---|---|"]
-    return "\n".join([*head, *(rows[name] for name in sorted(rows))]) + "\n"
+    schemas = {
+        "chat": json_schema(CHAT),
+        "completions": json_schema(COMPLETIONS),
+        "responses": schema_of(ResponsesFields),
+    }
+    endpoints: dict[tuple[str, str], list[str]] = {}  # by field and remark
+    for endpoint, schema in schemas.items():
+        for name, node in schema["properties"].items():
+            remark = node.get("description", "")
+            if remark.startswith("Ignored"):
+                remark = "Ignored"
+            elif remark.startswith("Not supported"):
+                remark += f" Accepts: {', '.join(f'`{json.dumps(value)}`' for value in node['enum'])}."
+            endpoints.setdefault((name, remark), []).append(endpoint)
+    lists: dict[str, dict[str, list[str]]] = {"": {}, "Ignored": {}}
+    rows = []
+    for (name, remark), where in sorted(endpoints.items()):
+        which = "all" if len(where) == len(schemas) else ", ".join(where)
+        if remark in lists:
+            lists[remark].setdefault(which, []).append(f"`{name}`")
+        else:
+            rows.append(f"| `{name}` | {which} | {remark} |")
+    head = []
+    for remark, said in (
+        ("", "Implemented without restriction"),
+        ("Ignored", "Accepted and ignored (`/docs` has reasons)"),
+    ):
+        head += [f"{said}:", *(f"- {which}: {', '.join(names)}." for which, names in lists[remark].items()), ""]
+    return "\n".join([*head, "| field | endpoint | behaviour |", "|---|---|---|", *rows]) + "\n"
 
 
 def test_the_documented_fields_are_the_schemas() -> None:

@@ -60,9 +60,14 @@ class Body(NamedTuple):
     grammar_param: str = ""
     """The field that asks for the grammar."""
     unenforced: tuple[str, ...] = ()
-    """What of the grammar is not enforced."""
+    """What of the grammar and the tools is not enforced."""
     responses: dict[str, Any] | None = None
     """The fields that a response of /v1/responses repeats; None for the other endpoints."""
+
+    @property
+    def prompt_param(self) -> str:
+        """The field that has the prompt."""
+        return "input" if self.responses is not None else "messages" if self.endpoint == CHAT else "prompt"
 
 
 _BODY_NAMES, _GRAMMAR_NAMES = frozenset(Body._fields), frozenset(GrammarFields.model_fields)
@@ -93,8 +98,14 @@ def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
 def check_body(value: Any, endpoint: Route) -> Body:
     """Checks a body that json_codec has parsed. Raises ApiError, which names the field."""
     if endpoint == "/v1/responses":
-        body, repeated = as_chat(value)
-        return check_body(body, CHAT)._replace(responses=repeated)
+        converted = as_chat(value)
+        try:
+            body = check_body(converted.chat, CHAT)
+        except ApiError as bad:
+            raise converted.named(bad) from None
+        param = "text.format" if body.grammar_param == "response_format" else body.grammar_param
+        more = {"responses": converted.repeated, "ignored_fields": converted.ignored_fields}
+        return body._replace(grammar_param=param, **more)
     fields = checked(MODELS[endpoint], value)
     values = fields.__dict__
     body_fields = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}

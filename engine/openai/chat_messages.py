@@ -62,6 +62,9 @@ def _as_text(part: Any) -> Any:
     return part
 
 
+TextContent = Annotated[Content, PlainValidator(_content, json_schema_input_type=str | _Parts | None)]
+
+
 def text_of(content: Content) -> str:
     """The text of a content, parts joined by line breaks."""
     return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
@@ -88,7 +91,7 @@ class Message(StrictModel):
     role: Annotated[
         str, PlainValidator(_role, json_schema_input_type=Literal["system", "developer", "user", "assistant", "tool"])
     ]
-    content: Annotated[Content, PlainValidator(_content, json_schema_input_type=str | _Parts | None)] = None
+    content: TextContent = None
     name: Annotated[str, text(256)] | None = None
     refusal: Annotated[str, text(1 << 28)] | None = None
     audio: Annotated[None, Refused("text only")] = None

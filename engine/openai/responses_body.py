@@ -2,17 +2,124 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter
 
+from .chat_messages import MAX_MESSAGES, MAX_PARTS, TextContent
 from .errors import ApiError
 from .schema import Tokens
-from .validators import Refused, StrictModel, checked, ignored, show
+from .validators import Refused, StrictModel, array, checked, ignored, invalid, kind_of, show
 from .validators import text as text_within
 
 _KEEPS = "no retention of responses is configured: send the whole conversation as input"
 _UNUSED = Annotated[Any, ignored("it changes no answer")]
+_LONG = Annotated[str, text_within(1 << 28)]
+
+
+class _Item(StrictModel):
+    id: Annotated[Any, ignored("items are not stored")] = None
+    status: Annotated[Any, ignored("it changes no answer")] = None
+
+
+class _Sent(_Item):
+    """An item that a server has sent: unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class InputMessage(_Item):
+    type: Literal["message"] | None = None
+    role: Literal["user", "system", "developer"]
+    content: TextContent
+
+
+class OutputMessage(_Sent):
+    type: Literal["message"] | None = None
+    role: Literal["assistant"]
+    content: TextContent
+
+
+class FunctionCall(_Sent):
+    type: Literal["function_call"]
+    call_id: Annotated[str, text_within(256)]
+    name: Annotated[str, text_within(64, 1)]
+    arguments: _LONG
+
+
+class FunctionCallOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, text_within(256)] | None = None
+    output: TextContent
+    name: Annotated[str, text_within(256)] | None = None
+    namespace: _UNUSED = None
+    caller: _UNUSED = None
+
+
+class _ReasoningText(_Sent):
+    text: _LONG
+
+
+_ReasoningTexts = Annotated[tuple[_ReasoningText, ...], array(MAX_PARTS)]
+
+
+class ReasoningItem(_Sent):
+    type: Literal["reasoning"]
+    content: _ReasoningTexts | None = None
+    summary: _ReasoningTexts | None = None
+    encrypted_content: Annotated[str, text_within(1 << 28)] | None = None
+
+
+def _other_kind(kind: Any) -> None:
+    if kind == "item_reference":
+        raise invalid(f"={show(kind)}: {_KEEPS} (clients do with store: false)", "unsupported_value")
+    raise invalid(f"={show(kind)}: supported: message, {', '.join(_ITEMS)}", "unsupported_value")
+
+
+class _OtherItem(StrictModel):
+    model_config = ConfigDict(extra="ignore")
+    type: Annotated[Any, PlainValidator(_other_kind)]
+
+
+_ITEMS: dict[Any, type[StrictModel]] = {
+    "function_call": FunctionCall,
+    "function_call_output": FunctionCallOutput,
+    "reasoning": ReasoningItem,
+}
+Item = InputMessage | OutputMessage | FunctionCall | FunctionCallOutput | ReasoningItem
+
+
+def _item(value: Any) -> Any:
+    if type(value) is not dict:
+        raise invalid(f" is {kind_of(value)}; an object is expected", "invalid_type")
+    kind = value.get("type")
+    if kind is None:
+        kind = "item_reference" if value.keys() <= {"id", "type"} else "message"
+    if kind == "message":
+        return (OutputMessage if value.get("role") == "assistant" else InputMessage).model_validate(value)
+    model = _ITEMS.get(kind, _OtherItem) if type(kind) is str else _OtherItem
+    return model.model_validate({**value, "type": kind})
+
+
+def _input(value: Any) -> Any:
+    if type(value) is str:
+        return value
+    if type(value) is not list:
+        raise invalid(f" is {kind_of(value)}; a string or an array of items is expected", "invalid_type")
+    return _INPUT.validate_python(value)
+
+
+_Items = Annotated[
+    tuple[Annotated[Any, PlainValidator(_item, json_schema_input_type=Item)], ...], array(MAX_MESSAGES, 1)
+]
+_INPUT: TypeAdapter[tuple[Item, ...]] = TypeAdapter(_Items)
+
+
+def _include(value: Any) -> None:
+    if "message.output_text.logprobs" in (value if type(value) is list else ()):
+        raise invalid(": log-probabilities are not supported: use /v1/chat/completions", "unsupported_value")
 
 
 class TextOptions(StrictModel):
@@ -30,7 +137,7 @@ class ResponsesFields(StrictModel):
     """OpenAI's fields; values are checked again as those of a chat."""
 
     model: Annotated[str, text_within(256, 1)]
-    input: str | list[dict[str, Any]]
+    input: Annotated[str | tuple[Item, ...], PlainValidator(_input, json_schema_input_type=str | _Items)]
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
@@ -50,21 +157,53 @@ class ResponsesFields(StrictModel):
     conversation: Annotated[None, Refused(_KEEPS)] = None
     background: Annotated[None, Refused("send a batch instead", (False,))] = None
     prompt: Annotated[None, Refused("prompts are not stored here")] = None
-    include: Annotated[Any, ignored("reasoning is not encrypted")] = None
+    include: Annotated[
+        Any,
+        PlainValidator(_include, json_schema_input_type=list[str] | None),
+        ignored("reasoning is not encrypted, and there are no tools of the server"),
+    ] = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    moderation: Annotated[None, Refused("answers are not moderated")] = None
+    context_management: Annotated[None, Refused("prompts are not compacted: use truncation", ([],))] = None
+    image: Annotated[None, Refused("text only")] = None
+    access_programs: Annotated[None, Refused("there are none")] = None
+    background_options: Annotated[None, Refused("send a batch instead")] = None
     service_tier: _UNUSED = None
     safety_identifier: _UNUSED = None
     prompt_cache_key: _UNUSED = None
     prompt_cache_retention: _UNUSED = None
+    prompt_cache_options: _UNUSED = None
 
 
-def as_chat(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The body of the chat, and the fields that the response repeats. Raises ApiError."""
+class Converted(NamedTuple):
+    """The body of a chat, the fields that the response repeats, the place of the item in which each message begins, and
+    the number of fields that were ignored."""
+
+    chat: dict[str, Any]
+    repeated: dict[str, Any]
+    places: list[str]
+    ignored_fields: int
+
+    def named(self, error: ApiError) -> ApiError:
+        """A chat's error with the user's name of the field in `param` and message."""
+        name = error.param or ""
+        for pattern, template in _NAMES.items():
+            if (match := re.match(pattern, name)) is not None:
+                old, new = match[0], self.places[int(match[1])] if template is None else match.expand(template)
+                return ApiError(
+                    error.message.replace(old, new), error.code, new + name[len(old) :], status=error.status
+                )
+        return error
+
+
+def as_chat(value: Any) -> Converted:
+    """Raises ApiError."""
     fields = checked(ResponsesFields, value)
     names = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user")
     body = {name: given for name in names if (given := getattr(fields, name)) is not None}
-    body["messages"] = _messages(fields)
+    body["messages"], places = _messages(fields)
+    sent = [item for item in fields.input if isinstance(item, _Sent)]
     if fields.max_output_tokens is not None:
         body["max_tokens"] = fields.max_output_tokens
     if fields.truncation == "auto":
@@ -74,16 +213,15 @@ def as_chat(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     choice = fields.tool_choice
     if choice is not None and (fields.tools or choice not in ("auto", "none")):
         named = isinstance(choice, dict) and choice.get("type") == "function"
-        body["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice  # type: ignore[union-attr]
+        body["tool_choice"] = {"type": "function", "function": _without_type(choice)} if named else choice
     options = fields.text or TextOptions()
     if options.format is not None and options.format.get("type") == "json_schema":
-        schema = {name: given for name, given in options.format.items() if name != "type" and given is not None}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        body["response_format"] = {"type": "json_schema", "json_schema": _without_type(options.format)}
     elif options.format is not None:
         body["response_format"] = options.format
     effort = fields.reasoning.effort if fields.reasoning else None
     body |= {n: g for n, g in (("verbosity", options.verbosity), ("reasoning_effort", effort)) if g is not None}
-    return body, {
+    repeated = {
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
         "metadata": fields.metadata or {},
@@ -97,74 +235,83 @@ def as_chat(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         "truncation": fields.truncation or "disabled",
         "user": fields.user,
     }
+    return Converted(body, repeated, places, sum(len(item.model_extra or ()) for item in sent))
+
+
+_NAMES: Mapping[str, str | None] = {
+    r"messages\[(\d+)\]": None,
+    r"messages\b": "input",
+    r"(tools\[\d+\])\.function": r"\1",
+    r"tool_choice\.function": "tool_choice",
+    r"response_format(\.json_schema)?": "text.format",
+    r"max_tokens\b": "max_output_tokens",
+    r"truncate_prompt_tokens\b": "truncation",
+    r"reasoning_effort\b": "reasoning.effort",
+    r"verbosity\b": "text.verbosity",
+}
+"""Patterns of a chat's names, and the user's; None: the place of the message."""
+
+
+def _without_type(value: Any) -> dict[str, Any]:
+    return {name: given for name, given in value.items() if name != "type" and given is not None}
 
 
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         message = f"{place}.type={show(tool.get('type'))}: only functions are supported, no tools of the server"
         raise ApiError(message, "unsupported_value", f"{place}.type")
-    return {"type": "function", "function": {n: g for n, g in tool.items() if n != "type" and g is not None}}
+    return {"type": "function", "function": _without_type(tool)}
 
 
-def _messages(fields: ResponsesFields) -> list[dict[str, Any]]:
-    """The items as a chat's messages; reasoning and calls of one turn become one message."""
+def _messages(fields: ResponsesFields) -> tuple[list[dict[str, Any]], list[str]]:
+    """The items as a chat's messages, and the place that each begins in; reasoning and calls of one turn become one
+    message."""
     messages: list[dict[str, Any]] = []
+    places: list[str] = []
+
+    def add(place: str, message: dict[str, Any]) -> None:
+        if not (messages and _continues(messages[-1], message)):
+            messages.append(message)
+            places.append(place)
+
     if fields.instructions:
-        messages.append({"role": "system", "content": fields.instructions})
+        add("instructions", {"role": "system", "content": fields.instructions})
     if isinstance(fields.input, str):
-        return [*messages, {"role": "user", "content": fields.input}]
+        add("input", {"role": "user", "content": fields.input})
+        return messages, places
     for index, item in enumerate(fields.input):
-        kind, place = item.get("type", "message"), f"input[{index}]"
-        if kind == "message":
-            message = {"role": item.get("role"), "content": _content(item.get("content"))}
-            _append(messages, message)
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            _append(messages, {"role": "assistant", "tool_calls": [call]})
-        elif kind == "function_call_output":
-            output = _content(item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        elif kind == "reasoning":
-            _append(messages, {"role": "assistant", "reasoning_content": _reasoning(item, place)})
-        elif kind == "item_reference":
-            raise ApiError(f"{place}: {_KEEPS} (clients do with store: false)", "unsupported_value", f"{place}.type")
+        place = f"input[{index}]"
+        if isinstance(item, (InputMessage, OutputMessage)):
+            add(place, {"role": item.role, "content": item.content})
+        elif isinstance(item, FunctionCall):
+            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            add(place, {"role": "assistant", "tool_calls": [call]})
+        elif isinstance(item, FunctionCallOutput):
+            answer = {"role": "tool", "tool_call_id": item.call_id, "content": item.output, "name": item.name}
+            add(place, {name: given for name, given in answer.items() if given is not None or name == "content"})
         else:
-            kinds = "message, function_call, function_call_output, reasoning"
-            raise ApiError(f"{place}.type={show(kind)}: supported: {kinds}", "unsupported_value", f"{place}.type")
-    return messages
+            add(place, {"role": "assistant", "reasoning_content": _reasoning(item, place)})
+    return messages, places
 
 
-def _reasoning(item: dict[str, Any], place: str) -> str:
-    name = "content" if item.get("content") else "summary"
-    parts = item.get(name) or []
-    if not isinstance(parts, list):
-        raise ApiError(f"{place}.{name}={show(parts)}: must be an array of parts with text", param=f"{place}.{name}")
-    for part in parts:
-        if not (isinstance(part, dict) and isinstance(part.get("text", ""), str)):
-            raise ApiError(f"{place}.{name}: the part {show(part)} has no text", param=f"{place}.{name}")
-    return "\n".join(part.get("text", "") for part in parts)
+def _reasoning(item: ReasoningItem, place: str) -> str:
+    text = "\n".join(part.text for part in item.content or item.summary or ())
+    if item.encrypted_content and not text:
+        name = f"{place}.encrypted_content"
+        raise ApiError(f"{name} cannot be read here: leave the item out", "unsupported_value", name)
+    return text
 
 
-def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Adds a message, or its fields to an assistant's turn that it continues."""
-    last = messages[-1] if messages else {}
-    if message["role"] == "assistant" == last.get("role"):
-        if "tool_calls" in message:
-            last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
-            return
-        if "content" in message and not last.keys() & {"content", "tool_calls"}:
-            last["content"] = message["content"]
-            return
-    messages.append(message)
-
-
-def _content(content: Any) -> Any:
-    """A content's parts with the types of a chat's; others stay, and are refused as such."""
-    if not isinstance(content, list):
-        return content
-    kinds = ("input_text", "output_text", "text")
-    return [
-        {"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in kinds else part
-        for part in content
-    ]
+def _continues(last: dict[str, Any], message: dict[str, Any]) -> bool:
+    """Adds a message's fields to an assistant's turn that it continues; False if it begins another."""
+    if not message["role"] == "assistant" == last["role"]:
+        return False
+    if "tool_calls" in message:
+        last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+    elif "content" in message and not last.keys() & {"content", "tool_calls"}:
+        last["content"] = message["content"]
+    elif "reasoning_content" in message and last.keys() == {"role", "reasoning_content"}:
+        last["reasoning_content"] = "\n".join(filter(None, (last["reasoning_content"], message["reasoning_content"])))
+    else:
+        return False
+    return True

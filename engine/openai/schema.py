@@ -149,6 +149,7 @@ class SharedFields(GrammarFields):
     user: Annotated[str, text(512)] | None = None
     prompt_cache_key: _Bookkeeping = None
     prompt_cache_retention: _Bookkeeping = None
+    prompt_cache_options: _Bookkeeping = None
     safety_identifier: _Bookkeeping = None
     request_id: _Bookkeeping = None
     metadata: _Bookkeeping = None
@@ -193,6 +194,7 @@ class ChatFields(SharedFields):
     modalities: Annotated[None, Refused("text only", (["text"],))] = None
     audio: Annotated[None, Refused("text only")] = None
     prediction: Annotated[Any, ignored("it would only save time")] = None
+    moderation: Annotated[None, Refused("answers are not moderated")] = None
     web_search_options: Annotated[None, Refused("nothing is fetched")] = None
 
 

@@ -45,7 +45,6 @@ def check_model(body: Body, served: str) -> None:
 async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tuple[int, ...]]:
     """Encodes each prompt, up to `longer` times the usual length. Raises ApiError or TextUnavailable."""
     out: list[tuple[int, ...]] = []
-    param = "messages" if body.endpoint == CHAT else "prompt"
     longer = longer if body.truncate_prompt_tokens is None else TRUNCATED
     try:
         if body.endpoint == CHAT:
@@ -62,7 +61,7 @@ async def encode_prompts(body: Body, text: Encoder, longer: int = 1) -> list[tup
             else:
                 out.append(prompt)
     except PromptError as error:
-        raise ApiError(str(error), error.code, param) from None
+        raise ApiError(str(error), error.code, body.prompt_param) from None
     return out
 
 
@@ -78,7 +77,8 @@ async def with_worker_params(body: Body, text: Encoder) -> Body:
         if body.params.grammar is not None:
             param = body.grammar_param
             grammar, unenforced = await text.check_grammar(body.params.grammar)
-            body = body._replace(params=replace(body.params, grammar=grammar), unenforced=unenforced)
+            body = body._replace(params=replace(body.params, grammar=grammar))
+            body = body._replace(unenforced=(*body.unenforced, *unenforced))
     except PromptError as error:
         raise ApiError(str(error), error.code, param) from None
     return body
@@ -137,7 +137,7 @@ def to_requests(
     requests = []
     for index, uncut in enumerate(prompts):
         prompt = _cut(body, uncut, limits)
-        max_tokens = _max_tokens(body, prompt, limits, "messages" if chat else "prompt")
+        max_tokens = _max_tokens(body, prompt, limits)
         grammar = given.grammar
         if grammar is not None and chat and text is not None:
             grammar = _with_preamble(grammar, body, text, prompt)
@@ -207,13 +207,13 @@ def _cut(body: Body, prompt: tuple[int, ...], limits: ModelLimits) -> tuple[int,
     return prompt if keep is None else prompt[-keep:]
 
 
-def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param: str) -> int:
+def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits) -> int:
     """The requested number of tokens, or the rest of the model's length. Raises ApiError if it does not fit."""
     if not prompt:
-        raise ApiError("the prompt is empty: the model needs at least one token", param=param)
+        raise ApiError("the prompt is empty: the model needs at least one token", param=body.prompt_param)
     if (largest := max(prompt) if body.largest_id is None else body.largest_id) >= limits.vocab_size:
         message = f"prompt: token {largest} is beyond the vocabulary of {limits.vocab_size}"
-        raise ApiError(message, param=param)
+        raise ApiError(message, param=body.prompt_param)
     room = min(limits.max_model_len, limits.kv_tokens) - len(prompt)
     requested = body.max_tokens
     if requested is None:
@@ -226,5 +226,5 @@ def _max_tokens(body: Body, prompt: tuple[int, ...], limits: ModelLimits, param:
         )
         message = f"{bound}, the prompt has {len(prompt)} and {requested} more are requested"
         fix = "shorten the prompt or request fewer" if room > 0 else "shorten the prompt"
-        raise ApiError(f"{message}: {fix}", param=param, code="context_length_exceeded")
+        raise ApiError(f"{message}: {fix}", param=body.prompt_param, code="context_length_exceeded")
     return requested

@@ -74,7 +74,8 @@ def tools_of(fields: dict[str, Any]) -> dict[str, Any]:
         return {}
     given = {"tools": tuple(tool.model_dump(exclude_none=True) for tool in tools), "tool_choice": choice}
     if choice == "auto":
-        return given
+        strict = any(tool.function.strict for tool in tools)
+        return given | ({"unenforced": ("strict of tools: with tool_choice auto",)} if strict else {})
     if choice == "named":
         schema = next(tool.function.parameters for tool in tools if tool.function.name == name) or {"type": "object"}
         given["tool_name"] = name

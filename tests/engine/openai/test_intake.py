@@ -32,11 +32,15 @@ from laddertron.engine.openai.batch_input import (
 )
 from laddertron.engine.openai.body import Body, parse_body
 from laddertron.engine.openai.errors import ApiError
+from laddertron.engine.openai.responses_body import ResponsesFields
 from laddertron.engine.openai.schema import CHAT, COMPLETIONS, MODELS, json_schema
 from laddertron.engine.openai.to_engine import check_model, default_seed, to_requests
 from laddertron.engine.request import ModelLimits, Request, SamplingParams
 from laddertron.engine.text.tokenizer import TextModel
 from laddertron.topology.json_codec import ReadError, parse
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 from tiny_text import write_folder
 from waiting import cheapest
 
@@ -152,6 +156,18 @@ def test_harmless_fields_of_other_servers_are_taken() -> None:
     assert (streamed.include_usage, streamed.continuous_usage_stats) == (True, True)
     for name, value in (("detokenize", False), ("kv_transfer_params", {"a": 1}), ("vllm_xargs", {"a": 1})):
         assert refusal(**{name: value}).code == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("fields", "params"),
+    [
+        (MODELS[CHAT], chat_params.CompletionCreateParamsBase),
+        (MODELS[COMPLETIONS], completion_params.CompletionCreateParamsBase),
+        (ResponsesFields, response_params.ResponseCreateParamsBase),
+    ],
+)
+def test_every_field_of_openai_s_package_is_known(fields: Any, params: Any) -> None:
+    assert params.__annotations__.keys() <= fields.model_fields.keys()
 
 
 def test_bad_words_are_spelt_in_both_places(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from laddertron.engine.openai.answers import Answer
 from laddertron.engine.openai.body import check_body
 from laddertron.engine.openai.errors import ApiError
 from laddertron.engine.openai.responses import ResponseWriter
+from laddertron.engine.openai.responses_body import ResponsesFields
 from laddertron.engine.openai.schema import RESPONSES
 from laddertron.engine.openai.to_engine import RequestOrigin, to_requests
 from laddertron.engine.request import TokensEvent
@@ -175,6 +177,165 @@ def test_what_needs_a_store_or_a_server_s_tool_is_refused_by_name(fields: dict[s
     assert caught.value.param == param
 
 
+def function(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "name": "f", **fields}]}
+
+
+def item(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": "x"}, {"type": kind, **fields}]}
+
+
+CALL_ITEM = {"call_id": "c", "name": "f", "arguments": "{}"}
+WRONG: dict[str, dict[str, Any]] = {
+    "model": {"model": 7},
+    "input": {"input": 7},
+    "input[0]": {"input": ["x"]},
+    "input[0].role": {"input": [{"role": "tool", "content": "x"}]},
+    "input[0].content": {"input": [{"role": "user"}]},
+    "input[0].contents": {"input": [{"role": "user", "content": "x", "contents": "x"}]},
+    "input[0].content[0].type": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+    "input[0].content[1].text": {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}] * 1 + [
+        {"type": "input_text"}]}]},
+    "input[0].type": {"input": [{"id": "msg_1"}]},
+    "input[1].type": item("web_search_call", id="ws_1"),
+    "input[1].call_id": item("function_call", **{**CALL_ITEM, "call_id": 7}),
+    "input[1].name": item("function_call", **{**CALL_ITEM, "name": ""}),
+    "input[1].arguments": item("function_call", **{**CALL_ITEM, "arguments": {}}),
+    "input[1].output": item("function_call_output", call_id="c"),
+    "input[1].output[0].type": item("function_call_output", call_id="c", output=[{"type": "input_file"}]),
+    "input[1].content[0].text": item("reasoning", content=[{"type": "reasoning_text"}]),
+    "input[1].encrypted_content": item("reasoning", summary=[], encrypted_content="gAAA"),
+    "instructions": {"instructions": 7},
+    "max_output_tokens": {"max_output_tokens": 0},
+    "temperature": {"temperature": 3},
+    "top_p": {"top_p": -1},
+    "top_logprobs": {"top_logprobs": 2},
+    "stream": {"stream": 1},
+    "tools": function() | {"tools": function()["tools"] * 2},
+    "tools[0].type": {"tools": [{"type": "custom", "name": "f"}]},
+    "tools[0].name": function(name="a b"),
+    "tools[0].description": function(description=7),
+    "tools[0].parameters": function(parameters=[]),
+    "tools[0].strict": function(strict="yes"),
+    "tools[0].output_schema": function(output_schema={}),
+    "tool_choice": {"tool_choice": "required"},
+    "tool_choice.type": function() | {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+    "tool_choice.name": function() | {"tool_choice": {"type": "function"}},
+    "parallel_tool_calls": function() | {"parallel_tool_calls": 1},
+    "text.format": {"text": {"format": []}},
+    "text.format.type": {"text": {"format": {"type": "xml"}}},
+    "text.format.schema": {"text": {"format": {"type": "json_schema", "name": "n"}}},
+    "text.format.name": {"text": {"format": {"type": "json_schema", "schema": {}, "name": 7}}},
+    "text.format.extra": {"text": {"format": {"type": "json_schema", "schema": {}, "extra": 7}}},
+    "text.verbosity": {"text": {"verbosity": ""}},
+    "reasoning.effort": {"reasoning": {"effort": ""}},
+    "truncation": {"truncation": "middle"},
+    "include": {"include": ["message.output_text.logprobs"]},
+    "metadata": {"metadata": []},
+    "user": {"user": "x" * 600},
+}  # fmt: skip
+CHAT_NAMES = (
+    "messages",
+    "response_format",
+    "max_tokens",
+    ".function",
+    ".tool_calls",
+    "reasoning_effort",
+    "json_schema.",
+)
+
+
+@pytest.mark.parametrize("param", WRONG)
+def test_an_error_names_the_field_that_was_sent(param: str) -> None:
+    """In `param` and in the message, which names no field of the chat that the body becomes."""
+    with pytest.raises(ApiError) as caught:
+        check_body({"model": "m", "input": "x", **WRONG[param]}, RESPONSES)
+    assert caught.value.param == param
+    assert param in caught.value.message or param.rpartition(".")[2] in caught.value.message
+    assert not any(name in caught.value.message for name in CHAT_NAMES), caught.value.message
+
+
+def test_every_field_is_refused_by_its_name_in_some_case() -> None:
+    known = {name for name in ResponsesFields.model_fields if ResponsesFields.model_fields[name].description is None}
+    refused = {"store", "previous_response_id", "conversation", "background", "prompt", "moderation"}
+    refused |= {"context_management", "image", "access_programs", "background_options"}
+    tried = {re.split(r"[.\[]", param)[0] for param in WRONG}
+    assert known - refused == tried - {"include"}
+    for name in refused:
+        with pytest.raises(ApiError, match=name) as caught:
+            check_body({"model": "m", "input": "x", name: {"id": "x"}}, RESPONSES)
+        assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": "x" * 2000}, "input", "context_length_exceeded"),
+        ({"input": [{"role": "user", "content": "x" * 2000}]}, "input", "context_length_exceeded"),
+        ({"max_output_tokens": 5000}, "input", "context_length_exceeded"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}}, "text.format", None),
+        ({"tools": [{**TOOL, "parameters": {"not": {}}}], "tool_choice": "required"}, "tools", None),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", None),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
+            "tool_choice",
+            None,
+        ),
+    ],
+)
+def test_a_refusal_after_the_form_names_the_field_too(
+    daemon: Served, fields: dict[str, Any], param: str, code: str | None
+) -> None:
+    """By a text worker, of a small and of a large body, and by the model's limits."""
+    for more in ({}, {"metadata": {"k": "v" * 70_000}}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            daemon.client().responses.create(**{**fields_of("plain"), **fields, **more})
+        assert caught.value.param == param
+        assert code is None or caught.value.code == code
+        assert not any(name in caught.value.message.partition("'param'")[0] for name in CHAT_NAMES)
+
+
+def test_what_a_server_sent_is_taken_back(text: TextModel) -> None:
+    """Items with all the fields that OpenAI sends, and unknown ones, which are counted; nothing of the text is lost."""
+    own = {"id": "x_1", "status": "completed"}
+    items = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}], **own},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r1"}], "encrypted_content": None, **own},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r2"}], **own},
+        {"type": "reasoning", "summary": [], "id": "rs_3"},
+        {
+            "type": "message", "role": "assistant", "phase": "commentary", **own,
+            "content": [
+                {"type": "output_text", "text": "a1", "annotations": [{"type": "url_citation"}], "logprobs": []},
+                {"type": "refusal", "refusal": "a2"},
+            ],
+        },
+        {"type": "function_call", **CALL_ITEM, "namespace": "n", **own},
+        {"type": "function_call", **CALL_ITEM, "call_id": "d", **own, "arguments": '{"trunc'},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "o1"}], **own},
+        {"type": "function_call_output", "call_id": "d", "output": ""},
+        {"role": "assistant", "content": "a3"},
+        {"role": "developer", "content": "d"},
+        {"type": None, "role": "user", "content": "q2"},
+    ]  # fmt: skip
+    body = check_body({"model": "m", "input": items}, RESPONSES)
+    assert body.ignored_fields == 2
+    assert [message["role"] for message in body.messages] == [
+        "user", "assistant", "tool", "tool", "assistant", "system", "user",
+    ]  # fmt: skip
+    turn = body.messages[1]
+    assert turn["reasoning_content"] == "r1\nr2"
+    assert [part["text"] for part in turn["content"]] == ["a1", "a2"]
+    assert [(call["id"], call["function"]["arguments"]) for call in turn["tool_calls"]] == [
+        ("c", "{}"),
+        ("d", '{"trunc'),
+    ]
+    assert [message.get("tool_call_id") for message in body.messages[2:4]] == ["c", "d"]
+    prompt = text.render(list(body.messages), ChatOptions(variables=body.template_variables))
+    for said in ("q", "r1\nr2", "a1\na2", "o1", "a3", "d", "q2", "trunc"):
+        assert said in prompt
+
+
 SHAPES: tuple[Any, ...] = (7, "x", {"a": 1}, [1], [None], [[]], [{"text": 5}], [{"text": None}], [{"type": []}])
 
 
@@ -189,10 +350,10 @@ def test_an_item_of_any_shape_is_taken_or_refused(kind: Any, name: str) -> None:
 
 
 def test_reasoning_without_text_is_refused_by_its_place() -> None:
-    for name, value in (("content", "abc"), ("summary", [{"text": 5}])):
+    for name, value, place in (("content", "abc", ""), ("summary", [{"text": 5}], "[0].text")):
         with pytest.raises(ApiError) as caught:
             check_body({"model": "m", "input": [{"type": "reasoning", name: value}]}, RESPONSES)
-        assert caught.value.param == f"input[0].{name}"
+        assert caught.value.param == f"input[0].{name}{place}"
 
 
 def test_a_reference_to_an_item_names_the_setting_of_the_client() -> None:

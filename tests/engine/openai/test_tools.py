@@ -276,3 +276,10 @@ def test_results_of_calls_go_back_into_the_prompt(text: TextModel) -> None:
     )
     assert "tools" not in (chat(tools=TOOLS, tool_choice="none").template_variables or {})
     assert (text.chat.tool_format, text.chat.reasoning, body.endpoint) == ("hermes", "think", CHAT)
+
+
+def test_strict_tools_that_the_model_calls_freely_are_named_as_not_enforced() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    assert chat(tools=tools).unenforced == ("strict of tools: with tool_choice auto",)
+    assert chat(tools=tools, tool_choice="required").unenforced == ()
+    assert chat(tools=[{"type": "function", "function": {"name": "f", "strict": False}}]).unenforced == ()
