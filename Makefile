@@ -138,7 +138,7 @@ soak: env ## Half an hour of everything at once: clients of every kind, kills, a
 	@$(VENV)/bin/pytest tests/faults/test_soak.py -s
 
 .PHONY: rehearse
-rehearse: env ## 405B's deployment on two emulated nodes of eight ranks, from check to acceptance, with faults; renews docs/rehearsal.md (root; Debian's prometheus; a quarter of an hour, quiet machine)
+rehearse: env ## 405B's deployment on two emulated nodes of eight ranks, from check to acceptance, with faults; renews docs/rehearsal.md (root; Debian's prometheus; 15 to 30 minutes, quiet machine)
 	@PYTHONPATH=tests $(PY) -m cluster.rehearsal --write
 
 chaos-demo: env ## Ranks, keepers, mpirun and the daemon are killed while batches run: every line has one answer (FAULT_REAL kills)
