@@ -16,7 +16,8 @@ FIRST, LAST = 400, 200
 LINE = 500
 """Characters of a line that are compared."""
 
-_HOST = r"(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)"
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_HOST = rf"(?P<host>{_NAME})"
 _GAP = r"(?:.*\n){0,12}?"
 """Lines between two of one message."""
 
@@ -66,6 +67,9 @@ CAUSES = (
     Cause(r"\S+: error while loading shared libraries: .+"),
     Cause(r"\S*python\S*: Error while finding module specification for .+"),
     Cause(r"\S*python\S*: No module named .+"),
+    Cause(
+        r"[Uu]nknown option:? -P\nusage: (?P<python>\S+) .*", "{python} is older than Python 3.11", "set launch.python"
+    ),
     Cause(r"ImportError: cannot load MPI library.*|RuntimeError: cannot load MPI library.*"),
     # memory and disks of a host
     Cause(
@@ -138,6 +142,11 @@ CAUSES = (
 _COMPILED = tuple((re.compile(rf"^(?:{cause.pattern})$", re.MULTILINE), cause) for cause in CAUSES)
 _HOSTS = re.compile(rf"^(?:Remote host|Node): {_HOST}$", re.MULTILINE)
 """Lines in which Open MPI names the host, near such a message."""
+_ENDED = re.compile(
+    rf"process rank \d+ with PID \d+ on node (?P<openmpi>{_NAME})|PID \d+ RUNNING AT (?P<mpich>{_NAME})"
+    rf"|srun: error: (?P<slurm>{_NAME}): tasks? \S+: Exited with|Process name: \[\S+,(?P<rank>\d+)\]"
+)
+"""How launchers name the process that ended first."""
 _ERROR = re.compile(r"\b(?:error|fatal|cannot|can't|unable|failed|denied|refused|not found|no such)\b", re.IGNORECASE)
 
 
@@ -153,6 +162,14 @@ def unreachable(output: Sequence[str]) -> tuple[str, str | None] | None:
     shown = cause.text.format(**match.groupdict()) if cause.text else " ".join(match[0].split())
     shown = f"{shown}: {cause.fix}" if cause.fix else shown
     return (f"{host}: {shown}" if host else shown), host
+
+
+def ended_first(output: Sequence[str]) -> int | str | None:
+    """The rank, or the host, of the process that ended first, as the launcher says; None if it does not."""
+    text = "\n".join(" ".join(line[:LINE].split()) for line in output if not is_log_line(line))
+    if (match := _ENDED.search(text)) is None:
+        return None
+    return int(match["rank"]) if match["rank"] else match[match.lastgroup or 0]
 
 
 def _host_in(text: str) -> str | None:

@@ -19,7 +19,7 @@ from ...topology.placement.machines import shared_hostname
 from ...topology.placement.world import World
 from ..control.control import UNREACHABLE
 from ..control.messages import SILENCE_S, Announce, Beat, Failure, Hello, Loading, RankMessage, Ready, Standing
-from .causes import first_errors, unreachable
+from .causes import ended_first, first_errors, unreachable
 from .detect import SAME_FILES, Evidence, FailureKind, JobFailure, StepWatch, behind, blame, differing, stalled
 from .options import JobTimeouts
 
@@ -356,6 +356,10 @@ class RankBoard:
         # NOTE: a start's output often names the cause long before its end; later, only the end is about the failure.
         lines = output if self.ready else tuple(start_output) or output
         cause = unreachable(lines) if sign.kind in _EXPLAINED else None
+        first = ended_first(output) if sign.kind == "launcher_exit" and not self.ready else None
+        there = self.hosts.get(first) if isinstance(first, int) else first
+        if cause is not None and cause[1] is None and there is not None:
+            cause = f"{there}: {cause[0]}", there
         if sign.kind == "rank_lost" and _KILLED.search(words):
             reason += _out_of_memory(0 if state.hello is None else state.hello.memory_limit)
         if cause is not None and sign.kind == "launcher_exit" and not began:
@@ -367,6 +371,7 @@ class RankBoard:
             errors = [line for line in first_errors(lines) if line not in output[-5:]]
             reason += f"; first errors: {' | '.join(errors)}" if errors else ""
             reason += f"; last output: {' | '.join(output[-5:])}"
+            reason, node = f"{there}: {reason}" if there else reason, node or there
         culprit = Culprit(sign.rank, node, stage, device, collective)
         return JobFailure(sign.kind, reason, culprit, exit_code, host, output, dumps)
 

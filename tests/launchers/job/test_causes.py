@@ -85,6 +85,8 @@ line.
          "directory\n  Remote host:   n1", "n1", "libpmix.so.2"),
         ("/usr/bin/python3: Error while finding module specification for 'laddertron.launchers.rank.worker' "
          "(ModuleNotFoundError: No module named 'laddertron')", None, "No module named 'laddertron'"),
+        ("unknown option -P\nusage: /opt/python3.8 [option] ... [-c cmd | -m mod | file | -] [arg] ...", None,
+         "/opt/python3.8 is older than Python 3.11: set launch.python"),
         ("kex_exchange_identification: Connection closed by remote host", None, "kex_exchange"),
         ("[n1:00033] PMIX ERROR: PMIX_ERR_OUT_OF_RESOURCE in file gds_shmem2.c at line 1051", None, "OUT_OF_RESOURCE"),
     ],
@@ -122,6 +124,29 @@ def test_without_a_known_message_the_first_errors_come_before_the_last_lines() -
     board.sign(Evidence("launcher_exit", None, "mpirun ended with status 1"))
     reason = board.judge(1, tuple(lines[-6:]), {}, start_output=lines).reason
     assert "first errors: E: Failed to reach the moon; last output: prterun has exited" in reason
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    "ended",
+    [
+        "prterun detected that one or more processes exited with non-zero status\nProcess name: [prterun-n0-19@1,1]",
+        "prterun noticed that process rank 1 with PID 51 on node n1 exited on signal 11 (Segmentation fault).",
+        "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 1208 RUNNING AT n1\n=   EXIT CODE: 1",
+        "srun: error: n1: task 1: Exited with exit code 1",
+        "srun: error: n1: tasks 8-15: Exited with exit code 1",
+    ],
+)
+def test_a_message_without_a_host_is_that_of_the_process_that_ended_first(ended: str, known: bool) -> None:
+    """Before any rank is ready; afterwards the ranks' own evidence says more."""
+    message = "/usr/bin/python3: No module named laddertron" if known else "terrible things"
+    output = (message, *ended.splitlines())
+    board = RankBoard(World(2), JobTimeouts(), 0.0, seats=("n0", "n1"))
+    board.sign(Evidence("launcher_exit", None, "mpirun ended with status 1"))
+    failure = board.judge(1, output, {}, start_output=output)
+    assert failure.reason.startswith("n1: "), failure.reason
+    assert message in failure.reason
+    assert failure.culprit.node == "n1"
 
 
 def test_no_pattern_takes_long_on_a_long_output() -> None:
