@@ -38,7 +38,7 @@ fi
 
 stamp="$VENV/.laddertron"
 shopt -s globstar nullglob
-wanted=$({ echo "$python $("$python" -V) $ACCEL $MPI $TORCH $LOCK $DEV $PWD"; cat pyproject.toml ${lock:+"$lock"} launchers/make_env.sh ./{engine,models,topology}/**/*.[ch]; } | sha256sum | cut -d' ' -f1)
+wanted=$({ echo "$python $("$python" -V) $ACCEL $MPI $TORCH $LOCK $DEV $PWD"; cat pyproject.toml setup.py ${lock:+"$lock"} launchers/make_env.sh ./{engine,launchers,models,topology}/**/*.[ch]; } | sha256sum | cut -d' ' -f1)
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     say "ready in $VENV (accel $ACCEL, MPI $MPI)"
     exit 0

@@ -16,6 +16,7 @@ import click
 
 from ...engine.config.yaml_tree import ConfigError
 from ...topology.hardware.cpu_tier import TierError
+from ...topology.transport.native import StaleLibraryError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 ENGINE = ("torch", "megatron", "mpi4py", "numpy", "prometheus_client", "safetensors", "fastapi", "starlette", "uvicorn")
@@ -46,7 +47,7 @@ def report(error: BaseException) -> int | None:
         case ConfigError():
             show_error("\n".join(error.faults))
             return USAGE
-        case TierError():
+        case TierError() | StaleLibraryError():
             show_error(str(error))
             return USAGE
         case ModuleNotFoundError() if (module := (error.name or "").partition(".")[0]) in ENGINE:

@@ -148,7 +148,7 @@ def test_every_dependency_has_a_line_in_the_documentation() -> None:
 def make_env(folder: Path, **choices: str) -> subprocess.CompletedProcess[str]:
     """The script on a copy of what it reads, with an environment whose pip says that hashes differ."""
     (folder / "launchers").mkdir()
-    for name in ("pyproject.toml", "launchers/make_env.sh"):
+    for name in ("pyproject.toml", "setup.py", "launchers/make_env.sh"):
         shutil.copy(ROOT / name, folder / name)
     python = folder / "venv/bin/python"
     python.parent.mkdir(parents=True)

@@ -250,8 +250,6 @@ static int lt_try_(lt_comm *c, uint64_t seq) {
 /* 1: the result was there and has been taken; 0: `lt_wait` would sleep. Never sleeps, so it may hold the GIL. */
 LT_API int lt_try(lt_comm *c, uint64_t seq) { return LT_USE(c, lt_try_(c, seq)); }
 
-LT_API int lt_abi(void) { return LT_ABI; }
-
 LT_API void lt_set_timeout(lt_comm *c, int64_t ns) { atomic_store(&c->timeout_ns, ns); }
 
 LT_API void lt_error_of(lt_comm *c, int64_t *out) { /* code, peer, collective, errno */

@@ -22,7 +22,6 @@
 #define LT_SLICE_NS 50000000LL /* a sleeper looks up this often to see whether a peer is gone */
 #define LT_MAGIC 0x4c545452u
 #define LT_NO_DTYPE 0xff
-#define LT_ABI 4 /* of what transport.py calls and reads: counted up with each change of it */
 
 enum lt_kind { LT_REDUCE = 0, LT_GATHER = 1 };
 enum lt_strategy { LT_EXCHANGE = 0, LT_TWO_LEVEL = 1, LT_PIPELINE = 2, LT_DOUBLING = 3, LT_STRATEGIES = 4 };

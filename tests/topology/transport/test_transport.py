@@ -217,13 +217,6 @@ def test_over_four_nodes_nobody_adds_up_what_differs() -> None:
         assert all(isinstance(errors[rank], PeerLost) for rank in (0, 1)), errors
 
 
-def test_another_build_of_the_extension_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sources that moved on without it: what it would read and write is not what is meant."""
-    monkeypatch.setattr(native, "ABI", native.ABI + 1)
-    with pytest.raises(RuntimeError, match="another version of its source: build it again"):
-        native.segment_bytes(2, 1, SMALL, CHUNK)
-
-
 def test_bytes_that_are_no_frame_are_refused() -> None:
     """A peer writes rubbish on its socket: the reader raises, and reads nothing into memory."""
     ours, theirs = socket.socketpair()
