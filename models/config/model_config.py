@@ -186,7 +186,6 @@ def from_folder(path: str | Path) -> ModelConfig:
         inherited = {key: fields.data[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in fields}
         text = fields.object("text_config")
         fields = ConfigFields(text.where, {**inherited, **text.data})
-    quantisation_in(fields)  # refuses what is not read
     family = fields.string("model_type")
     if is_laneformer(fields):
         config = _laneformer(fields, family, _stop_ids(folder, fields))
@@ -209,10 +208,12 @@ def from_folder(path: str | Path) -> ModelConfig:
             },
             key=str.lower,
         )
-        missing = f" (missing: {moe.MISSING[family]})" if family in moe.MISSING else ""
+        missing = moe.MISSING.get(family.removesuffix("_text"))
         raise fields.fail(
-            f"model_type {family!r} is not computed here{missing}; {', '.join(names[:-1])} and {names[-1]} are"
+            f"model_type {family!r} is not computed here{f' (missing: {missing})' if missing else ''}; "
+            f"{', '.join(names[:-1])} and {names[-1]} are"
         )
+    quantisation_in(fields)  # refuses what is not read
     if "laddertron_model" in fields and not _describes(fields.data["laddertron_model"], description(config)):
         raise fields.fail(
             "laddertron_model, by which the modeling file computes, describes another model than the other keys: write "

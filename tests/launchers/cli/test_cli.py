@@ -30,6 +30,7 @@ from laddertron.launchers.cli.commands import check
 from laddertron.launchers.cli.commands.check import summary
 from laddertron.launchers.cli.errors import ENGINE, FAILED, UsageError, ended_by
 from laddertron.launchers.cli.run_view import RunView, progress_console, say_error
+from laddertron.models.config.experts import MISSING
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights.slices import expected_shapes
 from laddertron.topology.hardware.cuda_stack import look
@@ -311,6 +312,24 @@ def test_check_reads_a_broken_model_folder(tmp_path: Path, capsys: pytest.Captur
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith(f"error: {file}:1: model.path: ")
         assert says in line
+
+
+@pytest.mark.parametrize("family", [*MISSING, "qwen3_5_text", "mimo", "gemma3"])
+def test_a_family_that_is_not_served_is_refused_before_a_start(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By every command that would read the model, from config.json alone, quantised or not."""
+    write_model(tmp_path / "m", model_type=family, quantization_config={"quant_method": "awq"})
+    for file in (tmp_path / "m").glob("*.safetensors"):
+        file.write_bytes(b"not to be read")
+    (tmp_path / "in.jsonl").touch()
+    (deployment := tmp_path / "d.yaml").write_text("model: {path: ./m}", encoding="utf-8")
+    batch = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
+    for words in (["check"], ["serve"], ["run", *batch], ["plan"]):
+        assert cli.main([words[0], str(deployment), *words[1:]]) != 0
+        assert f"model_type '{family}' is not computed here" in capsys.readouterr().err
+    assert cli.main(["shard", str(tmp_path / "m"), "--tp", "2"]) != 0
+    assert f"model_type '{family}' is not computed here" in capsys.readouterr().err
 
 
 def test_check_misses_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

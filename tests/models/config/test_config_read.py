@@ -364,11 +364,18 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *[
         (
             LLAMA,
-            {"model_type": family},
-            rf"model_type '{family}' is not computed here \(missing: {missing}\); deepseek_v3, ",
+            {"model_type": family + part, "quantization_config": {"quant_method": "modelopt"}},
+            rf"model_type '{family}{part}' is not computed here \(missing: {missing}\); deepseek_v3, ",
         )
         for family, missing in MISSING.items()
+        for part in ("", "_text")
     ],
+    (
+        {"model_type": "kimi_k25", "text_config": LLAMA | {"model_type": "kimi_linear"}},
+        {},
+        r"text_config: model_type 'kimi_linear' is not computed here \(missing: linear attention\)",
+    ),
+    (LLAMA, {"model_type": "mimo"}, "model_type 'mimo' is not computed here; deepseek_v3, "),
     (MOE, {"num_local_experts": 4}, "num_experts=8 and num_local_experts=4 contradict each other"),
     (MOE, {"num_experts": None}, "num_experts is missing"),
     (MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be an integer from 1 to 8"),
