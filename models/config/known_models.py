@@ -10,12 +10,12 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Literal
 
-from .experts import Experts, Router
+from .experts import Clamped, Experts, Router
 from .lanes import Lanes
 from .latent import Index, Latent
 from .model_config import Dtype, ModelConfig, make_wiring
 from .parts import Rope, Wiring
-from .quantisation import Quantisation
+from .quantisation import GPT_OSS, Quantisation
 
 _PLAIN = Rope()
 _V3_LATENT = Latent(rank=512, rotated=64, plain=128, value=128, query_rank=1536, interleaved=True)
@@ -98,6 +98,20 @@ def _longcat() -> ModelConfig:
     )
 
 
+def _gpt_oss(layers: int, experts: int) -> ModelConfig:
+    rope = Rope(150000.0, "yarn", 32.0, original_max_position_embeddings=4096, fractional=True)
+    router = Router("softmax", rounds=True, offset=True)
+    return replace(
+        architecture("gpt_oss", layers, 2880, 64, 8, 2880, 201088, 131072, rope, head_dim=64),
+        experts=Experts(experts, 4, 2880, (True,) * layers, router, clamped=Clamped(1.702, 7.0)),
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        sliding_window=(128, None) * (layers // 2),
+        layout="gpt_oss",
+    )
+
+
 @cache
 def known_models() -> dict[str, ModelConfig]:
     ladder = "ladder_residual"
@@ -140,6 +154,8 @@ def known_models() -> dict[str, ModelConfig]:
             _latent(61, 7168, 64, 18432, 163840, 262144, 64.0, 384, dense=1, scale=2.827),
         ),
         "longcat-flash": _longcat(),
+        "gpt-oss-20b": _gpt_oss(24, 32),
+        "gpt-oss-120b": _gpt_oss(36, 128),
         "laneformer-2b": replace(
             architecture("laneformer_tp", 15, 3072, 32, 16, 12288, 32000, 4096),
             wiring=Wiring(("lanes",) * 15, lanes=Lanes(count=8, delay=2, layers=15)),
@@ -192,8 +208,9 @@ _INT4 = Quantisation("compressed-tensors", False, block=(1, 32), code="int4", sc
 PUBLISHED = {
     **dict.fromkeys(("deepseek-v3", "deepseek-v3.2", "kimi-k2"), FP8_BLOCKS),
     **dict.fromkeys(("kimi-k2-thinking", "kimi-k2.5", "kimi-k2.7"), _INT4),
+    **dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), GPT_OSS),
 }
-"""The forms of weights that are published in no other; INT4 of experts alone."""
+"""The forms of weights that are published in no other; of 4 bits experts alone."""
 _SEPARATORS = re.compile(r"[^a-z0-9.]+")
 
 

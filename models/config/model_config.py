@@ -42,6 +42,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "sliding_window": 128,
         "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
         "rope_theta": 150000.0,
         "rope_parameters": {
             "rope_type": "yarn",

@@ -1,6 +1,6 @@
 """Reads the quantisation in config.json, without torch: fp8 (E4M3) with one scale per tensor, output channel or block,
-in FBGEMM's, compressed-tensors' and fp8's layouts, and 4-bit codes of compressed-tensors: INT4 (pack-quantized), NVFP4
-and MXFP4; errors name others. Activations are scaled per token, not by calibrated scales.
+in FBGEMM's, compressed-tensors' and fp8's layouts, and 4-bit codes: INT4 (pack-quantized), NVFP4 and MXFP4 of
+compressed-tensors, and gpt-oss's MXFP4; errors name others. Activations are scaled per token, not by calibrated scales.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 from .json_fields import ConfigFields, read_json
 
-Method = Literal["fbgemm_fp8", "compressed-tensors", "fp8"]
+Method = Literal["fbgemm_fp8", "compressed-tensors", "fp8", "mxfp4"]
 Code = Literal["e4m3", "int4", "e2m1"]
 ScaleType = Literal["float32", "bfloat16", "float16", "e8m0", "e4m3"]
 BYTES = {
@@ -60,6 +60,7 @@ class Quantisation:
         return names[self.code]
 
 
+GPT_OSS = Quantisation("mxfp4", activations=False, block=(1, 32), code="e2m1", scale="e8m0")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of the codes 0 to 7; the others are their negatives."""
 
@@ -98,9 +99,11 @@ def _read(words: ConfigFields) -> Quantisation:
             return Quantisation("fp8", block=_block(words, "weight_block_size"))
         case "compressed-tensors":
             return _compressed_tensors(words)
+        case "mxfp4":
+            return GPT_OSS
         case other:
             raise words.fail(
-                f"quant_method {other!r} is not read; fbgemm_fp8, fp8 and compressed-tensors are "
+                f"quant_method {other!r} is not read; fbgemm_fp8, fp8, compressed-tensors and mxfp4 are "
                 "(use an engine made for it, or the unquantised checkpoint)"
             )
 

@@ -32,7 +32,8 @@ def fill_target(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
 def _read_weight(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill, name: str, target: Tensor) -> None:
     """Reads a fill without regard to `pairs`: codes as stored if that is target's type, else widened."""
     stored = tensors[name]
-    shape = stored.shape[::-1] if fill.transposed else stored.shape
+    transposed = fill.transposed and stored.code is None
+    shape = stored.shape[::-1] if transposed else stored.shape
     per_byte, as_stored = stored.per_byte, target.dtype == DTYPES[stored.dtype]
     rows, columns = shape[0], fill.columns or (shape[1] * per_byte if len(shape) == 2 else 1)
     width = columns // per_byte if as_stored else columns
@@ -42,7 +43,7 @@ def _read_weight(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill
             f"{fill.source_row + fill.count} of {fill.parameter} {tuple(target.shape)}"
         )
     first, end = fill.source_col, fill.source_col + columns
-    if fill.transposed:
+    if transposed:
         turned = target.new_empty((columns, fill.count))
         reader.read(stored, first, fill.source_row, turned)
         target.copy_(turned.T)

@@ -23,7 +23,9 @@ from .quantised import (
     PLAIN,
     READABLE,
     check_scale,
+    describe_blocks,
     describe_packed,
+    divided,
     is_quantised,
     is_scale,
     kept_bytes,
@@ -125,7 +127,8 @@ class Source:
             if fill.tensor is None:
                 continue
             stored, product = self.tensors[fill.tensor], fill.parameter.removesuffix(".weight")
-            columns = fill.columns or prod(stored.shape[:1] if fill.transposed else stored.shape[1:]) * stored.per_byte
+            turned = fill.transposed and stored.code is None
+            columns = fill.columns or prod(stored.shape[:1] if turned else stored.shape[1:]) * stored.per_byte
             if product in quantised and self.quantisation is not None:
                 total += kept_bytes((fill.count, columns), self.quantisation)
                 continue
@@ -208,7 +211,7 @@ def _check(
     folder: Path, tensors: dict[str, StoredTensor], config: ModelConfig, quantisation: Quantisation | None
 ) -> None:
     """Checks that the tensors are those of the model; renames and divides some."""
-    _divide_fused(tensors, config)
+    _divide_fused(tensors, config, quantisation)
     expected = expected_shapes(config)
     scales = set[str]()
     for name, shape in expected.items():
@@ -289,19 +292,17 @@ def _name_scale(tensors: dict[str, StoredTensor], name: str, block: tuple[int, i
         tensors[usual] = replace(tensors[usual], block=block)
 
 
-def _divide_fused(tensors: dict[str, StoredTensor], config: ModelConfig) -> None:
+def _divide_fused(tensors: dict[str, StoredTensor], config: ModelConfig, quantisation: Quantisation | None) -> None:
     """Replaces each tensor [E, rows, columns] of all experts by one for each expert. Raises CheckpointError."""
     for fused, names, shape in fused_experts(config):
-        stored = tensors.pop(fused, None)
-        if stored is None:
+        parts = [name for names_of_parts in names for name in names_of_parts]
+        if describe_blocks(tensors, fused, parts, shape, quantisation) or fused not in tensors:
             continue
+        stored = tensors.pop(fused)
         promised = (len(names), len(names[0]) * shape[0], *shape[1:])
         if stored.shape != promised or stored.dtype not in PLAIN:
             raise CheckpointError(
                 f"{stored.file}: tensor {fused} is {stored.dtype} {stored.shape}; config.json says "
                 f"{promised}, and {', '.join(PLAIN)} are read of experts in one tensor"
             )
-        size = (stored.end - stored.begin) // (len(names) * len(names[0]))
-        for number, name in enumerate(name for parts in names for name in parts):
-            begin = stored.begin + number * size
-            tensors[name] = replace(stored, name=name, shape=shape, begin=begin, end=begin + size)
+        tensors |= {part.name: part for part in divided(stored, parts, shape)}

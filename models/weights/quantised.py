@@ -6,7 +6,7 @@ tensor_reader.py widens rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
@@ -61,6 +61,8 @@ def describe_packed(tensors: dict[str, StoredTensor], name: str, shape: tuple[in
     """Describes 4-bit codes as a matrix `name` [out, in / 2] of bytes, with its scales and zero points. Returns the
     names of all tensors that belong to it; none if it is not packed. Raises CheckpointError, which names the tensor,
     its type and shape, and those that are read."""
+    if (described := tensors.get(name)) is not None and described.code is not None:  # by describe_blocks
+        return {name, scale_of(name)}
     module = name.removesuffix("weight")
     packed = tensors.get(f"{module}weight_packed")
     if packed is None or name in tensors or q.per_byte == 1 or len(shape) != 2:
@@ -103,6 +105,53 @@ def describe_packed(tensors: dict[str, StoredTensor], name: str, shape: tuple[in
     tensors[scale.name] = replace(scale, block=(1, group))
     del tensors[codes.name]
     return used
+
+
+def describe_blocks(
+    tensors: dict[str, StoredTensor], fused: str, names: Sequence[str], shape: tuple[int, ...], q: Quantisation | None
+) -> bool:
+    """Describes a layer's experts in gpt-oss's MXFP4, `fused`_blocks [E, out, groups, bytes] and `fused`_scales
+    [E, out, groups], as a matrix of codes [out, in / 2] and its scales for each of `names`; shape: [in, out]. Returns
+    whether there are any. Raises CheckpointError, as describe_packed does."""
+    blocks, scales = tensors.get(f"{fused}_blocks"), tensors.get(f"{fused}_scales")
+    if blocks is None or len(shape) != 2:
+        return False
+    if q is None or q.block is None or q.method != "mxfp4":
+        raise CheckpointError(
+            f"{blocks.file}: tensor {blocks.name} is MXFP4, and config.json has no quantization_config of quant_method "
+            "mxfp4: restore the published one"
+        )
+    if scales is None:
+        raise CheckpointError(f"{blocks.file}: tensor {blocks.name} is MXFP4 without {fused}_scales")
+    (columns, rows), group = shape, q.block[1]
+    if columns % group:
+        raise CheckpointError(
+            f"{blocks.file}: tensor {blocks.name}: {columns} columns % {group} = {columns % group}: only whole groups "
+            "are read"
+        )
+    groups = (len(names), rows, columns // group)
+    for stored, expected in ((blocks, (*groups, group // 2)), (scales, groups)):
+        if stored.dtype != "U8" or stored.shape != expected:
+            raise CheckpointError(
+                f"{stored.file}: tensor {stored.name} is {stored.dtype} {stored.shape}; MXFP4 with {columns} columns "
+                f"in groups of {group} has U8 {expected}"
+            )
+        del tensors[stored.name]
+    for name, part in zip(names, divided(blocks, names, (rows, columns // 2)), strict=True):
+        tensors[name] = replace(part, code=q.code)
+    for part in divided(scales, [scale_of(name) for name in names], groups[1:]):
+        tensors[part.name] = replace(part, dtype="F8_E8M0", block=(1, group))
+    return True
+
+
+def divided(stored: StoredTensor, names: Sequence[str], shape: tuple[int, ...]) -> list[StoredTensor]:
+    """The equal parts of a tensor, which follow one another."""
+    size = (stored.end - stored.begin) // len(names)
+    begins = (stored.begin + number * size for number in range(len(names)))
+    return [
+        replace(stored, name=name, shape=shape, begin=begin, end=begin + size)
+        for name, begin in zip(names, begins, strict=True)
+    ]
 
 
 def check_scale(stored: StoredTensor, scale: StoredTensor | None, block: tuple[int, int] | None = None) -> str:

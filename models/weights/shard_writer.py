@@ -143,7 +143,8 @@ def _shape(source: Source, fills: list[Fill], quantised: Set[str]) -> tuple[int,
     if len(stored.shape) != 2 and not is_scale(real.parameter):
         return (rows,)
     weight = source.tensors[scaled_by(real.tensor)] if is_scale(real.parameter) else stored
-    columns = real.columns or weight.shape[0 if real.transposed else 1] * weight.per_byte
+    transposed = real.transposed and weight.code is None
+    columns = real.columns or weight.shape[0 if transposed else 1] * weight.per_byte
     if is_scale(real.parameter):
         return scale_shape((rows, columns), source.block)
     return rows, columns // (stored.per_byte if real.parameter.removesuffix(".weight") in quantised else 1)

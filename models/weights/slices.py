@@ -20,7 +20,7 @@ class Fill:
     """The source of rows [row, row + count) of a parameter: rows [source_row, ...) and columns [source_col,
     source_col + columns) of a checkpoint tensor (columns None: all). `tensor` None: the rows are vocabulary padding,
     zeros. pairs: rows of a head, if the checkpoint rotates pairs (2j, 2j + 1) and the parameter (j, j + pairs / 2);
-    else 0. transposed: rows of the parameter are columns of the tensor."""
+    else 0. transposed: rows of the parameter are columns of the tensor, unless it has 4-bit codes."""
 
     parameter: str
     row: int

@@ -10,9 +10,10 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
-from packing import FORMS, rewrite_config, twins
+import transformers
+from packing import FORMS, pack_experts, rewrite_config, twins
 from safetensors.torch import load_file, save_file
-from test_oracle import TOLERANCE, assert_greedy, transformers_logits
+from test_oracle import TOLERANCE, Logits, assert_greedy, transformers_logits
 from test_oracle_experts import NODE, SPREAD
 from test_oracle_stages import check
 
@@ -45,9 +46,8 @@ def projections(name: str) -> bool:
     return name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight"))
 
 
-def ask(ranks: Ranks, folder: Path, plain: Path, layout: str, tmp_path: Path) -> None:
-    size, per_node, parallel = LAYOUTS[layout]
-    prompts, logits = checkpoints.prompts(6), transformers_logits(plain)
+def ask(ranks: Ranks, folder: Path, logits: Logits, layout: str, tmp_path: Path) -> None:
+    (size, per_node, parallel), prompts = LAYOUTS[layout], checkpoints.prompts(6)
     with torch.inference_mode():
         want = torch.cat([logits(prompt) for prompt in prompts])
         save_file({"logits": want.contiguous()}, tmp_path / "want.safetensors")
@@ -72,7 +72,20 @@ def test_every_layout_answers_as_transformers_does(
     folder, plain = twins(tmp_path, recipe, FORMS[form], projections, **SIZES[recipe])
     if recipe.startswith("llama"):
         folder = folder.rename(folder.with_name("packed-llama"))
-    ask(ranks, folder, plain, layout, tmp_path)
+    ask(ranks, folder, transformers_logits(plain), layout, tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpt_oss_as_published_answers_as_transformers_does(ranks: Ranks, layout: str, tmp_path: Path) -> None:
+    """Ranks cut experts of 96 columns within groups of 32; transformers widens the same folder."""
+    pack_experts(folder := checkpoints.save(tmp_path / "m", "gpt_oss"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+    ).eval()
+    ask(ranks, folder, lambda ids: model(torch.tensor([ids])).logits[0], layout, tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2xpp2"])
@@ -92,4 +105,4 @@ def test_a_kimi_that_sees_answers_as_its_language_model(ranks: Ranks, tmp_path: 
     seeing = {"vision_tower.blocks.0.wqkv.weight": torch.ones(4, 4), "mm_projector.proj.0.bias": torch.ones(4)}
     save_file(tensors | seeing, folder / "model.safetensors")
     rewrite_config(folder, lambda words: {"model_type": "kimi_k25", "text_config": words | {"model_type": "kimi_k2"}})
-    ask(ranks, folder, plain, "tp2", tmp_path)
+    ask(ranks, folder, transformers_logits(plain), "tp2", tmp_path)

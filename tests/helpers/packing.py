@@ -112,6 +112,20 @@ def twins(
     return folder, plain
 
 
+def pack_experts(folder: Path) -> None:
+    """Writes the experts of a gpt_oss checkpoint in place as they are published: MXFP4 in one tensor of codes and one
+    of scales a layer."""
+    torch.manual_seed(5)
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        parts = [FORMS["mxfp4"].tensors(expert)[0] for expert in stored.pop(name).transpose(1, 2)]
+        codes, scales = (torch.stack([part[f"weight_{leaf}"] for part in parts]) for leaf in ("packed", "scale"))
+        stored |= {f"{name}_blocks": codes.view(*scales.shape, 16), f"{name}_scales": scales}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    wide = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    checkpoints.edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": wide})
+
+
 def rewrite_config(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(change(json.loads(file.read_text()))))

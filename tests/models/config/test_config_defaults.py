@@ -19,9 +19,12 @@ FAMILIES = (
     "mixtral",
     "glm4_moe",
     "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "gpt_oss",
     "longcat_flash",
 )
-DERIVED = {"head_dim", "layer_types", "num_key_value_heads", "sliding_window"}
+DERIVED = {"head_dim", "indexer_types", "mlp_layer_types", "layer_types", "num_key_value_heads", "sliding_window"}
 """transformers derives them from other keys, as from_folder does."""
 ABSENT = {"bos_token_id", "eos_token_id", "num_nextn_predict_layers"}
 """Stop ids come from the tokenizer, and no layers are skipped that the file does not name."""

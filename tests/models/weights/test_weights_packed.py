@@ -22,7 +22,8 @@ from laddertron.models.weights.checkpoint import CheckpointError
 from laddertron.models.weights.convert import convert
 from laddertron.models.weights.load import load
 from laddertron.models.weights.mapping import Source, open_checkpoint, open_source
-from packing import FORMS, Form, quantise, words
+from laddertron.models.weights.slices import EXPERTS
+from packing import FORMS, Form, pack_experts, quantise, words
 from safetensors.torch import load_file, save_file
 from weights_cases import loaded, read_and_sharded, shapes
 
@@ -46,23 +47,23 @@ def folders(tmp_path: Path, form: Form, chosen: Callable[[str], bool], **quantis
     return folder, plain
 
 
-def kept(source: Source, shard: RankShard) -> tuple[dict[str, torch.Tensor], int]:
-    """A rank's parameters in fp32, where products stay quantised as on a CPU widened from what is in memory; and its
-    bytes."""
+def kept(source: Source, shard: RankShard, dtype: torch.dtype = torch.bfloat16) -> tuple[dict[str, torch.Tensor], int]:
+    """A rank's parameters, loaded in `dtype`, in fp32, where products stay quantised as on a CPU widened from what is
+    in memory; and its bytes."""
     stored = make_stored_products(source, shard, CPU)
     assert stored is not None
     parameters: dict[str, torch.Tensor] = {}
     layers = dict[str, Linear]()
     for name, shape in shapes(shard).items():
         product = name.removesuffix(".weight")
-        parameters[name] = torch.zeros(shape, dtype=torch.bfloat16)
+        parameters[name] = torch.zeros(shape, dtype=dtype)
         if product in stored.products:
-            layers[product] = Linear(torch.zeros(shape, dtype=torch.bfloat16), None)
+            layers[product] = Linear(torch.zeros(shape, dtype=dtype), None)
             replace_parameters(layers[product], stored.quantisation)
             parameters |= {f"{product}.{part}": p.data for part, p in layers[product].named_parameters()}
     load(source, shard, parameters, quantised=stored.products)
     size = sum(p.nbytes for p in parameters.values())
-    wide = {n: p.float() for n, p in parameters.items() if n.rpartition(".")[0] not in layers}
+    wide = {n: p.float() for n, p in parameters.items() if n.endswith("bias") or n.rpartition(".")[0] not in layers}
     for product, layer in layers.items():
         packed = packed_of(layer)
         assert packed is not None
@@ -96,6 +97,33 @@ def test_codes_are_kept_or_widened_exactly(tmp_path: Path, form: str, size: int,
         padding = padding if not again and per_node in (0, size) else 0
         if not again and per_node in (0, size):
             assert source.rank_bytes(shard, 2, stored.products) == held - padding
+
+
+@pytest.mark.parametrize(("size", "spread"), [(1, False), (2, False), (4, False), (4, True)])
+def test_gpt_oss_as_published_is_kept_exactly(tmp_path: Path, size: int, spread: bool) -> None:
+    """Against transformers' widened experts, from the checkpoint and from per-rank files: codes and scales, 4.5 bits a
+    weight, are what a rank holds, gate and up no longer alternate, and biases are unchanged."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    plain = checkpoints.save(tmp_path / "plain", "gpt_oss", tokenizer=False)
+    pack_experts(folder := checkpoints.save(tmp_path / "m", "gpt_oss", tokenizer=False))
+    stored = load_file(folder / "model.safetensors")
+    for name in [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]:
+        blocks, scales = stored.pop(f"{name}_blocks"), stored.pop(f"{name}_scales")
+        stored[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(stored, plain / "model.safetensors")
+    c = from_folder(folder)
+    for _, shard, source in read_and_sharded(
+        folder, [RankShard(c, size, rank, None, spread) for rank in (0, size - 1)]
+    ):
+        products = make_stored_products(source, shard, CPU)
+        assert products is not None
+        assert products.products == {f"layers.{i}.{p}" for i in range(c.num_layers) for p in EXPERTS}
+        assert source.rank_bytes(shard, 4, products.products) < 0.5 * source.rank_bytes(shard, 4)
+        wide, _ = kept(source, shard, torch.float32)
+        meant = loaded(open_source(plain, shard), shard)
+        assert wide.keys() == meant.keys()
+        assert all(torch.equal(wide[name], tensor) for name, tensor in meant.items())
 
 
 @pytest.mark.parametrize("columns", [40, 20])
@@ -169,6 +197,41 @@ def test_damaged_tensors_are_refused_by_name(tmp_path: Path, name: str) -> None:
         open_checkpoint(folder, c)
     assert "experts.3.down_proj" in str(caught.value)
     assert all(word in str(caught.value) for word in said), str(caught.value)
+
+
+LAYER = "model.layers.1.mlp.experts.down_proj_"
+FUSED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "no scales": (lambda t: t.pop(f"{LAYER}scales"), "blocks is MXFP4 without .*down_proj_scales"),
+    "no codes": (lambda t: t.pop(f"{LAYER}blocks"), r"\.0\.down_proj .* is missing"),
+    "experts": (lambda t: t.update({f"{LAYER}blocks": t[f"{LAYER}blocks"][:7]}), r"blocks is U8 \(7, 64, 3, 16\)"),
+    "groups": (lambda t: t.update({f"{LAYER}scales": t[f"{LAYER}scales"][..., :2].clone()}), r"8, 64, 2\).*, 64, 3\)"),
+    "type": (lambda t: t.update({f"{LAYER}blocks": t[f"{LAYER}blocks"].char()}), "blocks is I8"),
+    "scales' type": (lambda t: t.update({f"{LAYER}scales": t[f"{LAYER}scales"].float()}), "scales is F32"),
+    "both": (lambda t: t.update({LAYER[:-1]: torch.zeros(8, 96, 64)}), r"down_proj \(8, 96, 64\) belongs to nothing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_damaged_experts_of_gpt_oss_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    pack_experts(folder := checkpoints.save(tmp_path / "m", "gpt_oss", tokenizer=False))
+    change, said = FUSED[name]
+    damage(folder, change)
+    with pytest.raises(CheckpointError, match=rf"layers\.1\.mlp\.experts.*{said}"):
+        open_checkpoint(folder, from_folder(folder))
+
+
+def test_packed_experts_of_gpt_oss_need_their_quantization_config(tmp_path: Path) -> None:
+    pack_experts(folder := checkpoints.save(tmp_path / "m", "gpt_oss", tokenizer=False))
+    checkpoints.edit_config(folder, quantization_config=None)
+    with pytest.raises(CheckpointError, match=r"layers\.0\..*_blocks is MXFP4, and config\.json has no quant"):
+        open_checkpoint(folder, from_folder(folder))
+    pack = checkpoints.save(tmp_path / "n", "gpt_oss", tokenizer=False, intermediate_size=80)
+    stored = {n: t for n, t in load_file(pack / "model.safetensors").items() if not n.endswith(".down_proj")}
+    blocks = torch.zeros(8, 64, 2, 16, dtype=torch.uint8)
+    save_file(stored | {f"{LAYER}blocks": blocks, f"{LAYER}scales": blocks[..., 0].clone()}, pack / "model.safetensors")
+    checkpoints.edit_config(pack, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks: 80 columns % 32 = 16"):
+        open_checkpoint(pack, from_folder(pack))
 
 
 def test_groups_that_do_not_divide_the_columns_are_refused_with_the_arithmetic(tmp_path: Path) -> None:

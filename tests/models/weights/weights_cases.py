@@ -81,6 +81,10 @@ def shapes(shard: RankShard, replicate_embedding: bool = False) -> dict[str, tup
             out[f"{here}experts.router.weight"] = (e.count, d)
             out[f"{here}experts.gate_up.weight"] = (held * 2 * inner, d)
             out[f"{here}experts.down.weight"] = (held * d, inner)
+            if e.clamped is not None:  # gpt_oss
+                out |= {f"{here}experts.router.bias": (e.count,), f"{here}experts.gate_up.bias": (held * 2 * inner,)}
+                if shard.spread or shard.rank == 0:
+                    out[f"{here}experts.down.bias"] = (held * d,)
             if e.router.biased:
                 out[f"{here}experts.bias.weight"] = (e.count,)
             if e.shared_ffn_size:
@@ -92,6 +96,8 @@ def shapes(shard: RankShard, replicate_embedding: bool = False) -> dict[str, tup
             out[f"{here}mlp_norm.weight"] = (d,)
         if c.qk_norm:
             out |= {f"{here}q_norm.weight": (c.head_dim,), f"{here}k_norm.weight": (c.head_dim,)}
+        if c.sinks:
+            out[f"{here}sinks.weight"] = (heads,)
         if c.qkv_bias:
             out[f"{here}qkv.bias"] = (qkv,)
         if c.mlp_bias:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -13,8 +14,11 @@ from laddertron.engine.config.load import read
 from laddertron.engine.step.memory import MemoryKeys
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.cli.commands.check import model_faults
+from laddertron.models.config.json_fields import ConfigFields
 from laddertron.models.config.known_models import by_folder, known
+from laddertron.models.config.model_config import from_folder
 from laddertron.models.config.parts import make_wiring
+from laddertron.models.config.quantisation import quantisation_in
 from laddertron.models.config.shapes import Sharing
 from laddertron.models.residual import flow, plan_sub_blocks
 from laddertron.models.stages import RankShard
@@ -50,6 +54,8 @@ def by_name(name: str, fabric: str) -> dict[str, MixtureLayout]:
         ("glm-4.6", 352.8, 33.3),  # published: 357 with the layer for multi-token prediction, about 32 active
         ("deepseek-v3", 671.03, 37.55),
         ("kimi-k2", 1026.41, 32.86),
+        ("gpt-oss-20b", 20.91, 4.19),  # published: 3.61 and 5.13 active, the embedding's 0.58 not counted
+        ("gpt-oss-120b", 116.83, 5.71),
         ("longcat-flash", 560.66, 32.2),  # published: at most 31.3, the embedding not counted
     ],
 )
@@ -144,6 +150,33 @@ def test_what_is_published_in_4_bits_is_planned_so() -> None:
         assert parts["weights: MLP"] == 2 * 3 * d * 18432 // 16
         assert parts["weights: experts"] == 60 * (384 * 3 * d * 128 * 9 // 16 + 2 * 3 * d * 128)
         assert make_plan(question).memory.fits
+
+
+def test_gpt_oss_is_planned_as_published(tmp_path: Path) -> None:
+    """The architecture is that of the published config.json, its experts take 4.5 bits a weight, and 120b fits on one
+    H100. Over 16 ranks 180 columns share no scale of 32 that a kernel reads: whole experts stay packed there."""
+    layers = ["sliding_attention", "full_attention"] * 18
+    words = {
+        "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "intermediate_size": 2880, "layer_types": layers, "num_attention_heads": 64,
+        "max_position_embeddings": 131072, "num_experts_per_tok": 4, "num_hidden_layers": 36, "vocab_size": 201088,
+        "num_key_value_heads": 8, "num_local_experts": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+        "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    read, config = from_folder(tmp_path), known("gpt-oss-120b")
+    assert replace(read, rope=replace(read.rope, attention_factor=None)) == config
+    question = from_names("gpt-oss-120b", Asked(preset("1x8xH100"), Work()), size=1, replicas=1)
+    assert question.stored.form == quantisation_in(ConfigFields("", words))
+    assert question.stored.expert_bytes(RankShard(config, 1, 0)) == 128 * 3 * 2880 * 2880 * 9 // 16
+    assert make_plan(question).memory.fits
+    whole, cut = (question.stored.expert_bytes(RankShard(config, 16, 0, None, spread)) for spread in (True, False))
+    assert (whole, cut) == (8 * 3 * 2880 * 2880 * 9 // 16, 128 * 2880 * 180 * (2 * 9 / 16 + 2))
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
