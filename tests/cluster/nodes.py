@@ -103,8 +103,7 @@ def why_not() -> str | None:
 
 class Cluster:
     """A context: nodes stand on entry and are gone on exit. `cores[i]`: the processors of node i (default: all).
-    `nice`: of everything on them, against the machine's other work. Raises RuntimeError with the switch's words if they
-    cannot be made."""
+    Raises RuntimeError with the switch's words if they cannot be made."""
 
     def __init__(
         self,
@@ -113,13 +112,12 @@ class Cluster:
         delay_s: float = 0.0,
         cores: Sequence[Sequence[int]] | None = None,
         mtu: int = 9000,
-        nice: int = 0,
     ) -> None:
         self.names = tuple(f"n{i}" for i in range(nodes))
         self.addresses = tuple(f"10.213.0.{i + 1}" for i in range(nodes))
         everything = sorted(os.sched_getaffinity(0))
         self.cores = tuple(tuple(c) for c in cores) if cores is not None else (tuple(everything),) * nodes
-        self._delay_s, self._mtu, self._nice = delay_s, mtu, nice
+        self._delay_s, self._mtu = delay_s, mtu
         self._running: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Cluster:
@@ -144,7 +142,7 @@ class Cluster:
             (self.scratch / f"{name}.cores").write_text(",".join(map(str, cores)))
             (self.scratch / f"{name}.tmp").mkdir()
         self.agent = self.scratch / "agent"
-        self.agent.write_text(_AGENT.format(scratch=self.scratch, control=CONTROL, nice=self._nice))
+        self.agent.write_text(_AGENT.format(scratch=self.scratch, control=CONTROL))
         self.agent.chmod(0o755)
         self._switch = subprocess.Popen(
             [str(program), str(self.scratch), str(len(self.names)), str(self._mtu)],
@@ -283,5 +281,5 @@ node=$1
 shift
 read -r pid < {scratch}/"$node".pid || {{ echo "agent: no node $node" >&2; exit 255; }}
 exec nsenter -t "$pid" -n -u -i -m -- env -i PATH="$PATH" HOME="$HOME" TMPDIR={scratch}/"$node".tmp \
-    {control}={scratch}/control nice -n {nice} taskset -c "$(cat {scratch}/"$node".cores)" sh -c "$*"
+    {control}={scratch}/control taskset -c "$(cat {scratch}/"$node".cores)" sh -c "$*"
 """

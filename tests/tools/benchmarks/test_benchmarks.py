@@ -70,7 +70,7 @@ def results() -> dict[str, Any]:
     ]
     rest = steps(32.1, 32.0, 32.0, delay_s=0.0)
     parts = {"reduce": reduce, "wirings": rest + steps(64.0, 35.2, 32.0)}
-    return {name: {"load_before": 0.1, "nice": 0, "lines": lines} for name, lines in parts.items()}
+    return {name: {"load_before": 0.1, "lines": lines} for name, lines in parts.items()}
 
 
 def test_bars_are_met_and_missed(report: Any) -> None:

@@ -149,10 +149,10 @@ def test_the_law_s_bar_is_met_and_missed() -> None:
 def test_runs_are_added_to_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--repeat 2 --more` after one run: three, numbered, each there as soon as it was measured; without --more they
     are measured anew, as often as is usual."""
-    monkeypatch.setitem(cross_node.RUNS, "wirings", (lambda nice: iter([{"wiring": "ladder"}]), 4))
+    monkeypatch.setitem(cross_node.RUNS, "wirings", (lambda: iter([{"wiring": "ladder"}]), 4))
 
     def runs(before: Any, **words: Any) -> list[list[int]]:
-        args = argparse.Namespace(**{"nice": 0, "repeat": None, "more": False, **words})
+        args = argparse.Namespace(**{"repeat": None, "more": False, **words})
         return [[line["run"] for line in part["lines"]] for part in cross_node.measured("wirings", args, before)]
 
     before = {"load_before": 0.1, "lines": [{"wiring": "ladder", "run": 1}]}

@@ -13,7 +13,7 @@ from common import svg, table, to_and_fro
 from laddertron.engine.config.schema import Deployment
 from laddertron.tools.plan.advice import STOCK
 from matplotlib.figure import Figure
-from two_nodes import LANES, SHAPE, Row, Site, on_nodes, rate
+from two_nodes import SHAPE, Row, Site, rate
 
 SUB_BLOCKS = 2 * SHAPE["num_hidden_layers"]
 BATCHES, RATIOS, TOKENS = (1, 8, 32), (0.25, 0.5, 1.0, 2.0, 4.0), 32
@@ -30,10 +30,6 @@ def deployment(site: Site, kind: str) -> Deployment:
 
 def layouts(site: Site) -> Iterator[Row]:
     return at_ratios(site, {kind: deployment(site, kind) for kind in KINDS}, BATCHES, RATIOS, TOKENS)
-
-
-def layout_runs(nice: int) -> Iterator[Row]:
-    return on_nodes(layouts, {"llama": SHAPE, "lanes": LANES}, nice=nice)
 
 
 def at_ratios(

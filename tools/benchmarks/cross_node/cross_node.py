@@ -29,14 +29,14 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[2] / "tests")]
 
 from cluster.nodes import Cluster  # noqa: E402
 from common import in_turns  # noqa: E402
-from cross_layouts import layout_runs  # noqa: E402
+from cross_layouts import layouts  # noqa: E402
 from cross_report import tables, write_docs  # noqa: E402
 from cross_wirings import wiring_runs  # noqa: E402
 from laddertron.engine.schedule.split import TRIAL  # noqa: E402
 from laddertron.launchers.measure.rank_job import BenchJob  # noqa: E402
 from laddertron.tools.bench.bench import random_mix, spread  # noqa: E402
-from trained import alone_runs, lanes_runs, longcat_runs  # noqa: E402
-from two_nodes import MS, MTU, SHAPE, TESTS, Row, Site, insist, lines_of, on_nodes, rate  # noqa: E402
+from trained import ALONE, LONGCAT, WIRINGS, lanes_runs, longcat  # noqa: E402
+from two_nodes import LANES, MS, MTU, SHAPE, TESTS, Row, Site, insist, lines_of, on_nodes, rate  # noqa: E402
 
 RESULTS = HERE.parent / "results" / "cross_node.json"
 LARGE = [1 << 20, 2 << 20, 4 << 20, 8 << 20]
@@ -56,12 +56,12 @@ SILENT = "no-communication"
 STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
 
 
-def sums(nodes: int, per_node: int, nice: int, **spec: Any) -> Iterator[Row]:
+def sums(nodes: int, per_node: int, **spec: Any) -> Iterator[Row]:
     """Runs reduce_ranks.py on `nodes` nodes and yields its rows."""
     cores = sorted(os.sched_getaffinity(0))
     crowded = nodes * per_node > len(cores)
     node_cores = None if crowded else [[cores[i]] for i in range(nodes)]
-    with Cluster(nodes, cores=node_cores, mtu=MTU, nice=nice) as cluster:
+    with Cluster(nodes, cores=node_cores, mtu=MTU) as cluster:
         path = [str(TESTS), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = TUNED | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if crowded:
@@ -71,13 +71,13 @@ def sums(nodes: int, per_node: int, nice: int, **spec: Any) -> Iterator[Row]:
         yield from lines_of(cluster.start(0, command, env, stdout=subprocess.PIPE))
 
 
-def reduce_runs(nice: int) -> Iterator[Row]:
+def reduce_runs() -> Iterator[Row]:
     """16 KB over 2 x 1, 2 x 2 and 4 x 1 ranks against gloo and Open MPI, and messages of a prompt over 4 x 1 against
     gloo."""
     small: Row = {"delays_s": [MS], "sizes": [16384], "backends": ["native", "gloo", "openmpi"], "seconds": 1.5}
     for nodes, per_node in ((2, 1), (2, 2), (4, 1)):
-        yield from sums(nodes, per_node, nice, **small)
-    yield from sums(4, 1, nice, delays_s=[0.0, MS], sizes=LARGE, backends=["native", "gloo"], seconds=2.0)
+        yield from sums(nodes, per_node, **small)
+    yield from sums(4, 1, delays_s=[0.0, MS], sizes=LARGE, backends=["native", "gloo"], seconds=2.0)
 
 
 def step_s(jobs: Mapping[str, BenchJob], case: tuple[int, int, int], kind: str) -> float:
@@ -131,34 +131,19 @@ def drafts(
                 yield {"delay_s": delay_s, "batch": batch, **{kind: spread(values) for kind, values in rates.items()}}
 
 
-def split_prefills(nice: int) -> Iterator[Row]:
-    return on_nodes(splits, {"llama": SHAPE}, [(8, 128, 0), (1, 1024, 0)], 5, nice=nice)
-
-
-def split_decodes(nice: int) -> Iterator[Row]:
-    return on_nodes(splits, {"llama": SHAPE}, [(batch, 16, 4) for batch in (1, 8, 64)], 3, nice=nice)
-
-
-def draft_runs(nice: int) -> Iterator[Row]:
-    return on_nodes(drafts, {"llama": SHAPE}, 16, 64, 5, {}, DELAYS, [1, 8], nice=nice)
-
-
-def staged_draft_runs(nice: int) -> Iterator[Row]:
-    return on_nodes(drafts, {"llama": SHAPE}, 16, 64, 5, STAGES, [2 * MS], [1, 8], nice=nice)
-
-
-RUNS: dict[str, tuple[Callable[[int], Iterator[Row]], int]] = {
+LLAMA, DELAYS_LANES = {"llama": SHAPE}, (0.1 * MS, 1 * MS, 2 * MS)
+RUNS: dict[str, tuple[Callable[[], Iterator[Row]], int]] = {
     "reduce": (reduce_runs, 1),
     "wirings": (wiring_runs, 5),
-    "layouts": (layout_runs, 3),
-    "longcat": (longcat_runs, 3),
-    "lanes-2": (partial(lanes_runs, 2), 3),
-    "lanes-8": (partial(lanes_runs, 8), 3),
-    "alone-8": (partial(alone_runs, 8), 3),
-    "split-prefill": (split_prefills, 1),
-    "split-decode": (split_decodes, 1),
-    "drafts": (draft_runs, 1),
-    "drafts-staged": (staged_draft_runs, 1),
+    "layouts": (partial(on_nodes, layouts, LLAMA | {"lanes": LANES}), 3),
+    "longcat": (partial(on_nodes, longcat, {"longcat": LONGCAT}), 3),
+    "lanes-2": (partial(lanes_runs, 2, WIRINGS, DELAYS_LANES, 2, 3), 3),
+    "lanes-8": (partial(lanes_runs, 8, WIRINGS, DELAYS_LANES, 2, 3), 3),
+    "alone-8": (partial(lanes_runs, 8, ALONE, (0.0,), 1, 5), 3),
+    "split-prefill": (partial(on_nodes, splits, LLAMA, [(8, 128, 0), (1, 1024, 0)], 5), 1),
+    "split-decode": (partial(on_nodes, splits, LLAMA, [(batch, 16, 4) for batch in (1, 8, 64)], 3), 1),
+    "drafts": (partial(on_nodes, drafts, LLAMA, 16, 64, 5, {}, DELAYS, [1, 8]), 1),
+    "drafts-staged": (partial(on_nodes, drafts, LLAMA, 16, 64, 5, STAGES, [2 * MS], [1, 8]), 1),
 }
 """What measures a part once, and how often it is measured."""
 
@@ -166,13 +151,13 @@ RUNS: dict[str, tuple[Callable[[int], Iterator[Row]], int]] = {
 def measured(name: str, args: argparse.Namespace, before: Row | None) -> Iterator[Row]:
     """A part's measurements after each run, added to those of `before` if more are asked for."""
     load = round(os.getloadavg()[0], 1)
-    part: Row = {"load_before": load, "nice": args.nice, "lines": []}
+    part: Row = {"load_before": load, "lines": []}
     if args.more and before is not None:
         part |= {"lines": before["lines"], "load_before": max(load, before["load_before"])}
     measure, usual = RUNS[name]
     first = max((line["run"] for line in part["lines"]), default=0) + 1
     for run in range(first, first + (args.repeat or usual)):
-        part["lines"] += [{**line, "run": run} for line in measure(args.nice)]
+        part["lines"] += [{**line, "run": run} for line in measure()]
         yield part
 
 
@@ -181,7 +166,6 @@ def main() -> None:
     parser.add_argument("--only", choices=sorted(RUNS), action="append", help="one part; the rest stays as it was")
     parser.add_argument("--repeat", type=int, help="runs of a part")
     parser.add_argument("--more", action="store_true", help="these runs are added to the last results' ones")
-    parser.add_argument("--nice", type=int, default=0, help="of all ranks: below 0 where the machine has other work")
     parser.add_argument("--report", action="store_true", help="no measuring: tables from the last results")
     parser.add_argument("--write", action="store_true", help="renew what the pages have of these parts")
     args = parser.parse_args()

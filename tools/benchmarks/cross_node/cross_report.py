@@ -103,8 +103,7 @@ def tables(results: Results) -> dict[str, list[str]]:
     made = {}
     for name, (part, make) in TABLES.items():
         if (measured := results.get(part)) is not None:
-            how = f"Load before: {measured['load_before']}, ranks at nice {measured['nice']}."
-            made[name] = [*make(measured["lines"]), "", how]
+            made[name] = [*make(measured["lines"]), "", f"Load before: {measured['load_before']}."]
     if {"reduce", "wirings"} <= results.keys():
         verdicts = bars(results)
         missed = [f"- {row}" for row in verdicts if row.startswith("MISSED")]

@@ -16,6 +16,7 @@ from common import in_turns, spread, table
 from laddertron.launchers.measure.rank_job import BenchJob
 from laddertron.models.config.lanes import Lanes
 from laddertron.models.config.parts import Wiring, WiringKind, make_wiring
+from laddertron.models.config.quantisation import BYTES
 from laddertron.models.residual import collectives_per_step
 from laddertron.tools.plan.step_simulator import StepCost, Wire, simulate_step
 from two_nodes import MS, SHAPE, Row, Site, declaring, on_nodes
@@ -51,8 +52,7 @@ def wirings(
     site: Site, kinds: list[str], delays_s: list[float], ratios: list[float], shape: Row, ranks: int = 2, turns: int = 3
 ) -> Iterator[Row]:
     """Decode steps of each kind in turns, over delays and those that give an L/c of `ratios`."""
-    sub_blocks, row = 2 * shape["num_hidden_layers"], {"float32": 4, "bfloat16": 2}[shape["torch_dtype"]]
-    row *= shape["hidden_size"]
+    sub_blocks, row = 2 * shape["num_hidden_layers"], int(BYTES[shape["torch_dtype"]]) * shape["hidden_size"]
     with ExitStack() as stack:
         jobs = {kind: stack.enter_context(wiring_job(site, kind, ranks)) for kind in kinds}
 
@@ -85,10 +85,10 @@ def wirings(
                 }  # fmt: skip
 
 
-def wiring_runs(nice: int) -> Iterator[Row]:
+def wiring_runs() -> Iterator[Row]:
     models = {"llama": WIDE, "parallel": declaring(WIDE, "parallel")}
     delays, ratios = [delay * MS for delay in (0, 0.1, 0.5, 1, 2)], [0.5, 0.66, 1.0]
-    return on_nodes(wirings, models, [*WIRINGS, LATER], delays, ratios, WIDE, nice=nice)
+    return on_nodes(wirings, models, [*WIRINGS, LATER], delays, ratios, WIDE)
 
 
 @dataclass(frozen=True, slots=True)

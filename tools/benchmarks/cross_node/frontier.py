@@ -100,7 +100,7 @@ def picture(losses: Mapping[str, Sequence[float]], rows: Sequence[Row]) -> str:
     *panels, last = figure.subplots(1, len(RATIOS) + 1, sharey=True)
     for axes, aimed in zip(panels, RATIOS, strict=True):
         at, by_wiring = ratio(rows, aimed), gains(rows, aimed)
-        bounds = {"ladder": law(1.0, at), "delay-2": (1 + at) / max(1.0, (1 + at) / 3)}
+        bounds = {"ladder": law(1.0, at), "delay-2": law(1.0, at, 2)}
         for index, (wiring, own) in enumerate(losses.items()):
             more = [a - b for a, b in zip(own, losses["standard"], strict=True)]
             x, y = median(by_wiring[wiring]), fmean(more)

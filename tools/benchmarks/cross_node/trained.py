@@ -55,10 +55,6 @@ def longcat(site: Site) -> Iterator[Row]:
                 yield {"batch": batch, "rates": rates}
 
 
-def longcat_runs(nice: int) -> Iterator[Row]:
-    return on_nodes(longcat, {"longcat": LONGCAT}, nice=nice)
-
-
 def longcat_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     cells = []
     for batch in sorted({row["batch"] for row in rows}):
@@ -82,17 +78,7 @@ def lanes_table(lines: Sequence[Mapping[str, Any]], lanes: int) -> list[str]:
     return [*table(f"one way, batch | {' | '.join(names)} | {shares}", rows), "", f"{lanes} lanes; {bars}"]
 
 
-def lanes_runs(lanes: int, nice: int) -> Iterator[Row]:
-    return _lanes(lanes, WIRINGS, (0.1 * MS, 1 * MS, 2 * MS), 2, 3, nice)
-
-
-def alone_runs(lanes: int, nice: int) -> Iterator[Row]:
-    return _lanes(lanes, ALONE, (0.0,), 1, 5, nice)
-
-
-def _lanes(
-    lanes: int, kinds: Sequence[str], delays_s: Sequence[float], nodes: int, turns: int, nice: int
-) -> Iterator[Row]:
+def lanes_runs(lanes: int, kinds: Sequence[str], delays_s: Sequence[float], nodes: int, turns: int) -> Iterator[Row]:
     models = {"llama": SHAPE | LANEFORMER}
     models |= {f"lanes-{d}": LANES | LANEFORMER | {"num_lanes": lanes, "broadcast_delay": d} for d in (1, 2)}
-    return on_nodes(wirings, models, kinds, delays_s, [], models["llama"], nodes, turns, nodes=nodes, nice=nice)
+    return on_nodes(wirings, models, kinds, delays_s, [], models["llama"], nodes, turns, nodes=nodes)

@@ -114,12 +114,12 @@ def lines_of(process: Any) -> Iterator[Row]:
 
 
 def on_nodes(
-    work: Callable[..., Iterator[Row]], models: Mapping[str, Row], *words: Any, nodes: int = 2, nice: int = 0
+    work: Callable[..., Iterator[Row]], models: Mapping[str, Row], *words: Any, nodes: int = 2
 ) -> Iterator[Row]:
     """The rows of `work`, a script's function, called on the first node with its Site and `words`. models: fields of
     config.json by the model's folder."""
     cores = sorted(os.sched_getaffinity(0))
-    with Cluster(nodes, cores=[[cores[-i % len(cores)]] for i in range(nodes)], mtu=MTU, nice=nice) as cluster:
+    with Cluster(nodes, cores=[[cores[-i % len(cores)]] for i in range(nodes)], mtu=MTU) as cluster:
         for name, fields in models.items():
             (cluster.scratch / name).mkdir()
             (cluster.scratch / name / "config.json").write_text(json.dumps(fields))
