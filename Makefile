@@ -111,7 +111,7 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 
 .PHONY: judges
 judges: env ## openai, litellm, guidellm, aiperf, vllm bench and lm-eval against the demo (JUDGES=names; 10 GB in build/judges)
-	@$(PY) tools/benchmarks/judges.py $(JUDGES)
+	@$(PY) tests/helpers/judges.py $(JUDGES)
 
 .PHONY: gpu-dry
 gpu-dry: ## The GPU path without a GPU, its figures as in docs/gpu_dry.md (WRITE=yes renews them; 7 GB in build/gpu-dry)
@@ -139,7 +139,7 @@ soak: env ## Half an hour of everything at once: clients of every kind, kills, a
 
 .PHONY: rehearse
 rehearse: env ## 405B's deployment on two emulated nodes of eight ranks, from check to acceptance, with faults; renews docs/rehearsal.md (root; Debian's prometheus; 15 to 30 minutes, quiet machine)
-	@PYTHONPATH=tests $(PY) -m cluster.rehearsal --write
+	@PYTHONPATH=tests:tests/helpers $(PY) -m cluster.rehearsal --write
 
 chaos-demo: env ## Ranks, keepers, mpirun and the daemon are killed while batches run: every line has one answer (FAULT_REAL kills)
 	@FAULT_REAL=$${FAULT_REAL:-12} $(VENV)/bin/pytest tests/faults/test_kill_points.py -k mpirun -s

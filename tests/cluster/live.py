@@ -23,12 +23,13 @@ from typing import Any
 
 import yaml
 from laddertron.launchers.cli.batch_client import BatchClient
-from laddertron.tools.demos.serving import ROOT, ask, wait_until, write_lines
+from laddertron.tools.demos.demo import write_lines
 from monitoring_queries import panel_queries
 from rule_scale import scaled
+from served_daemon import ask, wait_until
 from world import World
 
-from cluster.launching import ranks_on
+from cluster.launching import ROOT, ranks_on
 from cluster.live_parts import MONITORING, Gpus, Ports, poisoned_model, query
 from cluster.nodes import Cluster
 

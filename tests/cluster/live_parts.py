@@ -14,10 +14,11 @@ from typing import Any
 
 from laddertron.engine.job import MetricRow, RankHeartbeat
 from laddertron.engine.metrics.observer import Observer
-from laddertron.tools.demos.serving import ROOT, ask
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file, save_file
+from served_daemon import ask
 
+from cluster.launching import ROOT
 from cluster.nodes import Cluster
 
 _GPU = "laddertron_gpu_"

@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from laddertron.tools.demos.serving import ROOT
 from laddertron.topology.hardware.sysfs import Sysfs, available_bytes
 from openai import OpenAI
 
 from cluster import bad_morning, rehearsal_model
-from cluster.launching import ranks_on, running
+from cluster.launching import ROOT, ranks_on, running
 from cluster.live_parts import MONITORING, query
 from cluster.nodes import Cluster, why_not
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import yaml
-from laddertron.tools.demos.serving import ask, wait_until
 from monitoring_queries import panel_queries, rule_selectors
 from rule_scale import scaled_expression
+from served_daemon import ask, wait_until
 
 from cluster.live import DAEMON, DEADLY_TOKEN, FACTOR, NAN_TOKEN, PROMETHEUS, Live, held_back, living, send_batch
 from cluster.live_parts import MONITORING, query

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,13 +26,15 @@ from rich.text import Text
 from ...engine import child
 from ...engine.config import load as deploy
 from ...engine.text.tokenizer import TextModel
+from ...launchers.compose.mpi import WORKER
 from ...launchers.control.processes import descendants, kill, words_of
 from ...launchers.measure.rank_job import BenchError, BenchJob
 from ...models.config.model_config import from_folder
 from ...topology.comm.ledger import overlap_ratio
 from ..bench.bench_measure import roomy
-from .serving import PROMPTS, ROOT, tally, write_lines
 
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ROOT / "configs/demo/prompts.jsonl"
 CONFIGS = {"standard": ROOT / "configs/demo-standard.yaml", "ladder": ROOT / "configs/demo.yaml"}
 RACE_S, ROUNDS = 3.0, 8
 """About the seconds that a model needs for a race, and the turns that it takes in it."""
@@ -195,7 +198,7 @@ def _run_until_killed(console: Console, command: list[str], output: Path) -> Non
     killed = False
     while job.poll() is None:
         if not killed and output.exists() and output.read_bytes().count(b"\n") >= LINES // 4:
-            ranks = [p for p in descendants(job.pid) if "laddertron.launchers.rank.worker" in words_of(p.pid)]
+            ranks = [p for p in descendants(job.pid) if WORKER in words_of(p.pid)]
             if ranks:
                 kill(ranks[-1], signal.SIGKILL)
                 killed = True
@@ -206,6 +209,24 @@ def _run_until_killed(console: Console, command: list[str], output: Path) -> Non
             continue
     answered = output.read_bytes().count(b"\n")
     console.print(f"exit status {job.returncode}; {answered} of {LINES} answers are on disk\n")
+
+
+def write_lines(path: Path, count: int, chats: bool = False, **more: Any) -> None:
+    """A batch of the demo's prompts over and over, each with a seed of its own; `more`: of each body, over its own."""
+    bodies = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    bodies = [line for line in bodies if chats or "prompt" in line["body"]]
+    with path.open("w") as file:
+        for number in range(count):
+            line = bodies[number % len(bodies)]
+            body = {**line["body"], "seed": number, **more}
+            file.write(json.dumps({**line, "custom_id": f"line-{number}", "body": body}) + "\n")
+
+
+def tally(count: int, files: Sequence[Path]) -> tuple[str, bool]:
+    """Counts the answers in `files`; returns a summary and whether each of the `count` lines has exactly one."""
+    ids = [json.loads(row)["custom_id"] for path in files for row in path.read_text().splitlines()]
+    lost, twice = count - len(set(ids)), len(ids) - len(set(ids))
+    return f"{count} lines, {len(ids)} answers, {lost} lost, {twice} duplicate", not lost and not twice
 
 
 if __name__ == "__main__":

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import http.server
-import sys
 import threading
-from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools" / "benchmarks"))
 import judges
+import pytest
 
 METRICS = b"""\
 laddertron_http_requests_total{code="200",route="/v1/completions"} 7.0

@@ -1,5 +1,4 @@
-"""A daemon of one's own, for demos and benchmarks: `laddertron serve` on a free port, always ended; and
-the batches that the demos send."""
+"""A daemon of one's own: `laddertron serve` on a free port, always ended."""
 
 from __future__ import annotations
 
@@ -17,10 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...engine import child
-
-ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = ROOT / "configs/demo/prompts.jsonl"
+from laddertron.engine import child
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +99,3 @@ def serving(config: Path, log: Path, settings: Mapping[str, object]) -> Iterator
         daemon = ServedDaemon(port, process.pid)
         wait_until("the daemon", lambda: ask(f"{daemon.url}/ready"), 120, process, log)
         yield daemon
-
-
-def write_lines(path: Path, count: int, chats: bool = False, **more: Any) -> None:
-    """A batch of the demo's prompts over and over, each with a seed of its own; `more`: of each body, over its own."""
-    bodies = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
-    bodies = [line for line in bodies if chats or "prompt" in line["body"]]
-    with path.open("w") as file:
-        for number in range(count):
-            line = bodies[number % len(bodies)]
-            body = {**line["body"], "seed": number, **more}
-            file.write(json.dumps({**line, "custom_id": f"line-{number}", "body": body}) + "\n")
-
-
-def tally(count: int, files: Sequence[Path]) -> tuple[str, bool]:
-    """Counts the answers in `files`; returns a summary and whether each of the `count` lines has exactly one."""
-    ids = [json.loads(row)["custom_id"] for path in files for row in path.read_text().splitlines()]
-    lost, twice = count - len(set(ids)), len(ids) - len(set(ids))
-    return f"{count} lines, {len(ids)} answers, {lost} lost, {twice} duplicate", not lost and not twice

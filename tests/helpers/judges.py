@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import UNFIT, environment, table
-
 HERE = Path(__file__).resolve()
+sys.path.insert(0, str(HERE.parents[2] / "tools/benchmarks"))
+
+from common import UNFIT, environment, table  # noqa: E402
+
 ROOT, MODEL = HERE.parents[2], "demo-standard"
 FOLDER = ROOT / "configs/demo" / MODEL
 LINES = ROOT / "configs/demo/prompts.jsonl"
@@ -170,7 +172,7 @@ def main() -> int:
     if sys.argv[1:2] == ["client"]:
         client(*sys.argv[2:])
         return 0
-    from laddertron.tools.demos.serving import serving
+    from served_daemon import serving
 
     names = sys.argv[1:] or list(JUDGES)
     if unknown := set(names) - JUDGES.keys():
