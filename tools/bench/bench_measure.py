@@ -32,18 +32,15 @@ class Variant:
 
     tp: int
     wiring: str
-    overlap: bool
 
-    def of(self, deployment: Deployment, sole: bool) -> Deployment:
+    def of(self, deployment: Deployment) -> Deployment:
         model, parallel = deployment.model, replace(deployment.parallel, tensor_parallel_size=self.tp, replicas=1)
-        if not sole:
-            parallel = replace(parallel, overlap=self.overlap)
         if self.wiring != "auto":
             model = replace(model, wiring=self.wiring, allow_untrained_ladder=True)
         return replace(deployment, model=model, parallel=parallel)
 
     def name(self, wiring: str) -> str:
-        return f"tp {self.tp}, {wiring}" + ("" if self.overlap else ", blocking")
+        return f"tp {self.tp}, {wiring}"
 
 
 def roomy(deployment: Deployment, cases: Sequence[Case], drafts: bool = False) -> Deployment:
@@ -81,13 +78,12 @@ Say = Callable[[str], None]
 """Told what runs now, before it does."""
 
 
-def measure(jobs: Sequence[tuple[str, Job]], cases: Sequence[Case], repeats: int, warm_ups: int, say: Say) -> list[Row]:
-    """One row for each variant and case. Raises BenchError."""
+def measure(jobs: Sequence[tuple[str, Job]], cases: Sequence[Case], repeats: int, say: Say) -> list[Row]:
+    """One row for each variant and case; each is warmed up by a short run. Raises BenchError."""
     pairs = [(name, job, case) for case in cases for name, job in jobs]
     for name, job, case in pairs:
-        for _ in range(warm_ups):
-            say(f"warming up: {_about(name, case)}")
-            job.ask("case", batch=case.batch, prompt=case.prompt, generate=min(case.generate, 8))
+        say(f"warming up: {_about(name, case)}")
+        job.ask("case", batch=case.batch, prompt=case.prompt, generate=min(case.generate, 8))
     floors: list[float] = []
     runs: list[list[Row]] = [[] for _ in pairs]
     for number, (repeat, index) in enumerate(interleaved(len(pairs), repeats), 1):

@@ -124,7 +124,7 @@ def _variant(asked: Asked, identity: Identity, tp: int, wiring: str, folder: Pat
 
     def lead(ranks: Bench) -> None:
         if identity.rank == 0:
-            rows.extend(measure([(wiring, ranks)], asked.cases, asked.repeats, 1, say))
+            rows.extend(measure([(wiring, ranks)], asked.cases, asked.repeats, say))
 
     set_threads(deployment, identity)
     with join_group(deployment, identity) as communicator:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from .training_text import TrainingTextError, files_in, hash_of, is_held_out, read_documents
+
 BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
 SPECIAL_TOKENS = (BOS, EOS, END, "<|system|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
@@ -29,7 +31,6 @@ SKIPPED = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "id
 SKIPPED |= {"turtledemo", "ensurepip", "distutils"}
 MAX_PIECE, MAX_ANSWER, MAX_SIGNATURE = 1600, 600, 60
 """Characters."""
-HELD_OUT_PERCENT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +42,12 @@ class Document:
     held_out: bool
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
 def _document(title: str, question: str, text: str) -> Document:
     """The first paragraph under its title, and for half of them as an answer to a question."""
     text = " ".join(text.split("\n\n")[0].split())[:MAX_ANSWER]
     plain = f"{BOS}{title}\n{text}{EOS}"
     chat = f"{BOS}<|user|>{question}{END}<|assistant|>{text}{END}"
-    number = _hash(text)
-    return Document((plain, chat) if number // 100 % 2 else (plain,), number % 100 < HELD_OUT_PERCENT)
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Whole paragraphs, joined up to MAX_PIECE characters."""
-    piece = ""
-    for paragraph in text.split("\n\n"):
-        if piece and len(piece) + len(paragraph) > MAX_PIECE:
-            yield piece
-            piece = ""
-        piece = f"{piece}\n\n{paragraph}" if piece else paragraph[: 2 * MAX_PIECE]
-    if piece.strip():
-        yield piece
+    return Document((plain, chat) if hash_of(text) // 100 % 2 else (plain,), is_held_out(text))
 
 
 def _signature(name: str, arguments: ast.arguments) -> str:
@@ -109,17 +93,15 @@ def python_documentation(library: Path | None = None) -> list[Document]:
 
 
 def text_files(paths: Sequence[Path]) -> list[Document]:
-    """Plain-text files (UTF-8), or folders of *.txt and *.md, in pieces of whole paragraphs; JSON lines whose `text` is
-    a document, special tokens spelled out."""
-    files = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    chosen = [f for f in files if f.is_file() and (f in paths or f.suffix in (".txt", ".md"))]
-    lines = [line for file in chosen if file.suffix == ".jsonl" for line in file.read_text("utf-8").splitlines()]
-    records = [str(json.loads(line)["text"]) for line in lines]
-    texts = [file.read_text(encoding="utf-8") for file in chosen if file.suffix != ".jsonl"]
-    pieces = [*records, *(f"{BOS}{piece}{EOS}" for text in texts for piece in _pieces(text))]
-    if not pieces:
-        raise ValueError(f"{', '.join(map(str, paths))}: no text found; give UTF-8 files, or folders of *.txt and *.md")
-    return [Document((piece,), _hash(piece) % 100 < HELD_OUT_PERCENT) for piece in pieces]
+    """Training text (training_text.py): plain text in whole paragraphs, or JSON lines whose `text` has special tokens
+    spelled out. Raises TrainingTextError."""
+    texts = []
+    for file in files_in(paths):
+        for where, document in read_documents(file, MAX_PIECE):
+            if not isinstance(document, str):
+                raise TrainingTextError(f"{where}: a model from scratch has no chat template: give `text`")
+            texts.append(document if file.suffix == ".jsonl" else f"{BOS}{document}{EOS}")
+    return [Document((text,), is_held_out(text)) for text in texts]
 
 
 def digest(documents: Sequence[Document]) -> str:

@@ -46,21 +46,31 @@ def pieces(text: TextModel, files: Iterable[Path], held_out: bool | None = None)
     """Every document's ids. `held_out`: of one text in twenty, by its hash, or of the others alone; None: of all.
     Raises TrainingTextError."""
     for file in files:
-        for where, document in _documents(file):
+        for where, document in read_documents(file):
             written = document if isinstance(document, str) else json.dumps(document, sort_keys=True)
-            number = int.from_bytes(hashlib.blake2b(written.encode(), digest_size=8).digest(), "little")
-            if held_out is None or (number % 100 < HELD_OUT_PERCENT) is held_out:
+            if held_out is None or is_held_out(written) is held_out:
                 try:
                     yield _plain(text, document) if isinstance(document, str) else _chat(text, document)
                 except TemplateError as error:
                     raise TrainingTextError(f"{where}: {error}") from error
 
 
-def _documents(file: Path) -> Iterator[tuple[str, str | list[dict[str, Any]]]]:
+def hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a document is one of those that are evaluated on: one in twenty."""
+    return hash_of(text) % 100 < HELD_OUT_PERCENT
+
+
+def read_documents(file: Path, most: int = MAX_PIECE) -> Iterator[tuple[str, str | list[dict[str, Any]]]]:
+    """Each document with its place: a text, plain ones of at most about `most` characters, or a conversation's
+    messages. Raises TrainingTextError."""
     try:
         with file.open(encoding="utf-8") as lines:
             if file.suffix != ".jsonl":
-                yield from ((str(file), piece) for piece in _paragraphs(lines))
+                yield from ((str(file), piece) for piece in _paragraphs(lines, most))
                 return
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -82,11 +92,11 @@ def _body(where: str, line: str) -> str | list[dict[str, Any]]:
     raise TrainingTextError(f"{where}: needs `text`, a string, or `messages`, a list of objects with role and content")
 
 
-def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
-    """Whole paragraphs, joined up to MAX_PIECE characters; one that is longer by itself is cut."""
+def _paragraphs(lines: Iterable[str], most: int) -> Iterator[str]:
+    """Whole paragraphs, joined up to `most` characters; one that is longer by itself is cut between lines."""
     piece = ""
     for line in lines:
-        if len(piece) + len(line) > MAX_PIECE or (not line.strip() and len(piece) > MAX_PIECE // 2):
+        if len(piece) + len(line) > most or (not line.strip() and len(piece) > most // 2):
             if piece.strip():
                 yield piece.strip("\n")
             piece = ""

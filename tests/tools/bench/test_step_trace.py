@@ -212,7 +212,7 @@ def test_torch_s_profiler_has_the_ranges_of_the_steps() -> None:
 def record(path: Path, *words: str) -> dict[str, Any]:
     """The trace of the demo model under mpirun."""
     config = Path(__file__).resolve().parents[3] / "configs/demo.yaml"
-    sizes = ["--prompt", "8", "--generate", "2", "--repeats", "1", "--warm-ups", "0"]
+    sizes = ["--prompt", "8", "--generate", "2", "--repeats", "1"]
     command = ["bench", "latency", str(config), *sizes, *words, "--trace", str(path)]
     done = CliRunner().invoke(group, command, standalone_mode=False)
     assert done.exception is None, done.output

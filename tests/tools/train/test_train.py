@@ -19,6 +19,7 @@ from laddertron.models.config.model_config import ModelConfig, Rope, from_folder
 from laddertron.models.reference import Reference
 from laddertron.tools.train import build, corpus, fit, loss, train
 from laddertron.tools.train.corpus import Document
+from laddertron.tools.train.training_text import TrainingTextError
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 NOUNS = ("rung", "rail", "step", "hook", "foot", "brace", "bolt", "hinge", "strut", "nail", "plank", "rope")
@@ -106,8 +107,17 @@ def test_text_files_are_cut_at_paragraphs(tmp_path: Path) -> None:
     (tmp_path / "c.bin").write_bytes(b"\xff")
     texts = [document.renderings[0] for document in corpus.text_files([tmp_path])]
     assert texts == ["<|bos|>one\n\ntwo<|eos|>", "<|bos|>" + "x" * 2000 + "<|eos|>", "<|bos|>three<|eos|>"]
-    with pytest.raises(ValueError, match="no text found"):
+    with pytest.raises(TrainingTextError, match="nothing"):
         corpus.text_files([tmp_path / "nothing"])
+
+
+def test_json_lines_are_texts_with_their_special_tokens(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"text": "<|bos|>plain<|eos|>"}) + "\n")
+    assert [document.renderings[0] for document in corpus.text_files([lines])] == ["<|bos|>plain<|eos|>"]
+    lines.write_text(json.dumps({"messages": [{"role": "user", "content": "What is a rung?"}]}) + "\n")
+    with pytest.raises(TrainingTextError, match="line 1"):
+        corpus.text_files([lines])
 
 
 def test_the_tokenizer_has_the_size_asked_for_or_says_what_it_can_have(documents: list[Document]) -> None:
@@ -313,8 +323,8 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(tmp_path: Path) -> No
     [
         (["--hidden", "30"], "--hidden 30 must be an even multiple of --heads 4"),
         (["--kv-heads", "3"], "--heads 4 must be a multiple of --kv-heads 3"),
-        (["--wiring", "hybrid"], "hybrid needs ladder_layers"),
-        (["--wiring", "hybrid", "--ladder-layers", "1,x"], "'1,x' must be layer numbers"),
+        (["--wiring", "hybrid"], "wiring hybrid cannot be trained for"),
+        (["--wiring", "hybrid", "--ladder-layers", "1,x"], "'1,x' must be a number"),
         (["--wiring", "desync-2"], "desync needs every"),
         (["--wiring", "delay-9"], "delay needs a delay of 1 to 7 sub-blocks, not 9"),
         (["--wiring", "circular"], "wiring 'circular' must be standard"),

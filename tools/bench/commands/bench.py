@@ -1,5 +1,5 @@
 """`laddertron bench`: how fast a deployment decodes, prefills and takes a mix of requests, against what this machine's
-memory allows. Variants (wiring, overlap, tp) are sets of ranks that are loaded first and then take turns; every case is
+memory allows. Variants (wiring, tp) are sets of ranks that are loaded first and then take turns; every case is
 warmed up, repeated and reported as a median with its spread.
 """
 
@@ -64,7 +64,7 @@ def _range(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[
 @_FAILS
 def _run(
     config: str, overrides: Sequence[str], variants: Sequence[Variant], cases: Sequence[Case], repeats: int,
-    warm_ups: int, as_json: str | None, picture: str | None, trace: str | None,
+    as_json: str | None, picture: str | None, trace: str | None,
 ) -> None:  # fmt: skip
     deployment = roomy(read_model(config, overrides), cases)
     check_lengths(deployment, cases)
@@ -73,14 +73,14 @@ def _run(
     with ended_by_term(), ExitStack() as stack:
         jobs = _start(stack, deployment, variants)
         with _telling() as say:
-            rows = measure(jobs, cases, repeats, warm_ups, say)
+            rows = measure(jobs, cases, repeats, say)
     console.print(case_table(rows))
     _say_floor(console, rows)
     _write(rows, as_json)
     if picture is not None:
         plot(rows, Path(picture))
     if trace is not None:
-        _trace(variants[0].of(deployment, len(variants) == 1), cases[0], Path(trace))
+        _trace(variants[0].of(deployment), cases[0], Path(trace))
 
 
 def _trace(deployment: Deployment, case: Case, output: Path) -> None:
@@ -100,7 +100,7 @@ def _check_variants(deployment: Deployment, variants: Sequence[Variant]) -> None
 
     config = from_folder(Path(deployment.model.path))
     for variant in variants:
-        keys = variant.of(deployment, len(variants) == 1).model
+        keys = variant.of(deployment).model
         wired, _ = choose_wiring(config, keys.wiring, keys.ladder_layers, keys.allow_untrained_ladder)
         check_shapes(wired, variant.tp)
 
@@ -124,7 +124,7 @@ def _telling() -> Iterator[Say]:
 def _start(stack: ExitStack, deployment: Deployment, variants: Sequence[Variant]) -> list[tuple[str, BenchJob]]:
     jobs = []
     for variant in variants:
-        job = BenchJob(variant.of(deployment, len(variants) == 1), f"tp {variant.tp}, {variant.wiring}")
+        job = BenchJob(variant.of(deployment), f"tp {variant.tp}, {variant.wiring}")
         with _telling() as say:
             say(f"loading {job.name}")
             stack.enter_context(job)
@@ -175,7 +175,6 @@ def _case_options(function: Any) -> Any:
     for option in (
         click.option("--prompt", default="128", show_default=True, callback=_numbers, help="Prompt tokens."),
         click.option("--generate", default="64", show_default=True, callback=_numbers, help="New tokens."),
-        click.option("--warm-ups", type=click.IntRange(0, 100), default=1, show_default=True, help="Untimed runs."),
         click.option("--plot", "picture", metavar="FILE", help="Draw the rates (.png, .svg)."),
         click.option("--trace", metavar="FILE", callback=_writable, help=_TRACE),
     ):
@@ -195,7 +194,7 @@ def latency(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], ge
             **options: Any) -> None:  # fmt: skip
     """Measure prefill and decode of one sequence at a time."""
     deployment = read_model(config, overrides)
-    variant = Variant(deployment.parallel.world.tp, "auto", deployment.parallel.overlap)
+    variant = Variant(deployment.parallel.world.tp, "auto")
     _run(config, overrides, [variant], [Case(1, p, g) for p, g in product(prompt, generate)], **options)
 
 
@@ -205,11 +204,9 @@ def latency(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], ge
 @click.option("--batch", default="1,8", show_default=True, callback=_numbers, help="Sequences at once.")
 @click.option("--tp", callback=_numbers, help="Tensor-parallel sizes, such as 1,2.")
 @click.option("--wiring", default="auto", show_default=True, help=f"Comma-separated, of {', '.join(WIRINGS)}.")
-@click.option("--overlap", type=click.Choice(["on", "off", "both"]), default="on", show_default=True)
 def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], generate: tuple[int, ...],
-          batch: tuple[int, ...], tp: tuple[int, ...] | None, wiring: str, overlap: str,
-          **options: Any) -> None:  # fmt: skip
-    """Measure every combination of wiring, overlap, tp, batch and lengths, interleaved.
+          batch: tuple[int, ...], tp: tuple[int, ...] | None, wiring: str, **options: Any) -> None:  # fmt: skip
+    """Measure every combination of wiring, tp, batch and lengths, interleaved.
 
     Wirings that the weights were not trained for are timed too; their answers are meaningless. A wiring is refused if
     the weights lack its norms: parallel unless it is declared, and all but no-communication for weights that declare
@@ -218,8 +215,7 @@ def sweep(config: str, overrides: tuple[str, ...], prompt: tuple[int, ...], gene
     if unknown := set(wirings) - set(WIRINGS):
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: use {', '.join(WIRINGS)}", param_hint="--wiring")
     sizes = tp or (read_model(config, overrides).parallel.world.tp,)
-    overlaps = {"on": (True,), "off": (False,), "both": (True, False)}[overlap]
-    variants = [Variant(*v) for v in product(sizes, wirings, overlaps)]
+    variants = [Variant(*v) for v in product(sizes, wirings)]
     _run(config, overrides, variants, [Case(*c) for c in product(batch, prompt, generate)], **options)
 
 
@@ -310,7 +306,7 @@ def throughput(config: str, overrides: tuple[str, ...], repeats: int, as_json: s
     else:
         mix = {"items": read_items(deployment, Path(file), mix["rate"], mix["seed"])}
     console = Console(stderr=as_json == "-", highlight=False)
-    variant = Variant(deployment.parallel.world.tp, "auto", deployment.parallel.overlap)
+    variant = Variant(deployment.parallel.world.tp, "auto")
     with ended_by_term(), ExitStack() as stack:
         (name, job), *_ = _start(stack, deployment, [variant])
         with _telling() as say:

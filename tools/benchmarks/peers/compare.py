@@ -124,7 +124,7 @@ def main() -> None:
                 print(f"left out: {name}: {getattr(error, 'stderr', '') or error}"[-500:], flush=True)
             else:
                 jobs.append((name, peer))
-        rows = measure(jobs, cases, args.repeats, 1, lambda line: None)
+        rows = measure(jobs, cases, args.repeats, lambda line: None)
     print(f"memory floor {rows[0]['floor_bytes_s'] / 1e9:.1f} GB/s (best of {args.repeats} readings between the runs)")
     first = {row["batch"]: row["decode_tok_s"][0] for row in reversed(rows)}
     cells = [

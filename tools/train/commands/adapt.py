@@ -60,8 +60,6 @@ the wirings with Megatron-LM."""
     help="Sequences that are computed at once; 0: all of --batch.",
 )
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), help="Peak of the schedule.")
-@click.option("--warmup", type=click.FloatRange(0, 1), default=0.05, help="Share of the steps for warm-up.")
-@click.option("--clip", type=click.FloatRange(0, min_open=True), default=1.0, help="Largest gradient norm.")
 @training_options
 @ended_by(ValueError)
 @ended_by(OSError, FloatingPointError, end=click.ClickException)
@@ -90,7 +88,7 @@ def _adapt(source: Path, out: Path, device: Any, o: dict[str, Any]) -> None:
     config = from_folder(source)
     wiring = retrained(config, o["wiring"], o["ladder_layers"], o["tensor_parallel_size"])
     settings = Settings(
-        **{key: o[key] for key in ("tokens", "batch", "micro_batch", "warmup", "clip", "seed", "dtype")},
+        **{key: o[key] for key in ("tokens", "batch", "micro_batch", "seed", "dtype")},
         context=o["context"] or min(4096, config.max_position_embeddings),
         learning_rate=o["learning_rate"] or 2e-5,
         save_dtype=config.dtype,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ....launchers.cli.errors import UsageError, ended_by
-from ..training import MODEL, STATES, TEXT, training_bar, training_device, training_options
+from ..training import MODEL, STATES, TEXT, parse_layers, training_bar, training_device, training_options
 
 if TYPE_CHECKING:
     from ....models.config.model_config import ModelConfig
@@ -31,31 +31,21 @@ Trains in one process, on a GPU if there is one. Without --text the model learns
 standard library. Compare only models that were trained with the same text, tokenizer, budget and seed."""
 
 
-def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError as error:
-        raise click.BadParameter(f"{value!r} must be layer numbers with commas between, such as 4,5,6,7") from error
-
-
 def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
     from ....models.config.known_models import architecture
-    from ....models.config.model_config import make_wiring
+    from ....models.config.wiring import retrained
 
     hidden, heads, kv_heads = options["hidden"], options["heads"], options["kv_heads"]
     if hidden % (2 * heads):
         raise ValueError(f"--hidden {hidden} must be an even multiple of --heads {heads}")
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
-    layers, size = options["layers"], options["tensor_parallel_size"]
-    wiring = make_wiring(options["wiring"], layers, options["ladder_layers"], tensor_parallel_size=size)
     model = architecture(
-        "llama", layers, hidden, heads, kv_heads, options["ffn"], vocab_size, options["context"],
-        tied=True, wiring=wiring, dtype="float32",
+        "llama", options["layers"], hidden, heads, kv_heads, options["ffn"], vocab_size, options["context"],
+        tied=True, dtype="float32",
     )  # fmt: skip
-    return replace(model, declares_wiring=True)
+    wiring = retrained(model, options["wiring"], options["ladder_layers"], options["tensor_parallel_size"])
+    return replace(model, wiring=wiring, declares_wiring=True)
 
 
 @click.command(epilog=EPILOG, context_settings={"show_default": True})
@@ -65,7 +55,7 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
     default="ladder",
     help="How sub-blocks read the residual: standard, parallel, ladder, hybrid, delay-2 to delay-7, desync-n.",
 )
-@click.option("--ladder-layers", callback=_layers, help="hybrid: the ladder layers.")
+@click.option("--ladder-layers", callback=parse_layers, help="hybrid: the last n layers, or a list, are ladder.")
 @click.option("--tensor-parallel-size", type=click.IntRange(1), default=None, help="desync: ranks to train for.")
 @click.option("--layers", type=click.IntRange(1), default=6)
 @click.option("--hidden", type=click.IntRange(2), default=96)
@@ -82,7 +72,7 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
     "--text",
     multiple=True,
     type=TEXT,
-    help="UTF-8 files, JSON lines with `text`, or folders of *.txt and *.md.  [default: Python's documentation]",
+    help="UTF-8 text, JSONL with `text`, or folders of them.  [default: Python's documentation]",
 )
 @click.option(
     "--teacher",
@@ -93,12 +83,6 @@ def _model(options: dict[str, Any], vocab_size: int) -> ModelConfig:
     "--context", type=click.IntRange(8), default=256, help="Maximum tokens of a sequence, in training and serving."
 )
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=5e-3, help="Peak of the schedule.")
-@click.option(
-    "--save-dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    default="bfloat16",
-    help="Data type of the saved weights.",
-)
 @training_options
 @ended_by(ValueError)
 @ended_by(OSError, FloatingPointError, end=click.ClickException)
@@ -120,7 +104,7 @@ def _train(out: Path, device: Any, o: dict[str, Any]) -> None:
 
     _model(o, o["vocab"])  # what cannot be is refused before anything is written
     text, teacher, states = o["text"], o["teacher"], out / STATES
-    named = ("tokens", "batch", "context", "learning_rate", "seed", "dtype", "save_dtype")
+    named = ("tokens", "batch", "context", "learning_rate", "seed", "dtype")
     settings = Settings(**{key: o[key] for key in named}, distil=Distil(1.0 if teacher else 0.0))
     documents = corpus.text_files(text) if text else corpus.python_documentation()
     given = o["tokenizer"] or teacher
