@@ -23,7 +23,8 @@ from ...topology.hardware.discover import discover
 from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.health import port_counters
 from ...topology.hardware.sysfs import Sysfs
-from .detect import JobFailure
+from ..control.messages import Beat
+from .detect import JobFailure, behind
 
 log = logging.getLogger(__name__)
 
@@ -55,25 +56,18 @@ def verdict(failure: JobFailure | None, dumps: Mapping[str, Mapping[str, Any]]) 
         inside = failure.culprit.collective
         where = f" (in {inside})" if inside and inside not in failure.reason else ""
         return f"{failure.kind}: {failure.reason}{where}"
-    places = {
-        rank: (int(dump.get("step", 0)), int(dump["started"]), dump.get("waiting", ""))
+    beats = {
+        int(rank): Beat(step=int(dump.get("step", 0)), collective=dump["started"], waiting=dump.get("waiting", ""))
         for rank, dump in dumps.items()
         if isinstance(dump.get("started"), int)
     }
-    if not places:
+    if not beats:
         return "no rank responded: check the launcher and the nodes first"
-    furthest = max(place[:2] for place in places.values())
-    late = sorted((rank for rank, place in places.items() if place[:2] < furthest), key=int)
-    waiting = next((place[2] for place in places.values() if place[2]), "")
-    if late:
+    waiting = next((beat.waiting for beat in beats.values() if beat.waiting), "")
+    if len(beats) > 1 and (late := behind(beats)) is not None:
         rest = f"; the others wait in {waiting}" if waiting else ""
-        return f"rank {', '.join(late)} did not arrive: step and collective {places[late[0]][:2]} of {furthest}{rest}"
-    computing = sorted((rank for rank, place in places.items() if not place[2]), key=int)
-    if waiting and computing:
-        return f"rank {', '.join(computing)} is not waiting, the others wait in {waiting}"
-    if waiting:
-        return f"all ranks wait in {waiting}: suspect the link between them"
-    return "all ranks are at the same step and none waits"
+        return f"rank {late} is behind: step {beats[late].step}, {beats[late].collective} collectives started{rest}"
+    return f"all ranks wait in {waiting}: suspect the link between them" if waiting else "no rank is behind the others"
 
 
 def parts_of(
@@ -83,7 +77,7 @@ def parts_of(
     replica: int = 0,
     first_line: str = "",
 ) -> dict[str, bytes]:
-    """The archive's files. `job`: EngineJob.bundle's data or {}; `said`: the first line without a job. A failed part
+    """The archive's files. `job`: EngineJob.bundle's data or {}; `first_line`: without a job. A failed part
     contains its error."""
     dumps: dict[str, Mapping[str, Any]] = {str(rank): dump for rank, dump in (job.get("dumps") or {}).items()}
     if failure is not None:

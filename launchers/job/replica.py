@@ -132,15 +132,12 @@ class Replica:
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self.state = JobState("stopped")
-        self.serving: Member | None = None
-        """The launch that takes requests, or starts in order to."""
         self.failures: deque[JobFailure] = deque(maxlen=16)
         self._listener: JobListener | None = None
         self._members: list[Member] = []
         self._launches = 0
         self._next: asyncio.Task[None] | None = None
         """Starts the serving launch after a delay."""
-        self._standby: Member | None = None
         self._standby_timer: asyncio.TimerHandle | None = None
         self._standby_wait_s = FIRST_WAIT_S
         self._turn: asyncio.Future[str | None] | None = None
@@ -171,6 +168,16 @@ class Replica:
             raise RuntimeError("the replica was started already")
         self._listener = listener
         self._start_first()
+
+    @property
+    def serving(self) -> Member | None:
+        """The launch that takes requests, or starts in order to."""
+        return next((member for member in self._members if member.state == "serving"), None)
+
+    @property
+    def _standby(self) -> Member | None:
+        waiting = (member for member in self._members if member.state == "waiting" and not member.over.is_set())
+        return next((member for member in waiting if member.reason == "standby"), None)
 
     @property
     def launch(self) -> int:
@@ -282,20 +289,18 @@ class Replica:
 
     def _ended(self, member: Member, failure: JobFailure | None) -> None:
         """Reports what a launch has lost, and replaces it if it must be replaced."""
-        former, served = member.state, member is self.serving
+        former, standby = member.state, self._standby
         member.end(failure)
         self._members.remove(member)
-        if served:
-            self.serving = None
         by_request = failure is not None and by_a_request(failure, socket.gethostname())
         reason = failure.reason if failure is not None else CLOSED
         if self._listener is not None:
             self._tell(self._listener.on_lost, member.number, reason, by_request)
         if failure is None:
             return
-        if served:
+        if former == "serving":
             self._launch_again(failure, member)
-        elif member is self._standby:
+        elif member is standby:
             self._standby_failed(failure, member)
         elif former == "draining" or member.reason == "reload":
             self._count(failure, member.spec)
@@ -314,8 +319,8 @@ class Replica:
         try:
             if self.failures and self.spec.hooks.devices_free is not None:
                 await self.spec.hooks.devices_free()
-            self.serving = self._take_standby() or self._begin(self.spec, reason, self._excluded)
-            self._seats = self.serving.launch.seats
+            member = self._take_standby() or self._begin(self.spec, reason, self._excluded)
+            self._seats = member.launch.seats
         except OSError as error:
             self._launch_again(no_launch(error))
         except (ValueError, RuntimeError) as error:
@@ -412,7 +417,7 @@ class Replica:
         if self._standby or not self.spec.options.standby or not serves or self._draining or self._closing:
             return
         try:
-            self._standby = self._begin(self.spec, "standby", self._excluded)
+            self._begin(self.spec, "standby", self._excluded)
         except OSError as error:
             self._standby_failed(no_launch(error))
         except ValueError as error:
@@ -429,7 +434,6 @@ class Replica:
             self._standby_wait_s,
             extra={"event": "standby", "rank": failure.culprit.rank, "node": failure.culprit.node},
         )
-        self._standby = None
         self._show_standby()
         self._standby_timer = asyncio.get_running_loop().call_later(self._standby_wait_s, self._start_standby)
 
@@ -447,7 +451,7 @@ class Replica:
         log.info(
             "standby: takes over%s", "" if phase == "ready" else ", which is still starting", extra={"event": "standby"}
         )
-        self._standby, member.state, member.took_over = None, "serving", True
+        member.state, member.took_over = "serving", True
         self._show_standby()
         member.launch.load()
         return member
@@ -457,16 +461,15 @@ class Replica:
         if self._standby_timer is not None:
             self._standby_timer.cancel()
         self._standby_wait_s = FIRST_WAIT_S
-        if self._standby is not None:
-            self._standby.over.set()
-            self._standby = None
+        if (standby := self._standby) is not None:
+            standby.over.set()
             self._show_standby()
 
     @property
     def _standby_phase(self) -> StandbyPhase:
-        if self._standby is None:
+        if (standby := self._standby) is None:
             return ""
-        return "ready" if self._standby.standing is not None and self._standby.launch.healthy else "starting"
+        return "ready" if standby.standing is not None and standby.launch.healthy else "starting"
 
     def _show_standby(self) -> None:
         self._take_state(dataclasses.replace(self.state, standby=self._standby_phase))
@@ -531,7 +534,7 @@ class Replica:
         if self._next is not None:
             self._next.cancel()
         self._end_standby()
-        former, self.serving = self.serving, None
+        former = self.serving
         if former is not None:
             former.state = "draining"
             former.launch.send(Drain(), 0)
@@ -540,7 +543,7 @@ class Replica:
     def _serve(self, member: Member) -> None:
         self._adopt(member.spec)
         self.failures.clear()  # of another spec's launches
-        self.serving, member.state, self._seats = member, "serving", member.launch.seats
+        member.state, self._seats = "serving", member.launch.seats
 
     def _end_turn(self, result: str | None) -> bool:
         """Ends a reload's turn, if there is one, with the result of `replace`."""

@@ -50,11 +50,12 @@ def dump(step: int, started: int, waiting: str = "") -> dict[str, Any]:
     ("dumps", "words"),
     [
         ({}, "no rank responded"),
-        ({"0": dump(5, 90, "collective 89 (gather)"), "1": dump(5, 88)}, "rank 1 did not arrive"),
-        ({"0": dump(5, 90, "c 89"), "1": dump(4, 90)}, "rank 1 did not arrive"),
+        ({"0": dump(5, 90, "collective 89 (gather)"), "1": dump(5, 88)}, "rank 1 is behind"),
+        ({"0": dump(5, 90, "c 89"), "1": dump(4, 90)}, "rank 1 is behind: step 4"),
         ({"0": dump(5, 90, "c 89"), "1": dump(5, 90, "c 89")}, "all ranks wait in c 89: suspect the link"),
-        ({"0": dump(5, 90, "c 89"), "1": dump(5, 90)}, "rank 1 is not waiting"),
-        ({"0": dump(5, 90), "1": dump(5, 90)}, "none waits"),
+        ({"0": dump(5, 90, "c 89"), "1": dump(5, 90)}, "rank 1 is behind"),
+        ({"0": dump(5, 90), "1": dump(5, 90)}, "no rank is behind"),
+        ({"0": dump(5, 90, "c 89")}, "all ranks wait in c 89"),
     ],
 )
 def test_the_first_line_names_who_did_not_arrive(dumps: dict[str, Any], words: str) -> None:
