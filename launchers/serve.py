@@ -53,17 +53,15 @@ class ServeError(RuntimeError):
 def serve(
     loaded: LoadedDeployment,
     text: TextModel,
-    text_folder: Path,
+    serving: Serving,
     observer: Observer | None = None,
     adopt: bool = False,
-    read_again: Callable[[], LoadedDeployment] | None = None,
     check_again: Callable[[LoadedDeployment], object] = lambda loaded: None,
-    serving: Serving | None = None,
     skip_damaged: bool = False,
 ) -> int:
-    """Runs the daemon to its end; the exit code. `adopt`, `skip_damaged`: StoreOptions. `read_again`, `check_again`:
-    read the deployment and check its text files again, for a reload; `serving`: what `laddertron reload` compares
-    with. Raises ServeError, or ConfigError for the files it names."""
+    """Runs the daemon to its end; the exit code. `serving`: how a reload reads the deployment again, whose text files
+    `check_again` checks. `adopt`, `skip_damaged`: StoreOptions. Raises ServeError, or ConfigError for the files it
+    names."""
     deployment = loaded.deployment
     daemon = deployment.daemon
     data_dir = Path(daemon.data_dir)
@@ -96,8 +94,8 @@ def serve(
             scraped = sockets.enter_context(_listen(metrics.host, metrics.port, "metrics.port"))
         store = StoreOptions(adopt=adopt, skip_damaged=skip_damaged, watch=watch)
         try:
-            reloader = Reloader(loaded, read_again or (lambda: loaded), specs, jobs, watcher.reloaded, check_again)
-            parts = Parts(jobs, text, text_folder, __version__, watcher, store, keys, reloader.model)
+            reloader = Reloader(loaded, serving.read_again, specs, jobs, watcher.reloaded, check_again)
+            parts = Parts(jobs, text, Path(deployment.text_folder), __version__, watcher, store, keys, reloader.model)
             return asyncio.run(_run(deployment, parts, reloader, listener, scraped, serving))
         except (DiskError, TextError, OSError, CheckpointError) as error:
             nameless = isinstance(error, OSError) and error.filename is None
@@ -120,7 +118,7 @@ async def _run(
     reloader: Reloader,
     listener: socket.socket,
     scraped: socket.socket | None,
-    serving: Serving | None,
+    serving: Serving,
 ) -> int:
     asyncio.get_running_loop().set_default_executor(started_threads(_THREADS, "daemon"))
     daemon = Daemon(deployment, parts)
@@ -176,14 +174,13 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-async def _say_serving(daemon: Daemon, folder: Path, serving: Serving | None) -> None:
+async def _say_serving(daemon: Daemon, folder: Path, serving: Serving) -> None:
     """Writes the start's arguments, once this daemon has locked the folder: another one must not write there."""
     await daemon.started.wait()
-    if serving is not None:
-        try:
-            await asyncio.to_thread(serving.write, folder)
-        except OSError as error:
-            log.warning("%s/%s cannot be written, and `laddertron reload` is refused: %s", folder, SERVING, error)
+    try:
+        await asyncio.to_thread(serving.write, folder)
+    except OSError as error:
+        log.warning("%s/%s cannot be written, and `laddertron reload` is refused: %s", folder, SERVING, error)
 
 
 async def _say_ready(

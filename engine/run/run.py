@@ -7,15 +7,16 @@ import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from ..config.schema import Deployment
 from ..daemon.dispatch import Dispatcher
 from ..daemon.flight import Flight
 from ..daemon.line_flights import LineFlights
 from ..daemon.result_sink import ResultSink
 from ..job import EngineJob, JobState, RankHeartbeat
-from ..openai.batch_input import MAX_LINE_BYTES, BatchLine, LineRules, read_lines
+from ..openai.batch_input import BatchLine, LineRules, read_lines
 from ..openai.errors import ApiError
 from ..openai.line_order import PreparedLine
 from ..openai.prefetch import prepared
@@ -32,21 +33,10 @@ _PHASES = ("failed", "stopped", "starting", "loading", "restarting", "suspect", 
 """Phases in the order of display: the replica whose phase is first here is shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """`run_id`: part of the seeds of requests without one, so that a run gives the same answers whether interrupted or
-    not. `drain_s`: seconds for requests in flight to finish after a stop."""
-
-    served_model_name: str
-    run_id: str = "run-0"
-    max_line_bytes: int = MAX_LINE_BYTES
-    drain_s: float = 30.0
-    deduplicate: bool = True
-
-
 class BatchRun(LineFlights):
     """Feeds the dispatcher, observes it (DispatchObserver) and writes its answers to the files. `jobs`: one a replica,
-    not started. `progress` is called often, and must return at once."""
+    not started. Requests without a seed have one that depends on engine.seed and their line alone, so that a run gives
+    the same answers whether interrupted or not. `progress` is called often, and must return at once."""
 
     def __init__(
         self,
@@ -54,12 +44,14 @@ class BatchRun(LineFlights):
         text: TextModel,
         encoder: Encoder,
         files: RunFiles,
-        options: RunOptions,
+        deployment: Deployment,
         progress: Callable[[Snapshot], None] = lambda snapshot: None,
     ) -> None:
         self.dispatcher = Dispatcher(jobs, self, relaunches=False)
-        super().__init__(self.dispatcher, text, options.run_id, deduplicate=options.deduplicate)
-        self._encoder, self._files, self._options, self._progress = encoder, files, options, progress
+        run_id = f"run-{deployment.engine.seed}"
+        super().__init__(self.dispatcher, text, run_id, deduplicate=deployment.batch.deduplicate)
+        self._encoder, self._files, self._progress = encoder, files, progress
+        self._model, self._daemon = deployment.served_model_name, deployment.daemon
         self._lost = self._requests = self._ok = self._failed = self._skipped = 0
         self._causes: dict[str | None, FailureCause] = {}  # by error code
         self._prompt_tokens = self._tokens = self._streamed = 0
@@ -126,8 +118,7 @@ class BatchRun(LineFlights):
                 await self._sink.moved()
             if line is None:
                 continue
-            served = self._options.served_model_name
-            wrong = line.error if line.body is None else wrong_model(line.body.model, served)
+            wrong = line.error if line.body is None else wrong_model(line.body.model, self._model)
             if wrong is None:
                 self._unread = itertools.chain([line], self._unread)
                 return True
@@ -137,7 +128,7 @@ class BatchRun(LineFlights):
 
     async def _go(self, stop: asyncio.Event) -> None:
         """Runs until every line is answered or none can be; once `stop` is set, only lines in flight, for at most
-        `drain_s`."""
+        `daemon.drain_timeout`."""
         answering, stopping = asyncio.create_task(self._answer_all()), asyncio.create_task(stop.wait())
         try:
             await _first({answering, stopping, self._ended})
@@ -147,7 +138,7 @@ class BatchRun(LineFlights):
                 self._draining = True
                 self._show()
                 answering = asyncio.create_task(self._settled())
-                await _first({answering, self._ended}, self._options.drain_s)
+                await _first({answering, self._ended}, self._daemon.drain_timeout)
                 self._stopped = bool(self._flights) or not self._fed
             if not self._ended.done():
                 if answering.done():
@@ -194,8 +185,7 @@ class BatchRun(LineFlights):
         )
 
     async def _answer_all(self) -> None:
-        served, hungry = self._options.served_model_name, self.dispatcher.hungry
-        ready = prepared(self._unread, self._encoder, served, hungry=hungry)
+        ready = prepared(self._unread, self._encoder, self._model, hungry=self.dispatcher.hungry)
         try:
             async with contextlib.aclosing(ready):
                 async for prepared_line in ready:
@@ -217,7 +207,8 @@ class BatchRun(LineFlights):
 
     def _lines(self) -> Iterator[BatchLine | None]:
         """Yields the file's lines, None for finished ones."""
-        for line in read_lines(self._files.input, LineRules(max_line_bytes=self._options.max_line_bytes, digests=True)):
+        rules = LineRules(max_line_bytes=self._daemon.limits.max_line_bytes, digests=True)
+        for line in read_lines(self._files.input, rules):
             self._requests += 1
             if line.digest in self._files.finished:
                 self._skipped += 1

@@ -55,9 +55,9 @@ def main() -> int:
 
     vars(serve)["replica_specs"] = specs
     vars(reload)["identity_of"] = identity
-    text, folder = read_text(loaded)
+    serving = reload.Serving(os.getpid(), path, tuple(overrides), os.getcwd())
     try:
-        return serve.serve(loaded, text, folder)
+        return serve.serve(loaded, read_text(loaded), serving)
     except serve.ServeError as error:
         print(error, file=sys.stderr)
         return 2

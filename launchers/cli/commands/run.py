@@ -25,7 +25,7 @@ from ....engine.job import EngineJob
 from ....engine.run.files import RunFiles, open_run
 from ....engine.run.past import RunFileError
 from ....engine.run.progress import Summary
-from ....engine.run.run import BatchRun, RunOptions
+from ....engine.run.run import BatchRun
 from ....engine.text.pool import PoolLimits, TextPool
 from ....engine.text.tokenizer import TextError, TextModel
 from ....models.weights.checkpoint import CheckpointError
@@ -73,30 +73,17 @@ class Prepared:
 
     deployment: Deployment
     text: TextModel
-    text_folder: Path
     files: RunFiles
-    identity: ModelIdentity | None = None
-
-    @property
-    def options(self) -> RunOptions:
-        deployment = self.deployment
-        return RunOptions(
-            served_model_name=deployment.served_model_name,
-            run_id=f"run-{deployment.engine.seed}",
-            max_line_bytes=deployment.daemon.limits.max_line_bytes,
-            drain_s=deployment.daemon.drain_timeout,
-            deduplicate=deployment.batch.deduplicate,
-        )
+    identity: ModelIdentity
 
 
-def read_text(loaded: LoadedDeployment) -> tuple[TextModel, Path]:
+def read_text(loaded: LoadedDeployment) -> TextModel:
     """The deployment's text side, its model folder having been looked at too. Raises ConfigError."""
     if faults := [*missing_files(loaded), *model_faults(loaded), *memory_faults(loaded), *dummy_faults(loaded)]:
         raise ConfigError(faults)
     key = "model.path" if loaded.deployment.model.tokenizer is None else "model.tokenizer"
-    folder = Path(loaded.deployment.text_folder)
     try:
-        return TextModel.from_folder(folder), folder
+        return TextModel.from_folder(Path(loaded.deployment.text_folder))
     except TextError as error:
         raise ConfigError([loaded.fault(key, str(error))]) from error
 
@@ -107,14 +94,11 @@ def read_identity(deployment: Deployment) -> ModelIdentity:
         return identity_of(deployment)
 
 
-def open_files(
-    arguments: Arguments, deployment: Deployment, console: Console, identity: ModelIdentity | None = None
-) -> RunFiles:
+def open_files(arguments: Arguments, deployment: Deployment, console: Console, identity: ModelIdentity) -> RunFiles:
     """The last thing before anything is launched: `--overwrite` empties here. Raises UsageError."""
     given = arguments.input, arguments.output, arguments.errors, arguments.resume, arguments.overwrite
-    model = (identity or read_identity(deployment)).digest
     with ended_by(RunFileError, OSError):
-        files = open_run(*given, model, deployment.daemon.limits.max_line_bytes)
+        files = open_run(*given, identity.digest, deployment.daemon.limits.max_line_bytes)
     if files.damaged:
         damaged = counted(files.damaged, "line")
         say(
@@ -185,11 +169,11 @@ async def drive(
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         with RunView(console) as view:
-            async with TextPool(prepared.text_folder, limits, files=prepared.text.files) as pool:
-                model = prepared.deployment.model
+            async with TextPool(Path(deployment.text_folder), limits, files=prepared.text.files) as pool:
+                model = deployment.model
                 prepared.text.chat = pool.chat.with_formats(model.tool_format, model.reasoning_format)
                 encoder = pool.of("", patience_s=_TEXT_PATIENCE_S)
-                run = BatchRun(jobs, prepared.text, encoder, prepared.files, prepared.options, view.update)
+                run = BatchRun(jobs, prepared.text, encoder, prepared.files, deployment, view.update)
                 summary = await run.run(stopping)
     except TextError as error:
         say_error(console, str(error))
@@ -237,12 +221,12 @@ def report(summary: Summary, arguments: Arguments, console: Console) -> int:
 
 
 def run_launched(arguments: Arguments, loaded: LoadedDeployment, console: Console) -> int:
-    text, folder = read_text(loaded)
+    text = read_text(loaded)
     with ended_by(ValueError, OSError):
         jobs = launched_jobs(loaded.deployment)
     model = read_identity(loaded.deployment)
     files = open_files(arguments, loaded.deployment, console, model)
-    prepared = Prepared(loaded.deployment, text, folder, files, model)
+    prepared = Prepared(loaded.deployment, text, files, model)
     try:
         return asyncio.run(drive(jobs, prepared, arguments, console))
     finally:
@@ -267,9 +251,8 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
         return USAGE
     if identity.rank != 0:
         return run_inside(deployment, identity, lambda jobs: asyncio.sleep(0, 0))
-    text, folder = read_text(loaded)
-    model = read_identity(deployment)
-    prepared = Prepared(deployment, text, folder, open_files(arguments, deployment, console, model), model)
+    text, model = read_text(loaded), read_identity(deployment)
+    prepared = Prepared(deployment, text, open_files(arguments, deployment, console, model), model)
     try:
         bundles = bundles_of(deployment)
         return run_inside(deployment, identity, lambda jobs: drive(jobs, prepared, arguments, console, bundles))

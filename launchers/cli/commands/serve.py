@@ -51,18 +51,9 @@ def command(config: str, overrides: tuple[str, ...], adopt: bool, skip_damaged: 
             f"laddertron serve {config} (or, for one file inside your own launch: laddertron run {config} -i … -o …)"
         )
     loaded = read(config, overrides)
-    text, folder = read_text(loaded)
+    text = read_text(loaded)
     if (unmeasured := unmeasured_weights(loaded.deployment)) is not None:
         show_warning(unmeasured)
     with ended_by(ServeError):
         serving = Serving(os.getpid(), config, overrides, os.getcwd())
-        return serve(
-            loaded,
-            text,
-            folder,
-            adopt=adopt,
-            read_again=lambda: read(config, overrides),
-            check_again=read_text,
-            serving=serving,
-            skip_damaged=skip_damaged,
-        )
+        return serve(loaded, text, serving, adopt=adopt, check_again=read_text, skip_damaged=skip_damaged)

@@ -30,7 +30,7 @@ from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.engine.run.files import LineFile, RunFiles, open_run
 from laddertron.engine.run.past import RunFileError, model_digest
 from laddertron.engine.run.progress import RankKind, Snapshot, Summary
-from laddertron.engine.run.run import BatchRun, RunOptions
+from laddertron.engine.run.run import BatchRun
 from laddertron.engine.sampling import grammar
 from laddertron.engine.text import worker
 from laddertron.engine.text.pool import Encoder
@@ -39,7 +39,7 @@ from tiny_text import write_folder
 from waiting import HANG_S
 
 LIMITS = ModelLimits(max_model_len=256, vocab_size=300, max_num_seqs=4, kv_tokens=4096)
-OPTIONS = RunOptions("tiny")
+DEPLOYMENT = Deployment(ModelSection("tiny"))
 
 
 class Direct(Encoder):
@@ -76,11 +76,11 @@ class Bench:
     def open(self, **kind: Any) -> RunFiles:
         return open_run(self.input, self.output, self.errors, **kind)
 
-    def run(self, make: Callable[[], FakeJob], options: RunOptions = OPTIONS, **kind: Any) -> Summary:
+    def run(self, make: Callable[[], FakeJob], deployment: Deployment = DEPLOYMENT, **kind: Any) -> Summary:
         async def go() -> Summary:
             self.job = make()
             return await BatchRun(
-                [self.job], self.text, Direct(self.text), self.open(**kind), options, self.update
+                [self.job], self.text, Direct(self.text), self.open(**kind), deployment, self.update
             ).run()
 
         return asyncio.run(go())
@@ -424,7 +424,7 @@ def test_cancelling_the_run_leaves_whole_lines_and_a_closed_job(bench: Bench) ->
     async def go() -> None:
         bench.job = FakeJob(LIMITS)
         task = asyncio.create_task(
-            BatchRun([bench.job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update).run()
+            BatchRun([bench.job], bench.text, Direct(bench.text), bench.open(), DEPLOYMENT, bench.update).run()
         )
         while len(bench.snapshots) < 60:
             await asyncio.sleep(0)
@@ -446,9 +446,11 @@ def stopped(bench: Bench, job: FakeJob, when: Callable[[], bool], drain_s: float
 
     async def go() -> Summary:
         bench.job, stop = job, asyncio.Event()
-        options = replace(OPTIONS, drain_s=drain_s)
+        deployment = replace(DEPLOYMENT, daemon=replace(DEPLOYMENT.daemon, drain_timeout=drain_s))
         task = asyncio.create_task(
-            BatchRun([bench.job], bench.text, Direct(bench.text), bench.open(**kind), options, bench.update).run(stop)
+            BatchRun([bench.job], bench.text, Direct(bench.text), bench.open(**kind), deployment, bench.update).run(
+                stop
+            )
         )
         async with asyncio.timeout(HANG_S):
             while not (when() or task.done()):
@@ -545,7 +547,7 @@ def test_replicas_share_the_lines_and_one_failure_ends_all(bench: Bench) -> None
 
     async def go(die_after: int | None, **kind: bool) -> Summary:
         jobs[:] = [FakeJob(LIMITS), FakeJob(LIMITS, die_after=die_after)]
-        return await BatchRun(jobs, bench.text, Direct(bench.text), bench.open(**kind), OPTIONS, bench.update).run()
+        return await BatchRun(jobs, bench.text, Direct(bench.text), bench.open(**kind), DEPLOYMENT, bench.update).run()
 
     summary = asyncio.run(go(12))
     assert summary.reason == "replica 1: rank 1 on node-b was killed"
@@ -578,7 +580,7 @@ def test_replicas_start_one_after_another(bench: Bench) -> None:
 
     async def go() -> Summary:
         group = [Unstarted(LIMITS), Unstarted(LIMITS)]
-        return await BatchRun(group, bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update).run()
+        return await BatchRun(group, bench.text, Direct(bench.text), bench.open(), DEPLOYMENT, bench.update).run()
 
     summary = asyncio.run(go())
     assert (summary.ok, summary.reason) == (8, None)
@@ -590,7 +592,7 @@ def test_options_reach_the_engine(bench: Bench) -> None:
     summary = bench.run(plain)
     assert (summary.ok, summary.failed) == (1, 1)
     first = bench.job.submitted[0].params.seed
-    bench.run(plain, replace(OPTIONS, run_id="run-1"), overwrite=True)
+    bench.run(plain, replace(DEPLOYMENT, engine=replace(DEPLOYMENT.engine, seed=1)), overwrite=True)
     assert bench.job.submitted[0].params.seed != first
 
 
@@ -661,7 +663,7 @@ def test_an_answer_that_cannot_be_made_is_an_error_line(
     async def go() -> Summary:
         job = Deaf(LIMITS)
         async with asyncio.timeout(HANG_S):
-            return await BatchRun([job], bench.text, Direct(bench.text), bench.open(), OPTIONS, bench.update).run()
+            return await BatchRun([job], bench.text, Direct(bench.text), bench.open(), DEPLOYMENT, bench.update).run()
 
     summary = asyncio.run(go())
     assert (summary.ok, summary.failed, summary.reason) == (5, 1, None)
@@ -680,8 +682,8 @@ def test_equal_lines_are_computed_once_and_answered_each(bench: Bench, deduplica
     lines += [completion("other", "again and again", **same, seed=9), chat("default0", "so"), chat("default1", "so")]
     lines += [completion(f"bad{i}", [7, 8], temperature=0) for i in range(2)]
     bench.write(*lines)
-    options = replace(OPTIONS, deduplicate=deduplicate)
-    summary = bench.run(lambda: FakeJob(LIMITS, fail=frozenset({7})), options)
+    deployment = replace(DEPLOYMENT, batch=replace(DEPLOYMENT.batch, deduplicate=deduplicate))
+    summary = bench.run(lambda: FakeJob(LIMITS, fail=frozenset({7})), deployment)
     assert (summary.ok, summary.failed) == (9, 2)
     assert len(bench.job.submitted) == (5 if deduplicate else len(lines))
     answers = bench.answers()

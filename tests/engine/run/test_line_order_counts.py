@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from laddertron.engine.config.schema import Deployment, ModelSection
 from laddertron.engine.run.files import open_run
-from laddertron.engine.run.run import BatchRun, RunOptions
+from laddertron.engine.run.run import BatchRun
 from laddertron.engine.schedule.scheduler import SchedulerLimits
 from laddertron.engine.text.tokenizer import TextModel
 from planned_job import PlannedJob, distinct_tokens
@@ -42,7 +43,7 @@ def run(
     async def go() -> list[PlannedJob]:
         made = [PlannedJob(limits, load_turns=200) for _ in range(jobs)]
         files = open_run(folder / "in", folder / "out", folder / "errors")
-        summary = await BatchRun(made, text, Direct(text), files, RunOptions("tiny")).run()
+        summary = await BatchRun(made, text, Direct(text), files, Deployment(ModelSection("tiny"))).run()
         assert (summary.ok, summary.reason) == (len(prompts), None)
         return made
 

@@ -31,6 +31,7 @@ from laddertron.launchers.cli.commands.run import (
     bundles_of,
     drive,
     open_files,
+    read_identity,
     read_text,
     report,
 )
@@ -343,7 +344,9 @@ def test_a_job_among_the_ranks_leaves_a_bundle_when_it_fails(tmp_path: Path, die
     asked = Asked(tmp_path, 6)
     loaded = read(str(DEMO), asked.sets)
     arguments = Arguments(str(DEMO), asked.input, asked.output, default_errors(asked.output), False, False, ())
-    prepared = Prepared(loaded.deployment, *read_text(loaded), open_files(arguments, loaded.deployment, Console()))
+    model = read_identity(loaded.deployment)
+    files = open_files(arguments, loaded.deployment, Console(), model)
+    prepared = Prepared(loaded.deployment, read_text(loaded), files, model)
     bundles, console = bundles_of(loaded.deployment), Console(file=io.StringIO())
 
     async def story() -> int:

@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
@@ -264,8 +265,8 @@ def test_a_bundle_names_the_configuration_of_its_own_launch(
     monkeypatch.setattr(serve, "replica_specs", specs)
     monkeypatch.setattr(serve, "_run", story)
     monkeypatch.setattr(serve, "set_up", lambda *to: None)
-    text: Any = None
-    assert serve.serve(read(DEMO, sets), text, tmp_path, Observer(), read_again=lambda: read(DEMO, sets)) == 0
+    text, serving = cast(Any, None), cast(Any, SimpleNamespace(read_again=lambda: read(DEMO, sets)))
+    assert serve.serve(read(DEMO, sets), text, serving, Observer()) == 0
     configs = [contents(path)["config.json"] for path in reversed(newest(tmp_path / "bundles"))]
     assert [json.loads(config)["engine"]["max_num_seqs"] for config in configs] == [8, 3]
 
