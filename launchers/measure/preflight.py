@@ -14,6 +14,7 @@ from pathlib import Path
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
 from ...models.config.model_config import from_folder
+from ...models.config.quantisation import BYTES
 from ...topology.comm.bootstrap import Bootstrap, MpiBootstrap, bootstrap_of, require_own_hostnames
 from ...topology.comm.groups import CommOptions
 from ...topology.comm.nccl import nccl_log, nccl_log_path
@@ -50,7 +51,6 @@ from .preflight_plan import (
 
 BATCHES = (1, 4, 16, 64, 256)
 """Decode batches whose all-reduces are measured in addition to the usual sizes."""
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def message_bytes(deployment: Deployment) -> tuple[int, ...]:
     if not (folder / "config.json").is_file():
         return ()
     model = from_folder(folder)
-    width = _WIDTH[model.dtype if deployment.model.dtype == "auto" else deployment.model.dtype]
+    width = int(BYTES[model.dtype if deployment.model.dtype == "auto" else deployment.model.dtype])
     return tuple(model.hidden_size * width * batch for batch in BATCHES if model.hidden_size * width * batch <= 8 << 20)
 
 
@@ -159,9 +159,7 @@ def _measure(
     # every rank must measure the same: rank 0's model folder says which sizes
     sizes = json.loads(bootstrap.all_gather(json.dumps(message_bytes(deployment)).encode())[0])
     if world.tp > 1:
-        plans = [
-            make_preflight_plan(fabric, placement, shape, backend, sizes, index) for index, shape in enumerate(shapes)
-        ]
+        plans = [make_preflight_plan(fabric, placement, shape, backend, sizes) for shape in shapes]
     else:
         plans = [PreflightPlan((), ())] * groups
     own_plan = plans[group]

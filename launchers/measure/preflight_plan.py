@@ -15,6 +15,7 @@ from ...topology.cost.cost import Backend, Shape, Strategy, candidates
 from ...topology.cost.fit import TOLERANCE, Fit, Point
 from ...topology.hardware.fabric import Fabric
 from ...topology.placement.placement import Placement
+from ..rank.network import sockets_refused
 
 SWEEP_BYTES = tuple(32 << 10 << step for step in range(9))
 """32 KiB to 8 MiB, doubling."""
@@ -66,11 +67,10 @@ def make_preflight_plan(
     shape: Shape,
     backend: Backend,
     message_bytes: Sequence[int] = (),
-    group: int = 0,
 ) -> PreflightPlan:
-    """Pairs of every group: neighbours inside every node, then each rail from every node to the next. Sweep of `group`,
-    whose shape is given: every strategy that the backend has for a size, over the model's own message sizes and 32 KiB
-    to 8 MiB."""
+    """Pairs of every group: neighbours inside every node, then each rail from every node to the next. Sweep of a group
+    of this shape: every strategy that the backend has for a size, over the model's own message sizes and 32 KiB to 8
+    MiB."""
     pairs = []
     for layout in placement.groups:
         for node in layout.nodes:
@@ -208,11 +208,7 @@ def _transports(reports: Sequence[RankReport], require: str) -> list[Finding]:
     if require == "any":
         return []
     if by_sockets := [r for r in reports if r.transport.used in ("native", "gloo")]:
-        used = by_sockets[0].transport.used
-        text = (
-            f"parallel.require_transport is ib, backend {used} sends over sockets between nodes: use backend nccl, "
-            "or require_transport: any"
-        )
+        text = sockets_refused(by_sockets[0].transport.used)
         return [Finding("error", _who(by_sockets), text)] if require == "ib" else []
     if require == "socket":
         wrong = [r for r in reports if "IB" in r.transport.used]

@@ -43,6 +43,14 @@ def use_route(deployment: Deployment, environ: MutableMapping[str, str], fs: Sys
     log.info("network: %s (%s) routes to %s", interface, address, peer)
 
 
+def sockets_refused(backend: str) -> str:
+    """Why `parallel.require_transport: ib` refuses a backend that has only sockets."""
+    return (
+        f"parallel.require_transport is ib, backend {backend} sends over sockets between nodes: use backend nccl, "
+        "or require_transport: any"
+    )
+
+
 def local_address(deployment: Deployment, nodes: Sequence[str]) -> str:
     """The address that this rank binds for its group: loopback on one node, else that of the configured interface, of
     the interface that the launcher passed for this host, that on the route to the other hosts, or of this host's name.

@@ -37,7 +37,7 @@ from ..control import messages
 from ..control.reach import listening, peers_of, reach
 from .agreement import agree
 from .load_tuning import backend_here, tuned_choice
-from .network import local_address, use_route
+from .network import local_address, sockets_refused, use_route
 from .rank_status import HealthWatch, Status, loading_words, make_look
 from .shared_gpu import gpu_index, node_names, separate
 from .shared_memory import require_shared_memory
@@ -88,10 +88,7 @@ def require_transport(deployment: Deployment, backend: str, spans: bool) -> None
     if backend == "nccl":
         os.environ.setdefault("NCCL_NET", "IB" if transport == "ib" else "Socket")
     elif transport == "ib" and backend in ("native", "gloo"):
-        raise ValueError(
-            f"parallel.require_transport is ib, backend {backend} sends over sockets between nodes: use backend nccl, "
-            "or require_transport: any"
-        )
+        raise ValueError(sockets_refused(backend))
 
 
 def start_bootstrap(deployment: Deployment, identity: Identity) -> Bootstrap:

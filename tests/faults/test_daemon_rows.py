@@ -19,6 +19,7 @@ from cluster.launching import Job, ranks_on
 from cluster.nodes import Cluster, why_not
 from job_tools import MPIRUN
 from laddertron.launchers.control import processes
+from laddertron.topology.hardware.cpu_quota import memory_bytes
 
 from faults.night import ROOT, Night, line, until
 
@@ -47,7 +48,7 @@ def test_a_crash_loop_ends_the_daemon(night: Night) -> None:
 def test_what_cannot_be_loaded_ends_the_daemon_at_the_first_launch(fault: str, tmp_path: Path) -> None:
     """Real ranks: a shard cut short, a cache that fits nowhere. The daemon ends with 1 after one launch, with the
     file and tensor, or need and have, as its last words; nothing is left."""
-    all_of_it = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - 2**20  # as much as `check` lets pass
+    all_of_it = memory_bytes() - 2**20  # as much as `check` lets pass
     too_large = ("parallel.tensor_parallel_size=1", f"engine.kv_cache_memory={all_of_it}")
     sets = {"truncated": (), "too large for the memory": too_large}[fault]
     config = tmp_path / "demo.yaml"

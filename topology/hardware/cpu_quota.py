@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from pathlib import PurePosixPath
 
-from .sysfs import Sysfs
+from .sysfs import Sysfs, host_memory_bytes
 
 _NO_LIMIT = 1 << 60
 """Version 1 writes about the largest number where memory has no limit."""
@@ -33,6 +33,12 @@ def memory_limit(fs: Sysfs | None = None) -> int | None:
     folders = (folder for mount, inner in _cgroups(fs, "memory") for folder in _upwards(mount, inner))
     limits = (fs.number(f"{folder}/{name}") for folder in folders for name in ("memory.max", "memory.limit_in_bytes"))
     return min((limit for limit in limits if limit is not None and limit < _NO_LIMIT), default=None)
+
+
+def memory_bytes(fs: Sysfs | None = None) -> int:
+    """Memory of the host, or what this process's cgroups have of it if that is less."""
+    fs = fs or Sysfs()
+    return min(host_memory_bytes(fs), memory_limit(fs) or _NO_LIMIT)
 
 
 def _cgroups(fs: Sysfs, limiting: str) -> list[tuple[str, PurePosixPath]]:

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..json_codec import ReadError, build, layered, parse, unbuild
+from .cpu_quota import memory_bytes
 from .cpu_tier import cpu_flags, detect
 from .fabric import Device, Fabric, Hca, Link, Node, NumaNode, format_cpus, parse_cpus
 from .interfaces import addresses
 from .nvml import Gpus, gpus, load_nvml
-from .sysfs import Sysfs, cpu_name, hcas, memory_bytes, nics, numa_nodes, pci_numa, pci_path
+from .sysfs import Sysfs, cpu_name, hcas, nics, numa_nodes, pci_numa, pci_path
 
 AllGather = Callable[[bytes], list[bytes]]
 """Every rank's bytes, in rank order, on every rank."""

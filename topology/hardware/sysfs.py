@@ -64,14 +64,8 @@ def numa_nodes(fs: Sysfs, allowed: Iterable[int] | None = None) -> tuple[NumaNod
     return tuple(nodes)
 
 
-def memory_bytes(fs: Sysfs) -> int:
-    """Memory of the host, or of this container if that is less."""
-    total = _meminfo(fs.text("proc/meminfo"))
-    for path in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = fs.number(path)
-        if limit:
-            total = min(total, limit)
-    return total
+def host_memory_bytes(fs: Sysfs) -> int:
+    return _meminfo(fs.text("proc/meminfo"))
 
 
 def available_bytes(fs: Sysfs) -> int:

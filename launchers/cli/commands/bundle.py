@@ -14,11 +14,11 @@ import click
 
 from ....engine.config.load import Deployment, load
 from ....engine.daemon.store.disk import holder_pid
+from ...compose.mpi import WORKER
 from ...job.bundle import log_tails, newest, parts_of, write_bundle
 from ..fabric_source import set_option
 
 ANSWER_S = 20.0
-WORKER = "laddertron.launchers.rank.worker"
 
 
 def ask_daemon(pid: int, folder: Path, timeout_s: float = ANSWER_S) -> Path | None:

@@ -19,10 +19,11 @@ from ....engine.daemon.http.tls import TlsFault, check_pair
 from ....engine.daemon.store.disk import holder_pid
 from ....models.config.json_fields import Refusal
 from ....topology.hardware import fabric as fabrics
+from ....topology.hardware.cpu_quota import memory_bytes
 from ....topology.hardware.cpu_tier import VARIABLE, Tier, TierError, lowered, own, require_int8
 from ....topology.hardware.cuda_stack import look, stack_faults
-from ...compose.detect_launcher import survey
-from ...compose.host_allocation import divide
+from ...compose.detect_launcher import fabric_of, survey
+from ...compose.host_allocation import JobHosts, divide
 from ...compose.host_names import NEEDS_IPV4, HostNames
 from ...compose.hosts import LaunchError, read_hosts
 from ...compose.ports import require_ports
@@ -183,13 +184,17 @@ def cpu_faults(loaded: LoadedDeployment) -> Iterator[str]:
             yield loaded.fault(key, f"{host}: {error}")
 
 
+def shares_of(deployment: Deployment) -> tuple[JobHosts, ...]:
+    """Each replica's hosts. Raises OSError or ValueError for hosts that do not fit."""
+    fabric = fabric_of(deployment)
+    return divide(read_hosts(deployment, os.environ, fabric), deployment.parallel.world, fabric)
+
+
 def nodes_of_group(deployment: Deployment) -> int:
     """The nodes that each tensor-parallel group spans, by the hosts or launch.ranks_per_node."""
-    path, world = deployment.launch.fabric, deployment.parallel.world
+    world = deployment.parallel.world
     with suppress(OSError, ValueError):
-        fabric = None if path is None else fabrics.load(Path(path))
-        hosts = read_hosts(deployment, os.environ, fabric)
-        return max(1, len(divide(hosts, world, fabric)[0].hosts) // world.stages)
+        return max(1, len(shares_of(deployment)[0].hosts) // world.stages)
     return max(1, world.tp // (deployment.launch.ranks_per_node or world.tp))
 
 
@@ -204,12 +209,9 @@ def address_faults(loaded: LoadedDeployment) -> Iterator[str]:
 
 def port_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """A range of ports that is too small for the ranks of a host."""
-    launch, p = loaded.deployment.launch, loaded.deployment.parallel
-    if launch.port_range is not None:
+    if loaded.deployment.launch.port_range is not None:
         with suppress(OSError, ValueError):  # hosts that do not fit are a fault of their own
-            fabric = None if launch.fabric is None else fabrics.load(Path(launch.fabric))
-            hosts = read_hosts(loaded.deployment, os.environ, fabric)
-            shares = divide(hosts, p.world, fabric)
+            shares = shares_of(loaded.deployment)
             yield from refused(loaded, "launch.port_range", lambda: require_ports(loaded.deployment, shares))
 
 
@@ -222,7 +224,7 @@ def memory_faults(loaded: LoadedDeployment) -> Iterator[str]:
     elsewhere |= bool(launch.hostfile or launch.fabric) or "SLURM_JOB_ID" in os.environ
     if bytes_per_rank is None or elsewhere or d.engine.device == "cuda":
         return
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    have = memory_bytes()
     if bytes_per_rank * (ranks := d.parallel.world.size) > have:
         text = f"{bytes_per_rank >> 20} MiB for each of {ranks} ranks, and this host has {have >> 20} MiB: lower it"
         yield loaded.fault("engine.kv_cache_memory", text)

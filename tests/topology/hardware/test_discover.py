@@ -8,12 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from laddertron.topology.hardware.cpu_quota import memory_bytes
 from laddertron.topology.hardware.cpu_tier import VARIABLE
 from laddertron.topology.hardware.discover import Discovery, DiscoveryError, discover, gather, read_host
 from laddertron.topology.hardware.fabric import Fabric, Node, NumaNode
 from laddertron.topology.hardware.interfaces import addresses
 from laddertron.topology.hardware.nvml import gpus, pci_name
-from laddertron.topology.hardware.sysfs import Sysfs, memory_bytes, nics, numa_nodes, pci_path
+from laddertron.topology.hardware.sysfs import Sysfs, nics, numa_nodes, pci_path
 from laddertron.topology.json_codec import unbuild
 from laddertron.topology.placement.placement import place
 from laddertron.topology.placement.world import World
@@ -295,9 +296,11 @@ def test_memory_is_what_the_container_has(tree: Tree) -> None:
     tree.write("proc/meminfo", "MemTotal: 4096 kB")
     fs = Sysfs(tree.root)
     assert memory_bytes(fs) == 4096 << 10
-    tree.write("sys/fs/cgroup/memory.max", "max")
+    tree.write("proc/self/cgroup", "0::/service")
+    tree.write("proc/self/mountinfo", "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw")
+    tree.write("sys/fs/cgroup/service/memory.max", "max")
     assert memory_bytes(fs) == 4096 << 10
-    tree.write("sys/fs/cgroup/memory.max", "1048576")
+    tree.write("sys/fs/cgroup/service/memory.max", "1048576")
     assert memory_bytes(fs) == 1 << 20
 
 

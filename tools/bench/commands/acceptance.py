@@ -26,6 +26,7 @@ from ....launchers.cli.batch_client import ApiError, BatchClient
 from ....launchers.cli.commands.check import read_model
 from ....launchers.cli.errors import FAILED, OK, check_output, show_error, show_warning
 from ....launchers.cli.fabric_source import faults_of, set_option
+from ....launchers.compose.mpi import WORKER
 from ....launchers.control.processes import descendants, ended_by_term, kill, words_of
 from ....launchers.job import supervised_process as kept
 from ....topology.json_codec import build, write_file
@@ -42,7 +43,6 @@ LIMIT_S = 3600.0
 """The longest that one measurement may take."""
 STREAM_S = 5.0
 """About how long the stream whose rank is killed would take undisturbed."""
-RANK = "laddertron.launchers.rank.worker"
 _COUNT = click.IntRange(1, 10**6)
 
 
@@ -185,7 +185,7 @@ class Served:
         self._wait("undisturbed stream", lambda: not undisturbed.is_alive())
         stream = _StreamReader(client, name, tokens)
         self._wait("stream", lambda: len(stream.times) > 2 or not stream.is_alive())
-        flags = list(child.command(RANK)[1:])
+        flags = list(child.command(WORKER)[1:])
         ranks = [p for p in descendants(self._process.pid) if words_of(p.pid)[1 : 1 + len(flags)] == flags]
         if not ranks:
             raise StepFailed("serve: no rank runs on this host: run acceptance on one of the deployment's hosts")
