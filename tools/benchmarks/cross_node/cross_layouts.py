@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise, product
 from statistics import median
+from typing import Any
 
 from common import svg, table, to_and_fro
 from laddertron.engine.config.schema import Deployment
@@ -61,7 +62,7 @@ def at_ratios(
             yield {"batch": batch, "aimed": aimed, "delay_s": delay_s, "rates": rates}
 
 
-def points(rows: Sequence[Row]) -> list[Row]:
+def points(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Medians over the runs: batch, ratio (L/c, as what communicating adds to computing) and tokens/s of each kind."""
     medians = []
     for batch, aimed in sorted({(row["batch"], row["aimed"]) for row in rows}):
@@ -81,7 +82,7 @@ def crossing(mine: Sequence[Row]) -> str:
     return f"{gaps[-1][0]:.1f} and more" if gaps[-1][1] > 0 else "0"
 
 
-def layouts_table(lines: Sequence[Row]) -> list[str]:
+def layouts_table(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     medians, cells = points(lines), []
     for p in medians:
         rates, best = p["rates"], max(STOCK, key=p["rates"].__getitem__)
