@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,6 +19,7 @@ from .attention import KVCache, StepLayout, TorchAttention
 from .config.latent import GATHERED, Expansion
 from .ops import Norm, rms_norm, rotate
 from .stages import RankShard
+from .transfer import upload
 
 ODD_FACTOR = 0x1E3779B97F4A7C15
 """Odd, so that its multiples differ modulo 2^64. Numbers are mixed into digests by such multiples, with the high bits
@@ -82,6 +84,8 @@ class LatentAttention(TorchAttention):
         """Rows of the step that are in no expanded chunk, if there is one: those that `attend` takes."""
         self._topk = topk
         self._rows: tuple[StepLayout, Tensor, Tensor]
+        self._sequences: Tensor
+        """Of the rows that `attend` takes of a sparse step, [T]."""
         self.sparse = False
         """Whether a token of the step has more positions than it may attend to."""
         self.chosen = torch.empty(0, 0, dtype=torch.int32)
@@ -98,6 +102,9 @@ class LatentAttention(TorchAttention):
             layout, self.absorbed = _without(layout, set(chosen))
             cos, sin = cos[self.absorbed], sin[self.absorbed]
         super().prepare(layout, cos, sin)
+        if self.sparse:
+            each = np.diff(np.asarray(layout.query_start))
+            self._sequences = upload(np.repeat(np.arange(len(each)), each), layout.block_table.device)
 
     def _chunk(self, layout: StepLayout, i: int, cos: Tensor, sin: Tensor) -> Chunk:
         rows, length = slice(layout.query_start[i], layout.query_start[i + 1]), layout.kv_len[i]
@@ -150,14 +157,13 @@ class LatentAttention(TorchAttention):
         """latent_attend, over each token's own positions."""
         layout, size = self._layout(), self.cache.block_size
         positions = self.chosen[self.absorbed] if self.expanded else self.chosen
-        counts = torch.tensor([b - a for a, b in pairwise(layout.query_start)], device=q.device)
-        tables = layout.block_table.repeat_interleave(counts, 0)
         cached, parts = self.latents.latents[layer].flatten(0, 1), []
         rows = max(1, GATHERED // (positions.shape[1] * cached.shape[1] * q.element_size()))
         for at in range(0, len(q), rows):
             some = positions[at : at + rows].long()
             own = some.clamp(min=0)  # without a position: its sequence's first, which counts nothing
-            slots = tables[at : at + rows].gather(1, own // size) * size + own % size
+            tables = layout.block_table[self._sequences[at : at + rows]]
+            slots = tables.gather(1, own // size) * size + own % size
             keys, mask = cached[slots].to(q.dtype).unsqueeze(1), (some >= 0)[:, None, None]
             out = scaled_dot_product_attention(q[at : at + rows, None], keys, keys, mask, scale=self.scale)
             parts.append(out[:, 0, :, :rank])
