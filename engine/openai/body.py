@@ -48,6 +48,7 @@ class Body(NamedTuple):
     template_variables: dict[str, Any] | None = None
     bad_words: tuple[str, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    """Those that may be called."""
     tool_choice: Choice = "none"
     tool_name: str = ""
     parallel_tool_calls: bool = True
@@ -72,7 +73,7 @@ class Body(NamedTuple):
 
 _BODY_NAMES, _GRAMMAR_NAMES = frozenset(Body._fields), frozenset(GrammarFields.model_fields)
 _TEMPLATE_OWN = ("messages", "tools", "documents", "chat_template", "add_generation_prompt")
-_FOR_TEMPLATE = ("tools", "documents", "reasoning_effort", "verbosity")
+_FOR_TEMPLATE = ("documents", "reasoning_effort", "verbosity")
 _UNSUPPORTED = "unsupported_parameter"
 
 
@@ -104,8 +105,8 @@ def check_body(value: Any, endpoint: Route) -> Body:
         except ApiError as bad:
             raise converted.named(bad) from None
         param = "text.format" if body.grammar_param == "response_format" else body.grammar_param
-        more = {"responses": converted.repeated, "ignored_fields": converted.ignored_fields}
-        return body._replace(grammar_param=param, **more)
+        ignored = converted.ignored_fields
+        return body._replace(grammar_param=param, responses=converted.repeated, ignored_fields=ignored)
     fields = checked(MODELS[endpoint], value)
     values = fields.__dict__
     body_fields = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}
@@ -125,11 +126,13 @@ def check_body(value: Any, endpoint: Route) -> Body:
             stream_options.include_usage and stream_options.continuous_usage_stats
         )
     if not body_fields.keys().isdisjoint(_GRAMMAR_NAMES) and (grammar := grammar_of(fields)) is not None:
-        if "grammar" in body_fields:
+        asked = grammar_param(fields)
+        if "grammar" not in body_fields:
+            body_fields["grammar"], body_fields["grammar_param"] = grammar, asked
+        elif asked != "response_format":  # which is about content, and a required call has none
             raise ApiError(
                 "a tool_choice that requires a call cannot be combined with another grammar", param="tool_choice"
             )
-        body_fields["grammar"], body_fields["grammar_param"] = grammar, grammar_param(fields)
     if body_fields.get("stream") and "prompt_logprobs" in body_fields:
         raise ApiError("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if body_fields.get("best_of", body_fields.get("n", 1)) != body_fields.get("n", 1):
@@ -172,12 +175,14 @@ def _chat_only(fields: dict[str, Any]) -> None:
     tools = tools_of(fields)
     for name in ("tools", "tool_choice"):
         fields.pop(name, None)
+    for_template = {"tools": tools.pop("offered")} if tools else {}
     fields.update(tools)
     given = fields.get("chat_template_kwargs", {})
     for name in given:
         if name in _TEMPLATE_OWN:
             raise ApiError(f"chat_template_kwargs may not set {name}", param=f"chat_template_kwargs.{name}")
-    fields["template_variables"] = {**{name: fields[name] for name in _FOR_TEMPLATE if name in fields}, **given} or None
+    for_template |= {name: fields[name] for name in _FOR_TEMPLATE if name in fields}
+    fields["template_variables"] = {**for_template, **given} or None
 
 
 def _completions_only(fields: dict[str, Any]) -> None:

@@ -117,6 +117,12 @@ _Items = Annotated[
 _INPUT: TypeAdapter[tuple[Item, ...]] = TypeAdapter(_Items)
 
 
+def _choice(value: Any) -> Any:
+    if type(value) not in (str, dict):
+        raise invalid(f" is {kind_of(value)}; a string or an object is expected", "invalid_type")
+    return value
+
+
 def _include(value: Any) -> None:
     if "message.output_text.logprobs" in (value if type(value) is list else ()):
         raise invalid(": log-probabilities are not supported: use /v1/chat/completions", "unsupported_value")
@@ -146,7 +152,9 @@ class ResponsesFields(StrictModel):
     stream: bool | None = None
     stream_options: Annotated[Any, ignored("no padding is sent")] = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None, PlainValidator(_choice, json_schema_input_type=str | dict[str, Any])
+    ] = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[Any, ignored("there are no tools of the server")] = None
     text: TextOptions | None = None
@@ -212,8 +220,7 @@ def as_chat(value: Any) -> Converted:
         body["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools)]
     choice = fields.tool_choice
     if choice is not None and (fields.tools or choice not in ("auto", "none")):
-        named = isinstance(choice, dict) and choice.get("type") == "function"
-        body["tool_choice"] = {"type": "function", "function": _without_type(choice)} if named else choice
+        body["tool_choice"] = _chat_choice(choice)
     options = fields.text or TextOptions()
     if options.format is not None and options.format.get("type") == "json_schema":
         body["response_format"] = {"type": "json_schema", "json_schema": _without_type(options.format)}
@@ -228,7 +235,7 @@ def as_chat(value: Any) -> Converted:
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "reasoning": {"effort": effort, "summary": None},
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
-        "text": {"format": options.format or {"type": "text"}},
+        "text": {"format": options.format or {"type": "text"}, "verbosity": options.verbosity},
         "tool_choice": choice or "auto",
         "tools": fields.tools or [],
         "top_p": 1.0 if fields.top_p is None else fields.top_p,
@@ -242,7 +249,7 @@ _NAMES: Mapping[str, str | None] = {
     r"messages\[(\d+)\]": None,
     r"messages\b": "input",
     r"(tools\[\d+\])\.function": r"\1",
-    r"tool_choice\.function": "tool_choice",
+    r"tool_choice(?:\.allowed_tools)?(\.tools\[\d+\])?(?:\.function)?": r"tool_choice\1",
     r"response_format(\.json_schema)?": "text.format",
     r"max_tokens\b": "max_output_tokens",
     r"truncate_prompt_tokens\b": "truncation",
@@ -254,6 +261,19 @@ _NAMES: Mapping[str, str | None] = {
 
 def _without_type(value: Any) -> dict[str, Any]:
     return {name: given for name, given in value.items() if name != "type" and given is not None}
+
+
+def _chat_choice(choice: Any) -> Any:
+    """A choice in the form of a chat's; others stay, and are refused as such."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return {"type": "function", "function": _without_type(choice)}
+    if kind == "allowed_tools":
+        allowed = _without_type(choice)
+        if isinstance(allowed.get("tools"), list):
+            allowed["tools"] = [_chat_choice(tool) for tool in allowed["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
 
 
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:

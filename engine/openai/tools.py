@@ -5,9 +5,10 @@ array of {"name", "parameters"}, with a named tool only its arguments. text/chat
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, TypeAdapter
+from pydantic import ConfigDict, Field, PlainValidator
 
 from .errors import ApiError
 from .validators import StrictModel, array, invalid, kind_of, show, text
@@ -38,54 +39,77 @@ class ToolChoice(StrictModel):
     function: _Named
 
 
-_CHOICE: TypeAdapter[ToolChoice] = TypeAdapter(ToolChoice)
+class _Allowed(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[tuple[ToolChoice, ...], array(MAX_TOOLS, 1)]
+
+
+class AllowedTools(StrictModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: _Allowed
+
+
+class _ChoiceKind(StrictModel):
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["function", "allowed_tools"]
+
+
 _WORDS = ("none", "auto", "required")
 
 
-def _choice(value: Any) -> tuple[Choice, str]:
-    """Parses tool_choice into the choice and the named tool ("" if none)."""
+def _choice(value: Any) -> tuple[Choice, tuple[str, ...]]:
+    """Parses tool_choice into the choice and the only tools that may be called (() for all)."""
     if type(value) is dict:
-        return "named", _CHOICE.validate_python(value).function.name
+        if _ChoiceKind.model_validate(value).type == "allowed_tools":
+            allowed = AllowedTools.model_validate(value).allowed_tools
+            return allowed.mode, tuple(tool.function.name for tool in allowed.tools)
+        return "named", (ToolChoice.model_validate(value).function.name,)
     if type(value) is not str:
         raise invalid(f" is {kind_of(value)}; a string or an object is expected", "invalid_type")
     if value not in _WORDS:
-        raise invalid(f"={show(value)}: {', '.join(_WORDS)} or an object that names a function are supported")
-    return value, ""  # type: ignore[return-value]
+        raise invalid(f"={show(value)}: {', '.join(_WORDS)} or an object that names functions are supported")
+    return value, ()  # type: ignore[return-value]
 
 
 Tools = Annotated[tuple[Tool, ...], array(MAX_TOOLS)]
 Chosen = Annotated[
-    tuple[Choice, str], PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | ToolChoice)
+    tuple[Choice, tuple[str, ...]],
+    PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | ToolChoice | AllowedTools),
 ]
 
 
 def tools_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """The Body's fields about tools: tools for the template, the choice, its grammar. Raises ApiError."""
-    tools: tuple[Tool, ...] = fields.get("tools", ())
-    choice, name = fields.get("tool_choice", ("auto" if tools else "none", ""))
-    if choice != "none" and not tools:
+    """The Body's fields about tools: those that may be called, the choice, its grammar; and those for the template
+    (`offered`), which sees all of them. Raises ApiError."""
+    offered: tuple[Tool, ...] = fields.get("tools", ())
+    choice, only = fields.get("tool_choice", ("auto" if offered else "none", ()))
+    if choice != "none" and not offered:
         raise ApiError(f"tool_choice={choice!r} needs tools: send them too", param="tool_choice")
-    names = [tool.function.name for tool in tools]
+    names = [tool.function.name for tool in offered]
     if len(set(names)) != len(names):
         raise ApiError("tools: two have the same name", param="tools")
-    if choice == "named" and name not in names:
-        raise ApiError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+    for name in only:
+        if name not in names:
+            raise ApiError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
     if choice == "none":
         return {}
-    given = {"tools": tuple(tool.model_dump(exclude_none=True) for tool in tools), "tool_choice": choice}
+    tools = [tool for tool in offered if not only or tool.function.name in only]
+    dumped = {tool.function.name: tool.model_dump(exclude_none=True) for tool in offered}
+    given: dict[str, Any] = {"tools": tuple(dumped[tool.function.name] for tool in tools), "tool_choice": choice}
+    given["offered"] = tuple(dumped.values())
     if choice == "auto":
         strict = any(tool.function.strict for tool in tools)
         return given | ({"unenforced": ("strict of tools: with tool_choice auto",)} if strict else {})
     if choice == "named":
-        schema = next(tool.function.parameters for tool in tools if tool.function.name == name) or {"type": "object"}
-        given["tool_name"] = name
+        schema = tools[0].function.parameters or {"type": "object"}
+        given["tool_name"] = only[0]
     else:
         schema = _array(tools, fields.get("parallel_tool_calls", True))
     grammar = json.dumps({"grammars": [{"json_schema": schema}]}, ensure_ascii=False, separators=(",", ":"))
     return {**given, "grammar": grammar, "grammar_param": "tools"}
 
 
-def _array(tools: tuple[Tool, ...], parallel: bool) -> dict[str, Any]:
+def _array(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     """The schema of one or more calls. Each tool's parameters keep their own definitions: they are a schema with its
     own `$id`, to which their references are relative."""
     calls, definitions = [], {}

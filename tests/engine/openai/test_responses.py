@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import socket
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pydantic
 import pytest
-from daemon_tools import LIMITS, NAME, Served, deployment, lines_of, served, submit, wait_batch
+from daemon_tools import LIMITS, NAME, MortalJob, Served, deployment, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
 from laddertron.engine.openai.answers import Answer
 from laddertron.engine.openai.body import check_body
@@ -24,6 +26,7 @@ from laddertron.engine.request import TokensEvent
 from laddertron.engine.text.tokenizer import ChatOptions, TextModel
 from openai.types.responses import Response, ResponseErrorEvent, ResponseFailedEvent
 from tiny_text import byte_level, write_folder
+from waiting import HANG_S, until
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
@@ -160,6 +163,23 @@ def test_a_stream_that_fails_ends_in_openai_s_events(text: TextModel) -> None:
     assert ResponseErrorEvent.model_validate_json(data.removeprefix("data: ")).code == "request_timeout"
 
 
+def test_a_stream_that_its_client_leaves_is_cancelled(text: TextModel, tmp_path: Path) -> None:
+    """Amid the events, while the engine holds."""
+    job = MortalJob(LIMITS)
+    job.pause_at = 3
+    with served(deployment(tmp_path), text.folder, lambda: [job]) as running:
+        data = json.dumps({"model": NAME, "input": "x", "stream": True}).encode()
+        head = f"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", running.port), timeout=HANG_S) as connection:
+            connection.sendall(head.encode() + data)
+            seen = b""
+            while b"response.output_text.delta" not in seen:
+                seen += connection.recv(4096)
+            assert job.cancels == []
+        until(lambda: len(job.cancels) == 1)
+        job.release()
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -186,6 +206,7 @@ def item(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 CALL_ITEM = {"call_id": "c", "name": "f", "arguments": "{}"}
+ALLOWED: dict[str, Any] = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
 WRONG: dict[str, dict[str, Any]] = {
     "model": {"model": 7},
     "input": {"input": 7},
@@ -219,7 +240,11 @@ WRONG: dict[str, dict[str, Any]] = {
     "tools[0].strict": function(strict="yes"),
     "tools[0].output_schema": function(output_schema={}),
     "tool_choice": {"tool_choice": "required"},
-    "tool_choice.type": function() | {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+    "tool_choice.type": function() | {"tool_choice": {"type": "web_search"}},
+    "tool_choice.tools": function() | {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+    "tool_choice.mode": function() | {"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}},
+    "tool_choice.tools[0].type": function() | {"tool_choice": {**ALLOWED, "tools": [{"type": "mcp"}]}},
+    "tool_choice.tools[0].name": function() | {"tool_choice": {**ALLOWED, "tools": [{"type": "function"}]}},
     "tool_choice.name": function() | {"tool_choice": {"type": "function"}},
     "parallel_tool_calls": function() | {"parallel_tool_calls": 1},
     "text.format": {"text": {"format": []}},
@@ -255,6 +280,18 @@ def test_an_error_names_the_field_that_was_sent(param: str) -> None:
     assert not any(name in caught.value.message for name in CHAT_NAMES), caught.value.message
 
 
+CHECKED = [n for n, field in ResponsesFields.model_fields.items() if not str(field.description).startswith("Ignored")]
+
+
+@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("value", [7.5, [[]], {"\u00e9": 1}, [7]], ids=str)
+def test_a_value_of_another_type_is_refused_by_the_field_s_name(name: str, value: Any) -> None:
+    """Or by a name within it, which no name of a type follows."""
+    with pytest.raises(ApiError) as caught:
+        check_body({"model": "m", "input": "x", **function(), name: value}, RESPONSES)
+    assert re.match(rf"{name}\b(?!\.(str|list|dict|tuple))", caught.value.param or ""), caught.value.param
+
+
 def test_every_field_is_refused_by_its_name_in_some_case() -> None:
     known = {name for name in ResponsesFields.model_fields if ResponsesFields.model_fields[name].description is None}
     refused = {"store", "previous_response_id", "conversation", "background", "prompt", "moderation"}
@@ -276,11 +313,6 @@ def test_every_field_is_refused_by_its_name_in_some_case() -> None:
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}}}, "text.format", None),
         ({"tools": [{**TOOL, "parameters": {"not": {}}}], "tool_choice": "required"}, "tools", None),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", None),
-        (
-            {"tools": [TOOL], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
-            "tool_choice",
-            None,
-        ),
     ],
 )
 def test_a_refusal_after_the_form_names_the_field_too(
@@ -376,3 +408,20 @@ def test_fields_become_those_of_a_chat() -> None:
     assert body.template_variables == {"reasoning_effort": "low"}
     assert body.responses is not None
     assert body.responses["text"]["format"] == schema
+
+
+def test_allowed_tools_restrict_what_is_called_and_not_what_is_shown() -> None:
+    """The template renders all tools, which keeps the prompt's prefix; the grammar and the parser know the allowed."""
+    tools = [{"type": "function", "name": name, "parameters": {}} for name in "fgh"]
+    allowed = [{"type": "function", "name": name} for name in "hf"]
+    for mode in ("auto", "required"):
+        choice = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+        body = check_body({"model": "m", "input": "x", "tools": tools, "tool_choice": choice}, RESPONSES)
+        assert [tool["function"]["name"] for tool in body.tools] == ["f", "h"]
+        assert body.tool_choice == mode
+        assert body.template_variables is not None
+        assert [tool["function"]["name"] for tool in body.template_variables["tools"]] == ["f", "g", "h"]
+        grammar = body.params.grammar or ""
+        assert ('"f"' in grammar, '"g"' in grammar, '"h"' in grammar) == (mode == "required", False, mode == "required")
+        assert body.responses is not None
+        assert body.responses["tool_choice"] == choice

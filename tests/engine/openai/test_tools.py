@@ -283,3 +283,67 @@ def test_strict_tools_that_the_model_calls_freely_are_named_as_not_enforced() ->
     assert chat(tools=tools).unenforced == ("strict of tools: with tool_choice auto",)
     assert chat(tools=tools, tool_choice="required").unenforced == ()
     assert chat(tools=[{"type": "function", "function": {"name": "f", "strict": False}}]).unenforced == ()
+
+
+FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+CHOICE_FORMS: tuple[tuple[Any, str | None], ...] = (
+    ("none", None), ("auto", None), ("required", None), (NAMED, None), ("any", "tool_choice"), (7, "tool_choice"),
+    ([], "tool_choice"), ({}, "tool_choice.type"), ({"type": "function"}, "tool_choice.function"),
+    ({"type": "function", "function": {"name": "g"}}, "tool_choice"), ({"type": "web_search"}, "tool_choice.type"),
+    ({"type": "function", "function": {"name": "f", "x": 1}}, "tool_choice.function.x"),
+    ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}, None),
+    ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "tool_choice.allowed_tools.tools"),
+    ({"type": "custom", "custom": {"name": "f"}}, "tool_choice.type"),
+)  # fmt: skip
+TOOL_KINDS: tuple[tuple[Any, str | None], ...] = (
+    (FUNCTION, None), ({"type": "function", "function": {"name": "f", "strict": True, "parameters": {}}}, None),
+    ({"type": "web_search"}, "tools[0].type"), ({"type": "custom", "custom": {"name": "f"}}, "tools[0].type"),
+    ({"type": "mcp", "server_label": "x"}, "tools[0].type"), ({}, "tools[0].type"), ("f", "tools[0]"), (7, "tools[0]"),
+    ({"type": "function"}, "tools[0].function"), ({"type": "function", "function": {}}, "tools[0].function.name"),
+    ({"type": "function", "function": {"name": "f", "strict": 1}}, "tools[0].function.strict"),
+)  # fmt: skip
+SENT_CALLS: tuple[tuple[dict[str, Any], str | None], ...] = (
+    ({"id": "c", "function": {"name": "f", "arguments": ""}}, None),
+    ({"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": '{"cut', "x": 1}}, None),
+    ({"id": "c", "type": "custom", "custom": {"name": "f", "input": "x"}}, "type"),
+    ({"type": "function", "function": {"name": "f", "arguments": "{}"}}, "id"),
+    ({"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}, "function.arguments"),
+    ({"id": "c", "type": "function", "function": {"name": "", "arguments": "{}"}}, "function.name"),
+)
+
+
+def refused_param(**fields: Any) -> str | None:
+    """The field that a body is refused for; None if it is served."""
+    try:
+        chat(**fields)
+    except ApiError as bad:
+        return bad.param
+    return None
+
+
+@pytest.mark.parametrize(("choice", "param"), CHOICE_FORMS, ids=str)
+def test_every_form_of_a_choice_is_served_or_refused_by_name(choice: Any, param: str | None) -> None:
+    assert refused_param(tools=[FUNCTION], tool_choice=choice) == param
+
+
+@pytest.mark.parametrize(("tool", "param"), TOOL_KINDS, ids=str)
+def test_every_kind_of_tool_is_served_or_refused_by_name(tool: Any, param: str | None) -> None:
+    assert refused_param(tools=[tool]) == param
+
+
+@pytest.mark.parametrize(("call", "param"), SENT_CALLS, ids=str)
+def test_every_call_sent_back_is_served_or_refused_by_name(call: Any, param: str | None) -> None:
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    place = None if param is None else f"messages[0].tool_calls[0].{param}"
+    assert refused_param(messages=[turn, {"role": "tool", "tool_call_id": "c", "content": "x"}]) == place
+
+
+def test_a_format_of_content_does_not_hinder_a_required_call() -> None:
+    """As in OpenAI's API: an answer that must call has no content; grammars that are vLLM's alone are refused."""
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    for choice in ("required", NAMED):
+        alone = chat(tools=[FUNCTION], tool_choice=choice)
+        both = chat(tools=[FUNCTION], tool_choice=choice, response_format=form)
+        assert (both.params.grammar, both.grammar_param) == (alone.params.grammar, "tools")
+        assert refused_param(tools=[FUNCTION], tool_choice=choice, guided_json={}) == "tool_choice"
