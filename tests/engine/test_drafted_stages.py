@@ -9,6 +9,7 @@ from typing import Any
 
 import checkpoints
 import pytest
+from laddertron.engine.sampling import grammar
 from laddertron.models.cpu.kernels import Kernels
 from test_drafted_answers import near
 
@@ -27,8 +28,9 @@ def answers(ranks: Ranks, size: int, folder: Path, **how: Any) -> dict[str, Any]
 @pytest.mark.parametrize("layout", ["pp2", "pp3", pytest.param("tp2xpp2", marks=pytest.mark.slow)])
 def test_drafts_through_stages_change_no_answer(ranks: Ranks, layout: str, tmp_path: Path, run_seed: int) -> None:
     """Greedy, filtered and plain sampling, penalties, log-probabilities, prompts scored, several choices, stop ids,
-    grammars, shared prefixes, chunked prompts; random seats, budgets and micro-batches, and in one configuration blocks
-    for less than the running sequences: ids, scores and ends are those without drafts."""
+    grammars from the start or after reasoning, shared prefixes, chunked prompts; random seats, budgets, micro-batches,
+    and in one configuration blocks for less than the running sequences: ids, scores and ends are those without drafts.
+    """
     size, stages = LAYOUTS[layout]
     dice = Random(f"{run_seed} {layout}")
     folder = checkpoints.save(tmp_path / "m", "llama", num_hidden_layers=3)
@@ -46,6 +48,7 @@ def test_drafts_through_stages_change_no_answer(ranks: Ranks, layout: str, tmp_p
         assert drafted["answers"] == plain["answers"], (kind, how)
         assert 0 < drafted["accepted"] < drafted["drafts"], how
         assert plain["drafts"] == 0
+        assert plain["reasoned"] > 0 or not grammar.available
         assert number or drafted["preemptions"] > 0, how
 
 

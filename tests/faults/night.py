@@ -261,7 +261,8 @@ class StreamReader(threading.Thread):
         for event in self.events:
             for choice in event.get("choices", []):
                 one = found.setdefault(choice["index"], {"text": "", "end": None})
-                one["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                delta = choice.get("delta", {})
+                one["text"] += choice.get("text") or delta.get("reasoning_content") or delta.get("content") or ""
                 for name, values in (choice["logprobs"] or {}).items():
                     one.setdefault(name, []).extend(values or ())
                 if choice["finish_reason"] is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 import urllib.error
@@ -18,6 +19,7 @@ from typing import Any
 import checkpoints
 import lane_checkpoints
 import pytest
+import scripted_model
 from job_tools import MPIRUN
 from laddertron.launchers.control import processes
 from laddertron.launchers.control.processes import ProcessId
@@ -184,6 +186,48 @@ def test_streams_outlive_their_ranks(night: Night) -> None:
         f"\nFAULT_SEED={SEED} {len(streams)} streams: the next token after {', '.join(f'{gap:.1f}' for gap in gaps)} s"
     )
     assert night.stop() == 0
+
+
+REASONING = "".join(f"|thought {n}, " for n in range(60))
+
+
+@pytest.mark.parametrize("drafts", [(), ("engine.speculation=ngram",)], ids=["plain", "drafts"])
+def test_a_grammar_after_reasoning_outlives_its_ranks(tmp_path: Path, drafts: tuple[str, ...]) -> None:
+    """Six chats on two stages whose content has a grammar that begins after the reasoning; the cache is too small for
+    all. A rank of each stage is killed: one while all reason, one amid the content. Each stream says what it says in an
+    undisturbed run, and its content is the grammar's."""
+    scripts = {"<|thinks|>": f"<think>{REASONING}|</think>"}
+    shape = {"num_hidden_layers": 2, "max_position_embeddings": 512}
+    folder = scripted_model.save(tmp_path / "model", scripts, scripted_model.REASONS, **shape)
+    keys = ("parallel.deterministic=true", f"model.path={folder}", "model.wiring=auto", "engine.kv_cache_memory=1MiB")
+    night = Night(tmp_path, real=True, sets=(*STAGED, *drafts, *keys))
+    schema = {"type": "string", "pattern": "^([a-z]{3}, ){30}$"}
+    form = {"type": "json_schema", "json_schema": {"name": "words", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": form, "return_digest": True}
+    asked = [("chat/completions", {**body, "max_tokens": 400, "seed": seed}) for seed in range(6)]
+    try:
+        a_start(night)
+        calm = [StreamReader(night.port, *one) for one in asked]
+        for stream in calm:
+            stream.join()
+        streams = [StreamReader(night.port, *one) for one in asked]
+        for rank, events in ((0, 10), (1, 80)):
+            until("tokens", partial(gone_on, streams, [events] * 6), 120)
+            victim = next(p for p in night.victims("rank") if struck_rank(p) == rank)
+            assert processes.kill(victim, signal.SIGKILL)
+            until("not ready", lambda: phase(night) != "ready", 10.0, 0.01)
+        for stream, undisturbed in zip(streams, calm, strict=True):
+            stream.join()
+            assert stream.whole, night.tail()
+            assert stream.said == undisturbed.said
+            text = stream.said[0]["text"].partition("thought 59, ")[2]
+            assert re.fullmatch('"([a-z]{3}, ){30}"', text), text
+        with urllib.request.urlopen(f"http://127.0.0.1:{night.port}/metrics", timeout=60) as answer:
+            metrics = answer.read().decode()
+        assert float(re.findall(r"(?m)^laddertron_num_preemptions_total.* (\S+)$", metrics)[0]) > 0, metrics
+        assert night.stop() == 0
+    finally:
+        night.close()
 
 
 def mixed(number: int) -> dict[str, Any]:

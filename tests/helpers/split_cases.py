@@ -3,6 +3,7 @@ with what they answer."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -18,6 +19,7 @@ from laddertron.engine.schedule.split import SplitRule
 from laddertron.engine.step.engine import Engine, StepProgress, follow
 from laddertron.topology.comm.groups import CommOptions
 from rank_pool import Rank
+from tokenizers import Tokenizer
 
 CASES: list[dict[str, Any]] = [
     {},
@@ -29,9 +31,11 @@ CASES: list[dict[str, Any]] = [
 ]
 LARGE = 8
 GRAMMARS = ["(ab|ba|abc)*", "[a-z ]{3,40}", "(one|two), (one|two), three"] if grammar.available else []
+CLOSE = "]"
+"""Ends the reasoning before some grammars; drawn after a few tokens."""
 
 
-def requests(seed: int, most: int) -> list[Request]:
+def requests(seed: int, most: int, close: int) -> list[Request]:
     """Two dozen: prompts of up to 90 tokens, half of them with a common beginning; answers of up to `most`. For any
     seed the second takes two steps of 48 tokens. So it has computed two blocks before the fourth enters, whose prompt
     has the same first 8 tokens."""
@@ -47,6 +51,10 @@ def requests(seed: int, most: int) -> list[Request]:
             prompt = prompt if number == 3 else dice.choices(range(6, checkpoints.VOCAB), k=60)
         if GRAMMARS and number % 4 == 2:
             params |= {"grammar": grammar_of(GrammarFields(guided_regex=dice.choice(GRAMMARS))), "max_tokens": most}
+            if number % 8 == 2:
+                preamble = {"reasoning": ["[", CLOSE], "thinking": True, "calls": []}
+                params["grammar"] = f'{{"preamble":{json.dumps(preamble)},{params["grammar"][1:]}'
+                params |= {"logit_bias": ((close, 4.0),), "temperature": 1.0}
         if number % 6 == 3:  # three ids over and over: some drafts are right
             params |= {"allowed_token_ids": (5, 6, 7), "max_tokens": most, "temperature": dice.choice((0.0, 1.0))}
         elif number % 5 == 0:
@@ -71,8 +79,9 @@ def answers(
     microbatches: int | None = None,
     budget: int = 48,
 ) -> dict[str, Any] | None:
-    """Of rank 0, with a KV cache of so many blocks at most: steps in all, counters, and by request and choice the ids,
-    what they scored and how it ended. Requests enter two at a time, so that steps mix prompts with decodes."""
+    """Of rank 0, with a KV cache of so many blocks at most: steps in all, counters, how many answers reach a grammar
+    after reasoning, and by request and choice the ids, what they scored and how it ended. Requests enter two at a time,
+    so that steps mix prompts with decodes."""
     with rank.connect(None, CommOptions(deterministic=deterministic, overlap=overlap), stages=stages) as communicator:
         keys: dict[str, Any] = {"max_num_seqs": seats, "max_num_batched_tokens": budget, "kv_cache_memory": 1 << 20}
         d = deployment(folder, rank.size // stages, None, speculation=speculation, draft_model=draft, **keys)
@@ -89,7 +98,8 @@ def answers(
         scheduler = _Counting(limits)
         engine = Engine(scheduler, built.runner, communicator.plans, progress)
         told: dict[str, list[list[Any]]] = {}
-        waiting = requests(seed, most)
+        tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+        waiting = requests(seed, most, tokenizer.token_to_id(CLOSE))
         if blocks < 256:  # four of 10 blocks enter first and grow by 10: one is preempted
             crowd = [Random(f"{seed}/{n}").choices(range(6, checkpoints.VOCAB), k=40) for n in range(4)]
             waiting[:0] = [request(100 + n, prompt, max_tokens=40) for n, prompt in enumerate(crowd)]
@@ -113,6 +123,7 @@ def answers(
             "positions": scheduler.accepted_drafts,
             "preemptions": counters["num_preemptions_total"],
             "hits": counters["prefix_cache_hits_total"],
+            "reasoned": sum(tokenizer.decode(told[f"r{n}/0"][0])[:-1].find(CLOSE) > 0 for n in (2, 10, 18)),
             "answers": told,
         }
 
