@@ -110,7 +110,7 @@ slurm-test: env ## Slurm on two emulated nodes: srun, drain, requeue, resume (ro
 	@$(VENV)/bin/pytest tests/cluster/test_slurm.py
 
 .PHONY: judges
-judges: env ## openai, litellm, guidellm, aiperf, vllm bench and lm-eval against the demo (JUDGES=names; 10 GB in build/judges)
+judges: env ## Public clients, agent libraries and load generators, behind nginx (JUDGES=names; 12 GB in build/judges)
 	@$(PY) tests/helpers/judges.py $(JUDGES)
 
 .PHONY: gpu-dry

@@ -83,12 +83,12 @@ def versions(*packages: str) -> dict[str, str | None]:
     return by_package
 
 
-def environment(folder: Path, needs: Sequence[str], without: Sequence[str] = ()) -> Path:
+def environment(folder: Path, needs: Sequence[str], without: Sequence[str] = (), python: str = sys.executable) -> Path:
     """The bin folder of a virtual environment with these packages, made once. Raises CalledProcessError with pip's
-    words in its `stderr`."""
+    words in its `stderr`, or OSError without such a `python`."""
     if not (folder / ".complete").exists():
         pip = [str(folder / "bin" / "pip")]
-        commands = [[sys.executable, "-m", "venv", "--clear", str(folder)], [*pip, "install", "-q", *needs]]
+        commands = [[python, "-m", "venv", "--clear", str(folder)], [*pip, "install", "-q", *needs]]
         commands += [[*pip, "uninstall", "-q", "-y", *without]] if without else []
         for command in commands:
             subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
