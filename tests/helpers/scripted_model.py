@@ -38,7 +38,7 @@ def save(folder: Path, scripts: Mapping[str, str], template: str = HERMES, **ove
     assert len(set(pieces)) == len(pieces), "a piece has two followers"
     tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in scripts])
     tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in pieces])
-    follower = {}
+    follower: dict[int, int] = {}
     for mark, answer in scripts.items():
         chain = [mark, *answer.split("|"), "</s>"]
         ids = [tokenizer.token_to_id(piece) for piece in chain]

@@ -99,7 +99,7 @@ def answers(
         engine = Engine(scheduler, built.runner, communicator.plans, progress)
         told: dict[str, list[list[Any]]] = {}
         tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
-        waiting = requests(seed, most, tokenizer.token_to_id(CLOSE))
+        waiting = requests(seed, most, int(tokenizer.token_to_id(CLOSE) or 0))
         if blocks < 256:  # four of 10 blocks enter first and grow by 10: one is preempted
             crowd = [Random(f"{seed}/{n}").choices(range(6, checkpoints.VOCAB), k=40) for n in range(4)]
             waiting[:0] = [request(100 + n, prompt, max_tokens=40) for n, prompt in enumerate(crowd)]
