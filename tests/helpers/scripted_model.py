@@ -41,7 +41,7 @@ def save(folder: Path, scripts: Mapping[str, str], template: str = HERMES, **ove
     follower: dict[int, int] = {}
     for mark, answer in scripts.items():
         chain = [mark, *answer.split("|"), "</s>"]
-        ids = [tokenizer.token_to_id(piece) for piece in chain]
+        ids = [int(tokenizer.token_to_id(piece) or 0) for piece in chain]
         follower |= dict(pairwise(ids))
     vocab = tokenizer.get_vocab_size()
     hidden = -(-vocab // 64) * 64
