@@ -39,6 +39,8 @@ class KVCache:
         self, shard: RankShard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.beside: KVCache | None = None
+        """Another cache of the same blocks, which are copied and cleaned with these."""
         shape = (num_blocks, shard.num_kv_heads, block_size, shard.config.head_dim)
         layers, self._pages, self._device = range(shard.config.num_layers), HugePages(), device
         self.keys = [self._zeros(shape, dtype) for _ in layers]
@@ -55,6 +57,10 @@ class KVCache:
         """All tensors of the cache."""
         return self.keys if self.values_are_keys else [*self.keys, *self.values]
 
+    @property
+    def _every(self) -> list[Tensor]:
+        return self.tensors if self.beside is None else [*self.tensors, *self.beside.tensors]
+
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [T, K, C] at (blocks[t], offsets[t])."""
         self.keys[layer][blocks, :, offsets] = self._stored(keys)
@@ -70,7 +76,7 @@ class KVCache:
         if not pairs:
             return
         source, target = upload(np.array(pairs, np.int64).T.copy(), self.keys[0].device)
-        for tensor in self.tensors:
+        for tensor in self._every:
             tensor[target] = tensor[source]
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
@@ -79,7 +85,7 @@ class KVCache:
         if not blocks:
             return
         index = upload(np.array(blocks, np.int64), self.keys[0].device)
-        for tensor in self.tensors:
+        for tensor in self._every:
             cached = tensor[index]
             wide = cached.float() if cached.dtype == FP8 else cached  # torch has no nan_to_num for fp8
             tensor[index] = torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0).to(cached.dtype)

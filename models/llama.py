@@ -109,11 +109,13 @@ class LlamaModel(nn.Module):
         sharing: Sharing = WHOLE,
         node_reduce: Collective | None = None,
         gathers: Gather | None = None,
+        keeps_states: bool = False,
     ) -> None:
         """Shapes must have passed models/config/shapes.py. positions: the longest sequence. stored: computes products
         with quantised weights. everywhere: the same bits at every group size; all_reduce must then add in a tree.
         boundary: the connection to the previous and next pipeline stage. sharing: how a model with experts is split
-        over the ranks. node_reduce: sums the dense path if it is split over the ranks of a node."""
+        over the ranks. node_reduce: sums the dense path if it is split over the ranks of a node.
+        keeps_states: keeps `states`, for the layer that predicts further tokens (models/predictor.py)."""
         super().__init__()
         stage = config if isinstance(config, Stage) else Stage(config)
         self.config = config = stage.config
@@ -133,6 +135,10 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryTable(config.rope, config.rope.rotated or config.head_dim, positions, device)
         self.layer_products: dict[int, LayerProducts] = {}
         self._head: Product | None = None
+        self._keeps_states = keeps_states
+        self._last_norm: Product | None = None
+        self.states = torch.empty(0)
+        """The last step's rows [T, D] after the final norm."""
         self._attention: AttentionBackend | None = None
         self._at_once = False
         self._chosen: list[tuple[int, Tensor]] = []
@@ -225,11 +231,14 @@ class LlamaModel(nn.Module):
     def _prepare_head(self) -> None:
         if not self.shard.samples:
             return
+        norm: Norm | None = self._norm(self.norm)
+        if self._keeps_states and norm is not None:
+            self._last_norm, norm = self.ops.exact.normed(norm), None
         if self.head is not None:
-            self._head = prepare(self.head, self.ops.exact, self._norm(self.norm))
+            self._head = prepare(self.head, self.ops.exact, norm)
         else:
             # A tied table also serves the embedding: it is held once, repacked or not.
-            self._head, lookup = self.ops.exact.tied(self._table(), self._norm(self.norm))
+            self._head, lookup = self.ops.exact.tied(self._table(), norm)
             if lookup is not None:
                 assert isinstance(self.embedding, VocabEmbedding)
                 self.embedding.repacked(lookup)
@@ -359,10 +368,17 @@ class LlamaModel(nn.Module):
 
     def _logits(self, ends: Sequence[Tensor], rows: Sequence[Tensor | None]) -> Tensor:
         """Logits of the given rows of each stream's complete residual."""
+        if self._last_norm is not None:
+            ends = [self._last_norm(x) for x in ends]
+            self.states = ends[0] if len(ends) == 1 else torch.cat(ends)
+        selected = [x if index is None else x[index] for x, index in zip(ends, rows, strict=True)]
+        return self.logits_of(selected[0] if len(selected) == 1 else torch.cat(selected))
+
+    def logits_of(self, x: Tensor) -> Tensor:
+        """Logits [R, V / tp] in fp32 of rows [R, D]: of the residual, or of `states` if these are kept."""
         if self._head is None:
             raise RuntimeError("forward before load")
-        selected = [x if index is None else x[index] for x, index in zip(ends, rows, strict=True)]
-        logits = self._head(selected[0] if len(selected) == 1 else torch.cat(selected)).float()
+        logits = self._head(x).float()
         return logits if self.config.logits_divisor == 1.0 else logits / self.config.logits_divisor
 
     def _flow(self, tokens: Tensor) -> Generator[None, None, Tensor]:

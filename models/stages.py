@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 from .config.json_fields import Refusal
 from .config.model_config import ModelConfig, Wiring
+from .config.predictor import predictor_of
 from .config.shapes import LEAVES, WHOLE, Sharing
 from .residual import pending_at
 
@@ -53,6 +54,13 @@ def make_stages(config: ModelConfig, layers: Sequence[int]) -> tuple[Stage, ...]
         Stage(_layers(config, a, b), i, len(layers), a, pending[i], pending[i + 1], not _chooses(config, b))
         for i, (a, b) in enumerate(pairwise(ends))
     )
+
+
+def predictor_stage(config: ModelConfig, embeds: bool) -> Stage:
+    """The predicting layer of a model, as a stage that does not sample, because the model's own head does. embeds: it
+    has rows of the embedding, because the model's last stage has none. Raises ShapeError if the model has none."""
+    first = 0 if config.layout == "shortcut" else config.num_layers
+    return Stage(predictor_of(config), 0 if embeds else 1, 3, first)
 
 
 def _chooses(config: ModelConfig, layer: int) -> bool:

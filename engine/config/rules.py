@@ -129,7 +129,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         ("engine.speculation",),
         lambda d: d.engine.speculation is True,
-        "true names no source of drafts: use ngram, model, auto or false",
+        "true names no source of drafts: use ngram, model, mtp, auto or false",
     ),
     Rule(
         ("engine.speculation", "engine.draft_model"),

@@ -250,7 +250,7 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Annotated[int, Range(1, 1024)] | None = None
     cuda_graphs: Literal["auto"] | bool = "auto"
-    speculation: Literal["auto", "ngram", "model"] | bool = False
+    speculation: Literal["auto", "ngram", "model", "mtp"] | bool = False
     draft_model: PathStr | None = None
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
 

@@ -1,9 +1,9 @@
 """Drafts by prompt look-up (the tokens after an earlier occurrence of the sequence's last tokens), and drafts sampled
-from a draft model's logits, of which every rank has whole rows, so that no gather is needed.
+from the logits of a draft model or of the model's predicting layer.
 
 Drawn by the rule, edits, grammar and noise with which the sequence's own tokens will be drawn: with the same
 Gumbel noise added, two models that think alike draw the same id, so that sampled drafts agree nearly as often as greedy
-ones. Keeps a state a slot of its own, since those of engine/sampling/sampler.py hold a shard's columns alone.
+ones. Keeps a state a slot of its own, which drafts advance and `draft` takes back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..batch import Batch, Chunk, NewSequence
 from .decide import Array
 from .grammar import Grammars, GrammarState
 from .logits_shard import make_shard
-from .logprobs import Scorer
+from .logprobs import Exchange, Scorer
 from .penalties import SlotEdits
 from .slots import SlotTable
 from .step import Step, StepContext
@@ -50,9 +50,11 @@ class Proposer(Protocol):
         tokens: npt.NDArray[np.int32],
         length: npt.NDArray[np.int64],
         layout: Layout,
+        rows: Sequence[Chunk],
     ) -> Mapping[int, list[int]]:
         """At most counts[slot] drafts of each slot, after a step has computed `chunks`. tokens [slots, positions]: of
-        each slot the first `length` are known; those behind may be overwritten."""
+        each slot the first `length` are known; those behind may be overwritten. rows: the chunks in the order of the
+        step's rows, with one for each draft that it verified."""
 
 
 class PromptLookUp:
@@ -67,6 +69,7 @@ class PromptLookUp:
         tokens: npt.NDArray[np.int32],
         length: npt.NDArray[np.int64],
         layout: Layout,
+        rows: Sequence[Chunk],
     ) -> Mapping[int, list[int]]:
         return {slot: look_up(tokens[slot, : length[slot]], most) for slot, most in counts.items() if most}
 
@@ -104,35 +107,78 @@ class _Forks(Grammars):
         return self.forks[slot]
 
 
-class DraftDraws:
-    """Samples drafts: call `draw` for each draft, then `rewind`."""
+def _alone(parts: list[Array]) -> list[Array]:
+    """The exchange of a group of one."""
+    return [part[None] for part in parts]
 
-    def __init__(self, vocab_size: int, max_slots: int, device: torch.device, grammars: Grammars | None) -> None:
-        """grammars: of the rank's sampler, which advances them along the sampled tokens."""
+
+class DraftDraws:
+    """Samples drafts."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        ids: range,
+        max_slots: int,
+        device: torch.device,
+        grammars: Grammars | None,
+        exchange: Exchange = _alone,
+    ) -> None:
+        """ids: of this rank's columns, as in Sampler. grammars: of the rank's sampler, which advances them along the
+        sampled tokens. exchange: gathers from the ranks that have the other columns."""
         self._forks = None if grammars is None else _Forks(grammars)
-        self._slots = SlotTable(vocab_size, 0, vocab_size, max_slots, self._forks)
-        work = make_shard(0, device)
-        self._context = StepContext(work, Scorer(vocab_size, 0, vocab_size, work, _alone), self._slots, _alone, _alone)
+        first, columns = ids.start, max(0, min(ids.stop, vocab_size) - ids.start)
+        self._slots = SlotTable(vocab_size, first, columns, max_slots, self._forks)
+        work = make_shard(first, device)
+        scorer = Scorer(vocab_size, first, columns, work, exchange)
+        self._context = StepContext(work, scorer, self._slots, exchange, exchange)
         self._before: dict[int, SlotEdits] = {}
+        self._known = np.zeros(max_slots, np.int64)  # tokens that the slot's state has
 
     def admit(self, sequence: NewSequence) -> None:
         """Fills a slot."""
         unscored = replace(sequence.params, logprobs=None, return_digest=False)
         self._slots.admit(replace(sequence, params=unscored))
+        self._known[sequence.slot] = len(sequence.tokens)
 
     def release(self, slot: int) -> None:
         """Empties a slot (an empty one stays empty)."""
         self._slots.release(slot)
 
-    def follow(self, slot: int, drawn: Sequence[int]) -> None:
-        """Advances the slot's sequence by the tokens sampled since it entered, or since the last call."""
+    def draft(
+        self,
+        logits_BV: Tensor,
+        counts: Mapping[int, int],
+        tokens: npt.NDArray[np.int32],
+        length: npt.NDArray[np.int64],
+        more: Callable[[list[int]], Tensor],
+    ) -> dict[int, list[int]]:
+        """Samples counts[slot] >= 1 drafts of each slot, the first from logits [B, columns], in the order of `counts`.
+        more(slots): the logits after these slots' drafts so far, which are in `tokens` after the known ones."""
+        drafts: dict[int, list[int]] = {slot: [] for slot in counts}
+        for slot in counts:
+            self._follow(slot, tokens[slot, self._known[slot] : length[slot]].tolist())
+        slots = list(counts)
+        while slots:
+            for slot, drawn in zip(slots, self._draw(logits_BV, slots), strict=True):
+                tokens[slot, length[slot] + len(drafts[slot])] = drawn
+                drafts[slot].append(drawn)
+            slots = [slot for slot in slots if len(drafts[slot]) < counts[slot]]
+            if slots:
+                logits_BV = more(slots)
+        self._rewind(counts)
+        return drafts
+
+    def _follow(self, slot: int, drawn: Sequence[int]) -> None:
+        """Advances the slot's sequence by the tokens sampled since the last call."""
+        self._known[slot] += len(drawn)
         self._slots.position[slot] += len(drawn)
         if slot in self._slots.edits:
             for token in drawn:
                 self._slots.edits[slot].append(token)
 
-    def draw(self, logits_BV: Tensor, slots: Sequence[int]) -> list[int]:
-        """Samples the next draft of each slot, from logits [B, vocabulary] after the previous one."""
+    def _draw(self, logits_BV: Tensor, slots: Sequence[int]) -> list[int]:
+        """Samples the next draft of each slot, from logits [B, columns] after the previous one."""
         for slot in slots:
             if slot in self._slots.edits and slot not in self._before:
                 self._before[slot] = self._slots.edits[slot]
@@ -143,7 +189,7 @@ class DraftDraws:
         ids: list[int] = drawn.ids.tolist()
         return ids
 
-    def rewind(self, drafted: dict[int, int]) -> None:
+    def _rewind(self, drafted: Mapping[int, int]) -> None:
         """Removes each slot's number of drafts from the state: it is not known yet which are accepted."""
         for slot, count in drafted.items():
             self._slots.position[slot] -= count
@@ -151,8 +197,3 @@ class DraftDraws:
         self._before.clear()
         if self._forks is not None:
             self._forks.forks.clear()
-
-
-def _alone(parts: list[Array]) -> list[Array]:
-    """The gather of a group of one."""
-    return [part[None] for part in parts]

@@ -105,8 +105,8 @@ class Sampler:
         self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
         one = shares < 2
         work = make_shard(shard.start, device) if one else SharedShard(shard.start, len(shard), shares, device)
-        scorer = Scorer(vocab_size, shard.start, self.columns, work, self._exchange)
-        self._tools = StepContext(work, scorer, self._slots, self._first_exchange, self._exchange, shares > 0)
+        scorer = Scorer(vocab_size, shard.start, self.columns, work, self.exchange)
+        self._tools = StepContext(work, scorer, self._slots, self._first_exchange, self.exchange, shares > 0)
         self._digest = np.zeros(8, np.uint8)
         self._under_way: _Draw | None = None
         self._on_device: DeviceDraw | None = None
@@ -231,7 +231,7 @@ class Sampler:
         """Digests of rows of logits over the whole vocabulary, from this rank's [T, len(shard)]; the same on every
         rank. Takes one gather."""
         own = row_digests(logits_TV[:, : self.columns], self._slots.first)
-        summed: Digests = self._exchange([own])[0].sum(0)
+        summed: Digests = self.exchange([own])[0].sum(0)
         return summed
 
     def flush(self) -> None:
@@ -242,7 +242,7 @@ class Sampler:
         """The first gather of a step, which also contains the digest of the last step."""
         if self._under_way is not None:
             raise RuntimeError("a draw is under way, its digest is not known yet: finish it first")
-        digests, *rest = self._exchange([self._digest, *parts])
+        digests, *rest = self.exchange([self._digest, *parts])
         self._agreed(digests.view("<u8")[:, 0], self.step)
         return rest
 
@@ -253,7 +253,7 @@ class Sampler:
         if disagreement is None:
             return
         if self._seen:
-            (routed,) = self._exchange([np.frombuffer(self._seen, "<u8")])
+            (routed,) = self.exchange([np.frombuffer(self._seen, "<u8")])
             for number, routing in enumerate(routed.T):
                 self._routed_alike(routing, step - 1, number if len(routed.T) > 1 else None)
         raise DesyncError(*disagreement, step=step - 1, tp=len(digests))
@@ -263,7 +263,7 @@ class Sampler:
         if (disagreement := rule.disagreement(routed)) is not None:
             raise DesyncError(*disagreement, step, len(routed), self._per_node, stage)
 
-    def _exchange(self, parts: list[Array]) -> list[Array]:
+    def exchange(self, parts: list[Array]) -> list[Array]:
         """Gathers several arrays at once: each part [...] is returned as [tp, ...]."""
         flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
         everyone = self._gather(np.concatenate(flat))

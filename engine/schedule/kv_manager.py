@@ -296,7 +296,7 @@ class Residency:
         chain = sequence.chain
         if chain is None:
             return
-        full = min(sequence.computed, len(sequence.tokens)) // self.block_size
+        full = min(sequence.computed // self.block_size, chain.full(len(sequence.tokens)))
         if full > sequence.registered:
             digests = chain.upto(full, sequence.tokens)
             for i in range(sequence.registered, full):

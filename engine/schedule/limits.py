@@ -30,6 +30,8 @@ class SchedulerLimits:
     """Which steps may be computed in two streams; None: none."""
     speculation: SpeculationRule | None = None
     """How decodes get drafts; None: they get none."""
+    tokens_ahead: int = 0
+    """Keys and values of a position depend on so many tokens after it: one with a predicting layer."""
 
 
 class RequestTooLarge(ValueError):

@@ -19,27 +19,33 @@ _SIZE = 32
 
 class DigestChain:
     """Digests of a growing sequence's full blocks, each over the previous digest and the block's ids: two sequences
-    share KV only if all earlier tokens and the salt are equal. `upto` computes missing digests on demand."""
+    share KV only if all tokens that it depends on and the salt are equal. `upto` computes missing digests on demand."""
 
-    __slots__ = ("block_size", "digests", "root")
+    __slots__ = ("ahead", "block_size", "digests", "root")
 
-    def __init__(self, salt: str, block_size: int) -> None:
+    def __init__(self, salt: str, block_size: int, ahead: int = 0) -> None:
+        """ahead: SchedulerLimits.tokens_ahead; a block is full once so many tokens after it are known."""
         self.root = blake2b(salt.encode(), digest_size=_SIZE).digest()
-        self.block_size = block_size
+        self.block_size, self.ahead = block_size, ahead
         self.digests: list[bytes] = []
+
+    def full(self, tokens: int) -> int:
+        """The number of full blocks of a sequence of so many tokens."""
+        return max(0, tokens - self.ahead) // self.block_size
 
     def upto(self, count: int, tokens: list[int]) -> list[bytes]:
         """The digests of at least the first `count` blocks; `tokens` must have `count` full blocks or more."""
-        digests, size = self.digests, self.block_size
+        digests, size, ahead = self.digests, self.block_size, self.ahead
         for i in range(len(digests), count):
-            ids = array("I", tokens[i * size : (i + 1) * size]).tobytes()
+            ids = array("I", tokens[i * size + ahead * (i > 0) : (i + 1) * size + ahead]).tobytes()
             digests.append(blake2b((digests[-1] if digests else self.root) + ids, digest_size=_SIZE).digest())
         return digests
 
     def fork(self, count: int) -> DigestChain:
         """A new chain that starts with the first `count` digests of this one."""
         other = DigestChain.__new__(DigestChain)
-        other.root, other.block_size, other.digests = self.root, self.block_size, self.digests[:count]
+        other.root, other.block_size, other.ahead = self.root, self.block_size, self.ahead
+        other.digests = self.digests[:count]
         return other
 
 
@@ -166,7 +172,7 @@ class Sequence:
         """Digests of the full blocks of its known tokens; empty without a prefix cache."""
         if self.chain is None:
             return []
-        full = len(self.tokens) // self.chain.block_size
+        full = self.chain.full(len(self.tokens))
         return self.chain.upto(full, self.tokens)[:full]
 
     @property

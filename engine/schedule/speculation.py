@@ -49,11 +49,13 @@ class SpeculationRule:
 
 def speculation_rule(kind: str | bool) -> SpeculationRule | None:
     """The rule for a value of `engine.speculation`; None: no drafts. `ngram` uses all drafts that it finds, because
-    looking one up costs nothing; each draft of a model costs a forward pass."""
+    looking one up costs nothing; each draft of a model costs a forward pass. `mtp` drafts while that pays, as `auto`:
+    a draft costs a pass of one layer and a row."""
     return {
         "ngram": SpeculationRule(priced=False),
         "model": SpeculationRule(priced=False, likely=LIKELY),
         "auto": SpeculationRule(),
+        "mtp": SpeculationRule(),
     }.get(str(kind))
 
 

@@ -358,6 +358,6 @@ class Planner:
         """Makes the choices after the first and queues them before all new requests."""
         chain = group.sequences[0].chain
         for choice in range(len(group.sequences), group.request.params.n):
-            forked = None if chain is None else chain.fork(group.prompt_len // self.limits.block_size)
+            forked = None if chain is None else chain.fork(chain.full(group.prompt_len))
             group.sequences.append(Sequence(group, choice, forked, self.limits.max_model_len))
             self.waiting.push_back(group.sequences[-1])

@@ -267,7 +267,9 @@ class OpenRequests:
         self.groups[request.request_id] = group
         self._waiting.join(group)
         for choice in range(len(request.emitted) or 1):
-            chain = DigestChain(request.salt, self._limits.block_size) if self._limits.enable_prefix_caching else None
+            chain: DigestChain | None = None
+            if self._limits.enable_prefix_caching:
+                chain = DigestChain(request.salt, self._limits.block_size, self._limits.tokens_ahead)
             sequence = Sequence(group, choice, chain, self._limits.max_model_len)
             group.sequences.append(sequence)
             if not request.emitted:

@@ -30,7 +30,7 @@ from ...topology.hardware import cpu_tier
 from ...topology.sum_check import check_sums
 from ..config.schema import Deployment, EngineConfig, ParallelConfig
 from ..request import ModelLimits
-from ..sampling.drafts import PromptLookUp, Proposer
+from ..sampling.drafts import DraftDraws, PromptLookUp, Proposer
 from ..sampling.grammar import Grammars, GrammarSlots, NoGrammars
 from ..sampling.sampler import OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
@@ -170,7 +170,7 @@ def build(
     if device.type == "cpu":
         start_log.say(f"CPU tier: {cpu_tier.described(cpu_tier.current(), cpu_tier.own())}")
     share = make_share(deployment, communicator, device, weights_file, salt)
-    warnings = _announce(share, parallel, device, start_log)
+    warnings = _announce(share, deployment, device, start_log)
     working = _check(share, deployment, communicator, device)
 
     model = _model(share, parallel, communicator, device)
@@ -191,11 +191,7 @@ def build(
         start_log.say(f"drawn ids: {why}")
     sampler = _sampler(share, deployment, model, communicator, device, on_device)
     pipeline = communicator.pipeline
-    proposer: Proposer | None = None
-    if share.draft is not None:
-        proposer = share.draft.load(share.length + 1, num_blocks, keys.block_size, keys.max_num_seqs, sampler.grammars)
-    elif keys.speculation and share.shard.samples:
-        proposer = PromptLookUp()
+    proposer = _proposer(share, keys, model, cache, sampler) if keys.speculation and share.shard.samples else None
     check_unchanged(share.stamps)
     # NOTE: other attention may read what a step that is checked later left after a sequence's end.
     overlaps = device.type == "cuda" and isinstance(attention, Capturable)
@@ -223,6 +219,7 @@ def build(
         microbatches=parallel.microbatches,
         max_scored_positions=max(1, SCORED_LOGITS // len(share.shard.vocab)),
         speculation=speculation_rule(keys.speculation),
+        tokens_ahead=int(keys.speculation == "mtp"),
     )
     graphs = _warmed_up(runner, limits, deployment, communicator, device, working.get("CUDA graphs", 0), start_log)
     limits = replace(limits, split=split_rule(parallel, communicator, share.config, device, graphs))
@@ -236,6 +233,23 @@ def build(
     pages = share.ops.pages
     retained_fd = pages.file if isinstance(pages, HeldPages) and pages.complete else -1
     return Built(runner, share.config, model_limits, limits, tuple(warnings), share.samples, retained_fd)
+
+
+def _proposer(share: ModelShare, keys: EngineConfig, model: LlamaModel, cache: KVCache, sampler: Sampler) -> Proposer:
+    """What makes drafts, on ranks that sample."""
+    if share.draft is None and share.predictor is None:
+        return PromptLookUp()
+    slots, blocks, size = keys.max_num_seqs, cache.num_blocks, keys.block_size
+    if share.draft is not None:
+        made = share.draft.load(share.length + 1, blocks, size, slots, sampler.grammars)
+        cache.beside = made.cache
+        return made
+    assert share.predictor is not None
+    ids, exchange = share.shard.vocab, sampler.exchange
+    draws = DraftDraws(share.config.vocab_size, ids, slots, model.rotary.cos.device, sampler.grammars, exchange)
+    predicting = share.predictor.load(model, blocks, size, share.kv_dtype, draws)
+    cache.beside = predicting.cache
+    return predicting
 
 
 def _sampler(
@@ -259,9 +273,9 @@ def _sampler(
     return sampler
 
 
-def _announce(share: ModelShare, parallel: ParallelConfig, device: torch.device, start_log: StartLog) -> list[str]:
+def _announce(share: ModelShare, deployment: Deployment, device: torch.device, start_log: StartLog) -> list[str]:
     """Logs the choices that follow from the share; returns warnings."""
-    stage, stored, deterministic = share.stage, share.stored, parallel.deterministic
+    stage, stored, deterministic = share.stage, share.stored, deployment.parallel.deterministic
     if stage.count > 1:
         first = stage.first_layer
         start_log.say(f"stage {stage.index} of {stage.count}: layers {first} to {first + stage.config.num_layers - 1}")
@@ -269,10 +283,13 @@ def _announce(share: ModelShare, parallel: ParallelConfig, device: torch.device,
         start_log.warn(
             "norms, gates and rotations: several kernels each by torch, as Triton is missing: make env ACCEL=cuda"
         )
-    if skipped := [name for name in share.source.tensors if name.startswith(share.config.ignored)]:
+    skipped = [name for name in share.source.tensors if name.startswith(share.config.ignored)]
+    if skipped and deployment.engine.speculation != "mtp":
         start_log.say(
             f"weights: {len(skipped)} tensors that predict more than one token are not used ({skipped[0]}, …)"
         )
+    if share.predictor is not None:
+        start_log.say(f"drafts: by the layer that predicts further tokens, {share.predictor.bytes >> 20} MiB")
     warnings = [*share.warnings, *(() if stored is None else stored.warnings)]
     if deterministic and device.type != "cpu":
         warnings.append(
@@ -332,6 +349,7 @@ def _model(share: ModelShare, parallel: ParallelConfig, communicator: Communicat
         sharing=share.sharing,
         node_reduce=communicator.node_reduce,
         gathers=communicator.gathers,
+        keeps_states=share.predictor is not None,
     )
 
 
@@ -348,6 +366,7 @@ def _cache(
     budget = agreed_budget(keys, communicator, device, working, sharers(deployment, device))
     one = block_bytes(share.shard, keys.block_size, share.kv_dtype)
     one += 0 if share.draft is None else share.draft.block_bytes(keys.block_size)
+    one += 0 if share.predictor is None else share.predictor.block_bytes(keys.block_size, share.kv_dtype)
     # NOTE: on a GPU one block more, unassigned: padding rows of a recorded step write into it.
     spare = int(device.type == "cuda")
     num_blocks = count_blocks(budget, one, keys.block_size, keys.max_num_seqs, share.length, spare)

@@ -6,7 +6,7 @@ computes as under `deterministic`, and the step's digest covers the drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +67,8 @@ class DraftWeights:
         model.load(self.source)
         cache = make_cache(self._shard, num_blocks, block_size, self.dtype, device)
         attention, _ = make_attention("auto", self._shard, cache, self.dtype, deterministic, model.sinks)
-        draws = DraftDraws(self.config.vocab_size, max_slots, device, grammars)
+        size = self.config.vocab_size
+        draws = DraftDraws(size, range(size), max_slots, device, grammars)
 
         def compute(layout: StepLayout, tokens: Tensor, rows: Tensor) -> Tensor:
             return model.forward(tokens, layout, attention, rows)
@@ -99,17 +100,15 @@ class DraftModel:
         draws: DraftDraws,
         max_slots: int,
     ) -> None:
-        self._compute, self._cache, self._draws = compute, cache, draws
+        self._compute, self.cache, self._draws = compute, cache, draws
         self._computed = np.zeros(max_slots, np.int64)  # positions whose keys are there; -1: as many as are shared
-        self._followed = np.zeros(max_slots, np.int64)  # tokens that the draws know of
 
     def apply(self, batch: Batch) -> None:
         for slot in batch.released:
             self._draws.release(slot)
         for sequence in batch.admitted:
-            self._computed[sequence.slot], self._followed[sequence.slot] = -1, len(sequence.tokens)
+            self._computed[sequence.slot] = -1
             self._draws.admit(sequence)
-        self._cache.copy(batch.copies)
 
     def propose(
         self,
@@ -118,6 +117,7 @@ class DraftModel:
         tokens: NDArray[np.int32],
         length: NDArray[np.int64],
         layout: Layout,
+        rows: Sequence[Chunk],
     ) -> dict[int, list[int]]:
         """Computes prompts as far as the step did, and makes `counts` drafts for each slot."""
         due = in_order(self._due(chunks, counts, length))
@@ -126,21 +126,14 @@ class DraftModel:
         logits = self._compute(*layout(due))
         for chunk in due:
             self._computed[chunk.slot] = chunk.start + chunk.count
-        by_slot: dict[int, list[int]] = {chunk.slot: [] for chunk in due if chunk.samples}
-        for slot in by_slot:
-            self._draws.follow(slot, tokens[slot, self._followed[slot] : length[slot]].tolist())
-            self._followed[slot] = length[slot]
-        slots = list(by_slot)
-        while slots:
-            for slot, draft in zip(slots, self._draws.draw(logits, slots), strict=True):
-                by_slot[slot].append(draft)
-                tokens[slot, length[slot] + len(by_slot[slot]) - 1] = draft
-            slots = [slot for slot in slots if len(by_slot[slot]) < counts[slot]]
-            if slots:
-                logits = self._compute(*layout([Chunk(slot, int(self._computed[slot]), 1, True) for slot in slots]))
-                self._computed[slots] += 1
-        self._draws.rewind({slot: len(drafts) for slot, drafts in by_slot.items()})
-        return by_slot
+
+        def more(slots: list[int]) -> Tensor:
+            later = [Chunk(slot, int(self._computed[slot]), 1, True) for slot in slots]
+            self._computed[slots] += 1
+            return self._compute(*layout(later))
+
+        drawn = {chunk.slot: counts[chunk.slot] for chunk in due if chunk.samples}
+        return self._draws.draft(logits, drawn, tokens, length, more)
 
     def _due(self, chunks: Iterable[Chunk], counts: Mapping[int, int], length: NDArray[np.int64]) -> Iterable[Chunk]:
         for chunk in chunks:

@@ -69,6 +69,8 @@ class MemoryKeys:
     """The most drafts of a sequence in one step; each adds a row of logits."""
     draft_model: ModelConfig | None = None
     """The draft model, whole on every rank that samples; None: prompt look-up, or no drafts."""
+    predictor: ModelConfig | None = None
+    """The predicting layer, as a model of one layer, if that drafts."""
     deterministic: bool = False
     """Whether all-reduces use a fixed order of summation."""
     standby: bool = False
@@ -100,6 +102,8 @@ def working_memory(
         "activations": max(int(tokens * per_token + 2 * drawn * logits), filters),
         "all-reduces in flight": int(in_flight * tokens * d * value_bytes) if size > 1 or copies > 1 else 0,
     }
+    if keys.predictor is not None:  # the model's states, and those that are joined with embeddings
+        parts["activations"] += int(3 * tokens * d * value_bytes)
     if keys.gpu:
         parts["activations"] += _of_experts(shard, tokens, value_bytes)
     if config.latent is not None and config.latent.index is not None:  # scores, or gathered latents, and copies

@@ -120,7 +120,7 @@ class Runner:
             if drawing:
                 return None
             result = self._draw(batch, chunks, logits, drafted)
-            self._propose(batch)
+            self._propose(batch, chunks)
         self._observe(batch, began)
         return result
 
@@ -163,11 +163,11 @@ class Runner:
             rows += [chunk._replace(start=start + row) for row in range(drafted[chunk.slot] + 1)]
         return rows, split
 
-    def _propose(self, batch: Batch) -> None:
+    def _propose(self, batch: Batch, rows: Sequence[Chunk]) -> None:
         if self.proposer is None:
             return
         counts = {chunk.slot: self._draftable(chunk.slot, chunk.proposals) for chunk in batch.chunks}
-        proposals = self.proposer.propose(batch.chunks, counts, self.tokens, self.length, self.layout_of)
+        proposals = self.proposer.propose(batch.chunks, counts, self.tokens, self.length, self.layout_of, rows)
         for chunk in batch.chunks:
             if chunk.samples:
                 self.proposed[chunk.slot] = self.sampler.drafted(chunk.slot, proposals.get(chunk.slot, []))

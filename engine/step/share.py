@@ -16,7 +16,7 @@ from ...models.config.wiring import check_split, choose_wiring
 from ...models.cuda.fp8 import StoredProducts
 from ...models.ops import TorchOps
 from ...models.ops_choice import make_ops, make_stored_products
-from ...models.stages import RankShard, Stage, choose_layers, make_stages
+from ...models.stages import RankShard, Stage, choose_layers, make_stages, predictor_stage
 from ...models.weights.identity import Sample, Stamps, stamps_of
 from ...models.weights.mapping import Source, open_source
 from ...models.weights.tensor_reader import FP8
@@ -26,6 +26,7 @@ from ..identity import DRAFT, MODEL
 from .draft_model import DraftWeights
 from .kv_capacity import CapacityError, available_bytes
 from .loading import held_weights, share_of_node
+from .predictor import PredictorShare
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = DTYPES | {"fp8": FP8}
@@ -34,8 +35,9 @@ KV_DTYPES = DTYPES | {"fp8": FP8}
 @dataclass(frozen=True, slots=True)
 class ModelShare:
     """A rank's share of the model. `length`: the longest sequence served; `draft`: the draft model, if this rank
-    samples; `needed`: bytes of the weights of both that are not in memory yet; `samples`: of both, by part
-    (engine/identity.py); `stamps`: of their files, before the samples were read."""
+    samples; `predictor`: its share of the predicting layer, then, if that drafts; `needed`: bytes of the weights of all
+    that are not in memory yet; `samples`: of model and draft model, by part (engine/identity.py); `stamps`: of their
+    files, before the samples were read."""
 
     config: ModelConfig
     warnings: list[str]
@@ -49,6 +51,7 @@ class ModelShare:
     ops: TorchOps
     sharing: Sharing
     draft: DraftWeights | None
+    predictor: PredictorShare | None
     needed: int
     samples: dict[str, Sample]
     stamps: Stamps
@@ -104,7 +107,8 @@ def make_share(
         layers = choose_layers(config, parallel.world.stages, parallel.pipeline_layers)
         stage = make_stages(config, layers)[communicator.pipeline.stage]
     shard = RankShard.of(stage, communicator.size, communicator.rank, sharing)
-    source = open_source(Path(keys.path), shard, config, deployment.dummy_seed)
+    last = predictor_stage(config, not shard.embeds) if engine.speculation == "mtp" else None
+    source = open_source(Path(keys.path), shard, config, deployment.dummy_seed, last)
     draft = None if engine.draft_model is None else DraftWeights(Path(engine.draft_model), config, dtype, length)
     sources = {MODEL: source} if draft is None else {MODEL: source, DRAFT: draft.source}
     sources = {part: source for part, source in sources.items() if source.seed is None}
@@ -121,7 +125,10 @@ def make_share(
     if pages is not None:
         needed = max(0, needed - pages.nbytes)
     draft = draft if shard.samples else None
-    needed += 0 if draft is None else draft.bytes
+    predictor: PredictorShare | None = None
+    if last is not None and shard.samples and device.type == "cpu":
+        predictor = PredictorShare(last, shard, source, dtype, keys.weights, parallel.deterministic)
+    needed += sum(beside.bytes for beside in (draft, predictor) if beside is not None)
     return ModelShare(
         config,
         warnings,
@@ -135,6 +142,7 @@ def make_share(
         ops,
         sharing,
         draft,
+        predictor,
         needed,
         samples,
         stamps,

@@ -121,7 +121,7 @@ class StageRunner(Runner):
         out = self._forward(chunks, during_collective, split)
         if self._pipeline.last:
             result = self._draw(batch, chunks, out, drafted)
-            self._propose(batch)
+            self._propose(batch, chunks)
             self._observe(batch, began)
             return result
         if self._fetch is None:

@@ -67,20 +67,21 @@ def _mixture(
         experts=Experts(experts, chosen, expert_ffn, has, router, shared),
         qkv_bias=family == "glm4_moe",
         qk_norm=family in ("glm4_moe", "qwen3_moe"),
+        ignored_layers=int(family == "glm4_moe"),
     )
 
 
 def _latent(
     layers: int, hidden: int, heads: int, ffn: int, vocabulary: int, positions: int, factor: float, experts: int, *,
-    dense: int, scale: float, latent: Latent = _V3_LATENT,
+    dense: int, scale: float, latent: Latent = _V3_LATENT, ahead: int = 1,
 ) -> ModelConfig:  # fmt: skip
-    """DeepSeek-V3's form."""
+    """DeepSeek-V3's form; ahead: its layers that predict further tokens."""
     rope = Rope(kind="yarn", factor=factor, original_max_position_embeddings=4096, rotated=64)
     stock = _mixture(
         "deepseek_v3", layers, hidden, heads, 1, ffn, vocabulary, positions, rope, experts, 8, 2048, dense=dense,
         shared=2048, scale=scale,
     )  # fmt: skip
-    return replace(stock, latent=latent, head_dim=latent.width, layout="latent")
+    return replace(stock, latent=latent, head_dim=latent.width, layout="latent", ignored_layers=ahead)
 
 
 def _longcat() -> ModelConfig:
@@ -148,10 +149,10 @@ def known_models() -> dict[str, ModelConfig]:
             _latent(78, 6144, 64, 12288, 154880, 202752, 1.0, 256, dense=3, scale=2.5, latent=_GLM5_LATENT),
             rope=Rope(1e6, rotated=64),
         ),
-        "kimi-k2": _latent(61, 7168, 64, 18432, 163840, 131072, 32.0, 384, dense=1, scale=2.827),
+        "kimi-k2": _latent(61, 7168, 64, 18432, 163840, 131072, 32.0, 384, dense=1, scale=2.827, ahead=0),
         **dict.fromkeys(
             ("kimi-k2-thinking", "kimi-k2.5", "kimi-k2.7"),
-            _latent(61, 7168, 64, 18432, 163840, 262144, 64.0, 384, dense=1, scale=2.827),
+            _latent(61, 7168, 64, 18432, 163840, 262144, 64.0, 384, dense=1, scale=2.827, ahead=0),
         ),
         "longcat-flash": _longcat(),
         "gpt-oss-20b": _gpt_oss(24, 32),

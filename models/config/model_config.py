@@ -20,7 +20,10 @@ from .quantisation import quantisation_in
 
 __all__ = ["Dtype", "Experts", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "from_folder", "make_wiring"]
 
-Layout = Literal["huggingface", "mixtral", "gpt_oss", "dolomite", "laneformer", "latent", "shortcut"]
+Layout = Literal[
+    "huggingface", "mixtral", "gpt_oss", "dolomite", "laneformer", "latent", "shortcut",
+    "predictor", "latent_predictor", "shortcut_predictor",
+]  # fmt: skip
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 STOCK_FAMILIES = {

@@ -20,6 +20,8 @@ from .slices import Fill, plan_fills
 from .tensor_reader import DummyReader, Reader
 
 Progress = Callable[[int, int], None]
+NOTHING = (0, 0)
+"""No share of the files to verify: others have done it."""
 
 
 def load(
@@ -37,8 +39,8 @@ def load(
     """Fills every parameter (in its own dtype, on its own device) on a few threads; returns the bytes read.
     progress(done, total): bytes of this rank's parameters. on_module("layers.3"): called when all parameters of that
     module are filled; it may repack and free them. verify (part, parts): if there is a manifest, verifies the part-th
-    of `parts` shares of all files; each rank of a node verifies one. retained: parameters not to fill, because this
-    node has them repacked. Raises CheckpointError."""
+    of `parts` shares of all files; each rank of a node verifies one; NOTHING: none. retained: parameters not to fill,
+    because this node has them repacked. Raises CheckpointError."""
     if source.sharded_over:
         fills, verify = _own_fills(source, shard, replicate_embedding, parameters), (0, 1)
     else:
@@ -57,7 +59,7 @@ def load(
         fill_target(reader, source.tensors, piece, target)
 
     make = Reader if source.seed is None else partial(DummyReader, source.seed)
-    verified = source.tensors.values() if source.seed is None else ()
+    verified = source.tensors.values() if source.seed is None and verify != NOTHING else ()
     with (
         make() as ahead,
         Readers(reading_threads(), make) as readers,

@@ -14,7 +14,7 @@ from pathlib import Path
 from ...topology.hardware.fabric import counted
 from ..config.model_config import ModelConfig
 from ..config.quantisation import Quantisation, ScaleType, read_quantisation
-from ..stages import RankShard
+from ..stages import RankShard, Stage
 from .checkpoint import HARMLESS, ITEMSIZES, CheckpointError, StoredTensor, read_folder, same_values, shown
 from .identity import Sample, Weights, read_sample, tables_of
 from .quantised import (
@@ -137,15 +137,26 @@ class Source:
         return total
 
 
-def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = None, seed: int | None = None) -> Source:
+def open_source(
+    folder: Path,
+    shard: RankShard,
+    config: ModelConfig | None = None,
+    seed: int | None = None,
+    predictor: Stage | None = None,
+) -> Source:
     """Opens the source of this rank's weights: its own files if `laddertron shard` wrote them for this number of ranks,
     else the checkpoint. config: the whole model's, if the shard is a stage's. seed: draws random weights; only
-    config.json is read. Raises CheckpointError."""
+    config.json is read. predictor: the predicting layer, if it is used. Raises CheckpointError."""
     if seed is not None:
-        return _open_dummy(folder, config or shard.config, seed)
+        return _open_dummy(folder, config or shard.config, seed, predictor)
     own = open_shards(folder, shard)
     if own is None:
-        return open_checkpoint(folder, config or shard.config)
+        return open_checkpoint(folder, config or shard.config, predictor)
+    if predictor is not None:
+        raise CheckpointError(
+            f"{folder}: its per-rank files have no layer that predicts further tokens: serve the checkpoint that they "
+            "were written from, or use another engine.speculation than mtp"
+        )
     tensors, quantisation = dict(own.tensors), _quantisation(folder)
     for name, stored in own.tensors.items():
         if stored.dtype == "U8" and quantisation is not None:
@@ -158,14 +169,14 @@ def open_source(folder: Path, shard: RankShard, config: ModelConfig | None = Non
     return Source(folder, tensors, (), own, scales, shard.size, own.replicate_embedding)
 
 
-def open_checkpoint(folder: Path, config: ModelConfig) -> Source:
-    """Opens a checkpoint after checking that it is complete and has the model's shapes. Raises CheckpointError, which
-    names file and tensor."""
+def open_checkpoint(folder: Path, config: ModelConfig, predictor: Stage | None = None) -> Source:
+    """Opens a checkpoint after checking that it is complete and has the model's shapes; also those of the predicting
+    layer, if it is used. Raises CheckpointError, which names file and tensor."""
     quantisation = _quantisation(folder)
     tensors = read_folder(folder)
     listed = (*tensors.values(),)
     tensors = _without_vision(tensors)
-    _check(folder, tensors, config, quantisation)
+    _check(folder, tensors, config, quantisation, predictor)
     return Source(folder, tensors, listed, quantisation=_scaled_as_stored(quantisation, tensors))
 
 
@@ -186,7 +197,7 @@ def _scaled_as_stored(q: Quantisation | None, tensors: Mapping[str, StoredTensor
     return replace(q, scale=names.get(types.pop(), "float32") if len(types) == 1 else "float32")
 
 
-def _open_dummy(folder: Path, config: ModelConfig, seed: int) -> Source:
+def _open_dummy(folder: Path, config: ModelConfig, seed: int, predictor: Stage | None) -> Source:
     quantisation = _quantisation(folder)
     if quantisation is not None and quantisation.block is None:  # scales by block: widened while loading
         raise CheckpointError(
@@ -194,7 +205,7 @@ def _open_dummy(folder: Path, config: ModelConfig, seed: int) -> Source:
             "remove quantization_config to measure them in the model's own type"
         )
     code, tensors = _CODES[config.dtype], dict[str, StoredTensor]()
-    for name, shape in expected_shapes(config).items():
+    for name, shape in expected_shapes(config, predictor).items():
         flat = shape if len(shape) < 3 else (prod(shape[:-1]), shape[-1])
         tensors[name] = StoredTensor(name, folder / "config.json", code, flat, 0, prod(shape) * ITEMSIZES[code])
     return Source(folder, tensors, seed=seed)
@@ -208,11 +219,15 @@ def _quantisation(folder: Path) -> Quantisation | None:
 
 
 def _check(
-    folder: Path, tensors: dict[str, StoredTensor], config: ModelConfig, quantisation: Quantisation | None
+    folder: Path,
+    tensors: dict[str, StoredTensor],
+    config: ModelConfig,
+    quantisation: Quantisation | None,
+    predictor: Stage | None,
 ) -> None:
     """Checks that the tensors are those of the model; renames and divides some."""
-    _divide_fused(tensors, config, quantisation)
-    expected = expected_shapes(config)
+    _divide_fused(tensors, config, quantisation, predictor)
+    expected = expected_shapes(config, predictor)
     scales = set[str]()
     for name, shape in expected.items():
         packed = set() if quantisation is None else describe_packed(tensors, name, shape, quantisation)
@@ -221,7 +236,9 @@ def _check(
             continue
         stored = tensors.get(name)
         if stored is None:
-            raise CheckpointError(f"{folder}: tensor {name} {shape} is missing; config.json promises it")
+            unused = name.startswith(config.ignored)
+            fix = ": use another engine.speculation than mtp, or a folder that has it" if unused else ""
+            raise CheckpointError(f"{folder}: tensor {name} {shape} is missing; config.json promises it{fix}")
         if stored.shape != shape:
             raise CheckpointError(f"{stored.file}: tensor {name} has shape {stored.shape}, config.json says {shape}")
         if is_quantised(stored) and quantisation is not None and len(shape) == 2:
@@ -292,9 +309,11 @@ def _name_scale(tensors: dict[str, StoredTensor], name: str, block: tuple[int, i
         tensors[usual] = replace(tensors[usual], block=block)
 
 
-def _divide_fused(tensors: dict[str, StoredTensor], config: ModelConfig, quantisation: Quantisation | None) -> None:
+def _divide_fused(
+    tensors: dict[str, StoredTensor], config: ModelConfig, quantisation: Quantisation | None, predictor: Stage | None
+) -> None:
     """Replaces each tensor [E, rows, columns] of all experts by one for each expert. Raises CheckpointError."""
-    for fused, names, shape in fused_experts(config):
+    for fused, names, shape in fused_experts(config, predictor):
         parts = [name for names_of_parts in names for name in names_of_parts]
         if describe_blocks(tensors, fused, parts, shape, quantisation) or fused not in tensors:
             continue

@@ -12,7 +12,7 @@ from typing import Literal
 from ..config.lanes import Lanes
 from ..config.latent import Index, Latent
 from ..config.model_config import Layout, ModelConfig
-from ..stages import RankShard
+from ..stages import RankShard, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class Row:
 
 _AXES: dict[str, Callable[[RankShard], range]] = {
     "hidden": lambda s: range(s.config.hidden_size),
+    "joined": lambda s: range(2 * s.config.hidden_size),
     "head": lambda s: range(s.config.head_dim),
     "heads": lambda s: _span(s.first_head, s.num_heads, s.config.head_dim),
     "kv_heads": lambda s: _span(s.first_kv_head, s.num_kv_heads, s.config.head_dim),
@@ -276,6 +277,18 @@ def _mlp(block: str) -> tuple[Row, ...]:
     )
 
 
+def _join(layer: str, norms: str, last_norm: str) -> tuple[Row, ...]:
+    """What a predicting layer has beside a layer's own: the norms and product of what it joins, and its last norm."""
+    return (
+        Row("embedding_norm", f"{layer}enorm{norms}", "hidden"),
+        Row("state_norm", f"{layer}hnorm{norms}", "hidden"),
+        Row("join", f"{layer}eh_proj", "hidden", "joined"),
+        Row("last_norm", last_norm, "hidden"),
+    )
+
+
+_MTP = "model.mtp.layers.{}."
+_JOIN = _join(_LAYER, "", f"{_LAYER}shared_head.norm")
 _MLP = _mlp(f"{_LAYER}mlp.")
 _MOE = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _ROWS: dict[Layout, tuple[Row, ...]] = {
@@ -296,6 +309,13 @@ _ROWS: dict[Layout, tuple[Row, ...]] = {
     ),
     "mixtral": (*_NORMS, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     "gpt_oss": (*_NORMS, *_ATTENTION, *_clamped_experts("mlp")),
+    "shortcut_predictor": (
+        Row("attention_norm", f"{_MTP}input_layernorm", "hidden"),
+        Row("mlp_norm", f"{_MTP}post_attention_layernorm", "hidden"),
+        *_latent_attention(f"{_MTP}self_attn."),
+        *_mlp(f"{_MTP}transformer_layer.mlp."),
+        *_join(_MTP, ".m", "model.mtp.norm"),
+    ),
     "laneformer": (),  # see _lane_fills
     "dolomite": (
         Row("attention_norm", f"{_FUSED}ln_1", "hidden"),
@@ -310,6 +330,7 @@ _ROWS: dict[Layout, tuple[Row, ...]] = {
         Row("down", f"{_FUSED}mlp_block.c_proj", "hidden", "ffn", bias="mlp_bias"),
     ),
 }
+_ROWS |= {"predictor": (*_ROWS["huggingface"], *_JOIN), "latent_predictor": (*_ROWS["latent"], *_JOIN)}
 _ENDS = dict.fromkeys(_ROWS, ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"))
 _ENDS["dolomite"] = ("transformer.wte.weight", "transformer.ln_f.weight", "lm_head.weight")
 """The embedding, the final norm and the head."""
@@ -398,37 +419,47 @@ def plan_fills(shard: RankShard, replicate_embedding: bool = False) -> list[Fill
     return fills
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the checkpoint must have, with its shape."""
+def expected_shapes(config: ModelConfig, predictor: Stage | None = None) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the checkpoint must have, with its shape. predictor: the predicting layer, if it is used."""
     if config.lanes is not None:
         return _lane_shapes(config, config.lanes)
-    (embedding, norm, head), full = _ENDS[config.layout], RankShard(config, 1, 0)
+    embedding, norm, head = _ENDS[config.layout]
     shapes: dict[str, tuple[int, ...]] = {embedding: (config.vocab_size, config.hidden_size)}
     shapes[norm] = (config.hidden_size,)
     if not config.tied_embeddings:
         shapes[head] = (config.vocab_size, config.hidden_size)
-    for layer in range(config.num_layers):
-        for row, suffix, tensor in _tensors(config, layer, full.expert_ids):
-            name = _named(config, tensor, layer)
-            rows = shapes.get(name, (0,))[0] + len(_AXES[row.rows](full))
-            columns = () if row.columns is None or suffix == "bias" else (len(_AXES[row.columns](full)),)
+    for whole, layer, stored in _whole_layers(config, predictor):
+        for row, suffix, tensor in _tensors(whole.config, layer, whole.expert_ids):
+            name = _named(whole.config, tensor, stored)
+            rows = shapes.get(name, (0,))[0] + len(_AXES[row.rows](whole))
+            columns = () if row.columns is None or suffix == "bias" else (len(_AXES[row.columns](whole)),)
             shapes[name] = (*columns, rows) if row.transposed else (rows, *columns)
     return shapes
 
 
-def fused_experts(config: ModelConfig) -> Iterator[tuple[str, list[list[str]], tuple[int, ...]]]:
-    """Yields tensors [E, parts * rows, columns] that may replace those of each expert: the name, for every expert the
-    names of its parts, and the shape of a part."""
-    full = RankShard(config, 1, 0)
+def _whole_layers(config: ModelConfig, predictor: Stage | None) -> Iterator[tuple[RankShard, int, int]]:
+    """Yields each layer and then the predicting one: the whole model that it belongs to, its number there and in the
+    checkpoint."""
     for layer in range(config.num_layers):
-        parts: dict[str, list[Row]] = {}
-        for row in _ROWS[config.layout]:
-            if row.fused is not None and row.when(config, layer):
-                parts.setdefault(_named(config, row.fused, layer), []).append(row)
+        yield RankShard(config, 1, 0), layer, layer
+    if predictor is not None:
+        yield RankShard(predictor.config, 1, 0, predictor), 0, predictor.first_layer
+
+
+def fused_experts(
+    config: ModelConfig, predictor: Stage | None = None
+) -> Iterator[tuple[str, list[list[str]], tuple[int, ...]]]:
+    """Yields tensors [E, parts * rows, columns] that may replace those of each expert: the name, for every expert the
+    names of its parts, and the shape of a part. predictor: the predicting layer, if it is used."""
+    for full, layer, stored in _whole_layers(config, predictor):
+        c, parts = full.config, dict[str, list[Row]]()
+        for row in _ROWS[c.layout]:
+            if row.fused is not None and row.when(c, layer):
+                parts.setdefault(_named(c, row.fused, stored), []).append(row)
         for fused, rows in parts.items():
             axes = (rows[0].rows, *(() if rows[0].kind == "bias" else (rows[0].columns or rows[0].rows,)))
             shape = tuple(len(_AXES[axis](full)) for axis in (axes[::-1] if rows[0].transposed else axes))
-            names = [[_named(config, f"{row.tensor}{row.suffix}", layer, e) for row in rows] for e in full.expert_ids]
+            names = [[_named(c, f"{row.tensor}{row.suffix}", stored, e) for row in rows] for e in full.expert_ids]
             yield fused, names, shape
 
 

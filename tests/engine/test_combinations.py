@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
+import predictors
 import pytest
 import torch
 from laddertron.engine.config.load import ConfigError, load
@@ -33,6 +34,7 @@ def answers(run_seed: int, ranks: Ranks, folder: Path, **how: Any) -> dict[str, 
 SPLIT: dict[str, Any] = {"split": "always"}
 NGRAM: dict[str, Any] = {"speculation": "ngram"}
 MODEL: dict[str, Any] = {"speculation": "model"}
+MTP: dict[str, Any] = {"speculation": "mtp"}
 LATENT = {"deepseek_v3": (SPLIT, NGRAM, SPLIT | NGRAM, MODEL), "longcat_flash": (NGRAM, MODEL)}
 LATENT |= {"glm_moe_dsa": (SPLIT | NGRAM, MODEL)}
 
@@ -55,13 +57,16 @@ LATENT |= {"glm_moe_dsa": (SPLIT | NGRAM, MODEL)}
         pytest.param("ladder", MODEL, marks=pytest.mark.slow),
         pytest.param("llama", NGRAM | {"overlap": False}, marks=pytest.mark.slow),
         ("llama", MODEL | {"overlap": False}),
+        ("glm4_moe", SPLIT | MTP),
+        pytest.param("deepseek_v3", MTP | {"overlap": False}, marks=pytest.mark.slow),
         *[pytest.param(family, how, marks=pytest.mark.slow) for family, pairs in LATENT.items() for how in pairs],
     ],
     ids=str,
 )
 def test_a_pair_that_works(ranks: Ranks, family: str, how: dict[str, Any], tmp_path: Path, run_seed: int) -> None:
     """It is at work, and no answer is another. DeepSeek's draft model has latents as well."""
-    folder = checkpoints.save(tmp_path / "m", family)
+    save = predictors.save if how.get("speculation") == "mtp" else checkpoints.save
+    folder = save(tmp_path / "m", family)
     drafts = "deepseek_v3_plain" if family == "deepseek_v3" else "llama"
     if how.get("speculation") == "model":
         how = how | {"draft": str(checkpoints.save(tmp_path / "d", drafts))}

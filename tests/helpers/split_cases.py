@@ -15,6 +15,7 @@ from laddertron.engine.openai.structured_output import GrammarFields, grammar_of
 from laddertron.engine.request import Request
 from laddertron.engine.sampling import grammar
 from laddertron.engine.schedule.scheduler import Scheduler
+from laddertron.engine.schedule.speculation import SpeculationRule
 from laddertron.engine.schedule.split import SplitRule
 from laddertron.engine.step.engine import Engine, StepProgress, follow
 from laddertron.topology.comm.groups import CommOptions
@@ -90,6 +91,8 @@ def answers(
             parallel = replace(parallel, pipeline_parallel_size=stages, pipeline_microbatches=microbatches)
         built = build_on(rank, replace(d, parallel=parallel), communicator)
         limits = replace(built.scheduler_limits, num_blocks=min(blocks, built.scheduler_limits.num_blocks))
+        if speculation == "mtp":  # else it would draft only while that pays
+            limits = replace(limits, speculation=SpeculationRule(priced=False))
         progress = StepProgress()
         if rank.rank:
             follow(built.runner, communicator.plans, progress)

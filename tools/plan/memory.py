@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from ...engine.step.memory import GIB, GPU_CONTEXT, NCCL_BUFFERS, MemoryKeys, working_memory
@@ -175,7 +175,8 @@ def memory(
     # A tied head is the embedding's shard; with a replicated embedding the head is stored separately.
     head = rows if shard.has_head(keys.replicate_embedding) else 0
     if stages > 1:
-        embedding, head = max(embedding, head), 0
+        both = keys.predictor is not None  # which embeds what the last stage samples
+        embedding, head = embedding + head if both else max(embedding, head), 0
     head *= c.lanes.count if c.lanes is not None and c.lanes.head == "lane" else 1
     scaled, scale_bytes = {"qkv": outputs, "o": d, "gate_up": 2 * shard.ffn_size, "down": d}, 4
     if stored.quantised:
@@ -201,6 +202,12 @@ def memory(
         draft = keys.draft_model
         parts["weights: draft model"] = int(draft.num_parameters * other)
         per_token += int(RankShard(draft, 1, 0).cached_elements * other)
+    if keys.predictor is not None:
+        one, plain = replace(stored, wide=stored.wide[-1:]), replace(keys, predictor=None)
+        layer = memory(keys.predictor, size, one, plain, device_bytes, sharing=sharing)
+        ends = layer.parts["weights: embedding"] + layer.parts["weights: head"]
+        parts["weights: predicting layer"] = layer.weight_bytes - ends + int((2 * d + 2) * d * other)
+        per_token += layer.kv_bytes_per_token
     reserve = 0
     if keys.gpu:
         parts["CUDA context"] = GPU_CONTEXT

@@ -20,6 +20,7 @@ from ...launchers.cli.fabric_source import backend_of, lay_out, read_fabric, sui
 from ...models.config.known_models import PUBLISHED, assumed_fp8, by_folder, half_ladder, known, published_fp8
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.parts import make_wiring
+from ...models.config.predictor import predictor_of
 from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
 from ...models.config.shapes import ShapeError, check_draft, check_shapes, replicates_embedding, share, splits
 from ...models.config.wiring import choose_wiring
@@ -135,6 +136,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         and not (_multiplies_fp8(fabric) and means.activations),
         drafts=MOST if d.engine.speculation else 0,
         draft_model=_draft_model(loaded, config),
+        predictor=_predictor(loaded, config),
         standby=d.daemon.standby > 0,
     )
     backend = backend_of(d, shape)
@@ -221,6 +223,15 @@ def _draft_model(loaded: LoadedDeployment, config: ModelConfig) -> ModelConfig |
     except (OSError, ValueError) as error:
         raise ConfigError([loaded.fault("engine.draft_model", " ".join(str(error).split()))]) from None
     return draft
+
+
+def _predictor(loaded: LoadedDeployment, config: ModelConfig) -> ModelConfig | None:
+    if loaded.deployment.engine.speculation != "mtp":
+        return None
+    try:
+        return predictor_of(config)
+    except ShapeError as error:
+        raise ConfigError([loaded.fault("engine.speculation", str(error))]) from None
 
 
 def _multiplies_fp8(fabric: Fabric) -> bool:

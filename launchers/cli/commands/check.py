@@ -77,18 +77,19 @@ def weights_faults(loaded: LoadedDeployment) -> Iterator[str]:
     """Faults of the weights' headers by which ranks would refuse, for a model that passed model_faults; and of a sample
     of their values those that are NaN or infinite."""
     from ....models.config.model_config import from_folder
-    from ....models.stages import RankShard, choose_layers, make_stages
+    from ....models.stages import RankShard, choose_layers, make_stages, predictor_stage
     from ....models.weights.checkpoint import check_finite
     from ....models.weights.mapping import open_source
 
     folder, p = Path(loaded.deployment.model.path), loaded.deployment.parallel
-    size, seed = p.world.tp, loaded.deployment.dummy_seed
+    size, seed, mtp = p.world.tp, loaded.deployment.dummy_seed, loaded.deployment.engine.speculation == "mtp"
 
     def read_headers() -> None:
         config = from_folder(folder)
         stages = make_stages(config, choose_layers(config, p.world.stages, p.pipeline_layers))
         for shard in (RankShard.of(stage, size, rank) for stage in stages for rank in range(size)):
-            source = open_source(folder, shard, config, seed)
+            predictor = predictor_stage(config, not shard.embeds) if mtp else None
+            source = open_source(folder, shard, config, seed, predictor)
             if seed is None:
                 check_finite(source.tensors.values())
             if not source.sharded_over:
@@ -249,6 +250,7 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     skipped."""
     from ....models.config.known_models import by_folder
     from ....models.config.model_config import from_folder
+    from ....models.config.predictor import predictor_of
     from ....models.config.shapes import check_draft, check_everywhere, check_shapes, share
     from ....models.config.wiring import WiringError, check_split, choose_wiring
     from ....models.stages import choose_layers
@@ -287,6 +289,8 @@ def model_faults(loaded: LoadedDeployment, look: bool = True, bad: Set[str] = fr
     if look and (small := d.engine.draft_model) is not None and "engine.draft_model" not in bad:
         longest = d.model.max_model_len
         yield from refused(loaded, "engine.draft_model", lambda: check_draft(from_folder(Path(small)), model, longest))
+    if d.engine.speculation == "mtp":
+        yield from refused(loaded, "engine.speculation", lambda: predictor_of(model), taken)
     if d.model.max_model_len is not None and d.model.max_model_len > model.longest_context:
         most, longest = model.max_position_embeddings, model.longest_context
         stretched = f", stretched to {longest} by its rope_scaling" if longest > most else ""

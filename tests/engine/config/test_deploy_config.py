@@ -200,7 +200,7 @@ RULE_CASES = (
     ("model: {path: m, weights: int8}\nengine: {device: cuda}", "model.weights", "int8 needs engine.device: cpu"),
     ("model: {path: m, weights: int8, dtype: float16}", "model.weights", "needs dtype bfloat16, not float16"),
     ("daemon: {tls_key: a}", "daemon.tls_key", "needs daemon.tls_cert too"),
-    ("engine: {speculation: true}", "engine.speculation", "use ngram, model, auto or false"),
+    ("engine: {speculation: true}", "engine.speculation", "use ngram, model, mtp, auto or false"),
     ("engine: {speculation: model}", "engine.speculation", "model needs engine.draft_model"),
     ("model: {path: m}\nengine: {draft_model: ./d}", "engine.draft_model", "has no effect with speculation false"),
     (

@@ -119,6 +119,19 @@ def test_digests_depend_on_everything_before_and_on_the_salt() -> None:
     assert chain.digests == digests
 
 
+def test_digests_may_depend_on_the_token_after_a_block() -> None:
+    """As a predicting layer's keys do: a block is full once that token is known, and shared if it is the same."""
+    tokens = list(range(13))
+    chain = DigestChain("tenant", 4, ahead=1)
+    assert [chain.full(count) for count in (0, 4, 5, 8, 12, 13)] == [0, 0, 1, 1, 2, 3]
+    digests = list(chain.upto(3, tokens))
+    for changed in range(13):
+        other = DigestChain("tenant", 4, ahead=1).upto(3, [99 if i == changed else i for i in tokens])
+        same = [a == b for a, b in zip(digests, other, strict=True)]
+        assert same == [changed > end for end in (4, 8, 12)], changed
+    assert chain.fork(2).upto(3, [*tokens[:12], 99])[:2] == digests[:2]
+
+
 def test_end_position_counts_what_is_computed() -> None:
     """Prompt of 10: with 5 tokens 14 positions are computed, with 1 or 0 the prompt alone; the model's length cuts."""
     assert [end_position(10, n, 100) for n in (0, 1, 5)] == [10, 10, 14]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,8 @@ from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.cuda.flashinfer import FlashInferAttention
 from laddertron.models.cuda.workspace import WRAPPER_BYTES, partial_bytes, workspace_bytes
-from laddertron.models.stages import RankShard
+from laddertron.models.stages import RankShard, predictor_stage
+from laddertron.models.weights.slices import expected_shapes
 from laddertron.tools.plan.memory import StoredTypes, memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -200,6 +202,23 @@ def test_drafts_and_their_model_are_counted() -> None:
     assert modelled.weight_bytes - plain.weight_bytes == 2 * draft.num_parameters
     per_token = 2 * 2 * draft.num_layers * draft.num_kv_heads * draft.head_dim
     assert modelled.kv_bytes_per_token - plain.kv_bytes_per_token == per_token
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2", "glm-4.6", "longcat-flash"])
+def test_the_predicting_layer_is_counted(name: str) -> None:
+    """As many elements as the checkpoint's tensors have, and its cache beside the model's; in a pipeline the stage that
+    has the head embeds, too."""
+    config, keys = known(name), MemoryKeys(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=8192)
+    stage = predictor_stage(config, embeds=False)
+    drafting = replace(keys, predictor=stage.config)
+    own = expected_shapes(config, stage).items() - expected_shapes(config).items()
+    elements = sum(math.prod(shape) for _, shape in own)
+    for stages in (1, 2):
+        plain, counted = (memory(config, 1, StoredTypes(), each, H100, stages) for each in (keys, drafting))
+        embedding = config.vocab_size * config.hidden_size * (stages > 1)
+        assert counted.weight_bytes - plain.weight_bytes == pytest.approx(2 * (elements + embedding), rel=1e-6)
+        cached = 2 * RankShard(stage.config, 1, 0).cached_elements
+        assert counted.kv_bytes_per_token - plain.kv_bytes_per_token == cached
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+import checkpoints
 import click
+import predictors
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -244,6 +246,29 @@ def test_check_asks_the_draft_model(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert says in said
     assert cli.main(["check", str(file), "--set", "engine.draft_model=./none"]) == 2
     assert "engine.draft_model: " in capsys.readouterr().err
+
+
+def test_check_asks_for_the_predicting_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that has none, and a folder without its tensors: refused, with what to do. With it, and among ranks and
+    stages: accepted."""
+    write_model(tmp_path / "m")
+    file = tmp_path / "d.yaml"
+    file.write_text("model:\n  path: ./m\nengine:\n  speculation: mtp\n", encoding="utf-8")
+    assert cli.main(["check", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {file}:4: engine.speculation: mtp: this llama has no layer that predicts")
+    assert "use ngram, or model with a draft_model" in said
+    folder = predictors.save(tmp_path / "p", "deepseek_v3")
+    given = ["check", str(file), "--set", f"model.path={folder}"]
+    assert cli.main([*given, "--set", "parallel.pipeline_parallel_size=2"]) == 0
+    gone = "model.layers.3.eh_proj.weight"
+    checkpoints.edit_tensors(folder, lambda tensors: {n: t for n, t in tensors.items() if n != gone})
+    capsys.readouterr()
+    assert cli.main(given) == 2
+    said = capsys.readouterr().err
+    assert f"tensor {gone} (64, 128) is missing" in said
+    assert "use another engine.speculation than mtp" in said
+    assert cli.main([*given, "--set", "engine.speculation=ngram"]) == 0
 
 
 def test_check_tells_everything_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def give_drafts(runner: Any, prompt: int, right: float) -> None:
         return [draft if c < right else (draft + 1) % 1000 for draft, c in zip(drafts, chance, strict=True)]
 
     def propose(
-        chunks: object, counts: Mapping[int, int], tokens: NDArray[np.int32], length: NDArray[np.int64], layout: object
+        chunks: object, counts: Mapping[int, int], tokens: NDArray[np.int32], length: NDArray[np.int64], *others: object
     ) -> dict[int, list[int]]:
         return {slot: look_up(tokens[slot, : length[slot]], most) for slot, most in counts.items() if most}
 

@@ -1,0 +1,147 @@
+"""`engine.speculation: mtp`: the layer that predicts further tokens drafts what transformers' own does, and changes no
+answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import predictors
+import pytest
+import torch
+from laddertron.engine.step.predictor import PredictorShare
+from laddertron.models.config.model_config import from_folder
+from laddertron.models.cpu.kernels import Kernels
+from laddertron.models.stages import RankShard, predictor_stage
+from laddertron.models.weights.mapping import open_checkpoint
+from laddertron.models.weights.slices import expected_shapes
+from test_drafted_answers import answers
+
+Ranks = Callable[..., list[Any]]
+TOLERANCE = 1e-3
+
+
+def assert_drafts(folder: Path, told: dict[str, Any], least: int) -> None:
+    """Each draft is the one that is most likely after the known ids and the drafts before it, up to a tie."""
+    logits, excused, count = predictors.oracle(folder), 0, 0
+    with torch.inference_mode():
+        for ids, drafts in told["drafts"]:
+            for scores, draft in zip(logits(ids, drafts), drafts, strict=True):
+                gap, count = float(scores.max() - scores[draft]), count + 1
+                assert gap < TOLERANCE, (ids, drafts)
+                excused += gap > 0
+    assert count >= least
+    assert excused * 100 <= count
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "stages"),
+    [
+        ("deepseek_v3", 1, 1),
+        ("deepseek_v3", 2, 1),
+        ("deepseek_v3", 2, 2),
+        ("glm4_moe", 2, 1),
+        ("deepseek_v32", 1, 1),
+        ("glm_moe_dsa", 2, 1),
+        ("longcat_flash", 2, 1),
+        *(pytest.param(family, 4, 2, marks=pytest.mark.slow) for family in (*predictors.FAMILIES, "longcat_flash")),
+        pytest.param("deepseek_v3", 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_it_drafts_what_transformers_drafts(ranks: Ranks, family: str, size: int, stages: int, tmp_path: Path) -> None:
+    """Experts in the layer; latent and sparse attention; over ranks and stages."""
+    folder = predictors.save(tmp_path / "m", family)
+    args = {"folder": str(folder), "prompts": checkpoints.prompts(6), "stages": stages}
+    told = next(answer for answer in ranks(size, "predictor_cases:drafts", args, timeout_s=240.0) if answer["drafts"])
+    assert_drafts(folder, told, 300)
+
+
+@pytest.mark.parametrize(("family", "every"), [("deepseek_v3", 1), ("deepseek_v3", 7), ("glm_moe_dsa", 3)])
+def test_shared_and_preempted_blocks_hold_its_rows_too(ranks: Ranks, family: str, every: int, tmp_path: Path) -> None:
+    """Prompts in pieces, with beginnings in common that end at a block's end and differ in the next token; two choices
+    of each, in a cache too small for all, drafts for some decodes alone: what it drafts is what it would draft of a
+    sequence computed alone."""
+    folder = predictors.save(tmp_path / "m", family)
+    head = list(range(20, 60))
+    prompts = [[*head[:length], 60 + i, *range(70, 75)] for i, length in enumerate((4, 8, 8, 16, 16, 16, 17, 32, 32))]
+    engine = {"max_num_batched_tokens": 12, "max_num_seqs": 4}
+    args = {"folder": str(folder), "prompts": prompts * 2, "engine": engine, "blocks": 36, "n": 2, "every": every}
+    told = ranks(1, "predictor_cases:drafts", args, timeout_s=240.0)[0]
+    assert told["preemptions"] > 0
+    assert told["hits"] > 0
+    assert_drafts(folder, told, 300)
+
+
+@pytest.mark.parametrize(("family", "size"), [("deepseek_v3", 1), pytest.param("glm4_moe", 2, marks=pytest.mark.slow)])
+def test_as_many_drafts_are_accepted_as_by_transformers(ranks: Ranks, family: str, size: int, tmp_path: Path) -> None:
+    """One draft a step, of a layer that is often right: answers and numbers of accepted drafts are the same."""
+    folder, most = predictors.save(tmp_path / "m", family, calm=0.1), 60
+    prompts = checkpoints.prompts(3)
+    engine = {"max_num_seqs": 1}
+    for prompt in prompts:
+        args = {"folder": str(folder), "prompts": [prompt], "engine": engine, "most": 1, "max_tokens": most}
+        told = ranks(size, "predictor_cases:drafts", args)[0]
+        ids, accepted = predictors.accepted_by_transformers(folder, prompt, most)
+        assert told["answers"] == {"r0/0": ids}
+        assert told["accepted"] == accepted
+        assert 0 < accepted < most // 2
+
+
+@pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built here")
+@pytest.mark.parametrize(
+    ("size", "stages", "how"),
+    [
+        (2, 1, {}),
+        (1, 1, {"dtype": "bfloat16"}),
+        (2, 2, {"blocks": 70}),
+        (2, 1, {"blocks": 70, "family": "glm4_moe"}),
+        pytest.param(4, 2, {"microbatches": 3}, marks=pytest.mark.slow),
+        pytest.param(4, 1, {"family": "deepseek_v32"}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {"family": "glm_moe_dsa", "blocks": 70}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_it_changes_no_answer(
+    ranks: Ranks, size: int, stages: int, how: dict[str, Any], tmp_path: Path, run_seed: int
+) -> None:
+    """Greedy, filtered and plain sampling, penalties, log-probabilities, prompts scored, several choices, stop ids,
+    grammars, shared prefixes, chunked prompts, blocks for less than the running sequences: every id, score and end is
+    the one that comes without drafts."""
+    how = {"family": "deepseek_v3", "dtype": "float32"} | how
+    folder = predictors.save(tmp_path / "m", how.pop("family"), calm=0.1, dtype=how.pop("dtype"))
+    plain = answers(run_seed, ranks, size, folder, stages=stages, **how)
+    drafted = answers(run_seed, ranks, size, folder, stages=stages, speculation="mtp", **how)
+    assert drafted["answers"] == plain["answers"]
+    assert 0 < drafted["accepted"] < drafted["drafts"]
+    assert drafted["hits"] > 0
+    assert drafted["preemptions"] > 0 or "blocks" not in how
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_nothing_that_is_not_finite_stays_in_its_cache(ranks: Ranks, family: str, tmp_path: Path) -> None:
+    """An id whose embedding is NaN, in prompts and after them: the layer's keys and values stay finite, so that others
+    may use the blocks."""
+    folder, poisoned = predictors.save(tmp_path / "m", family), 9
+    prompts = [[7, 8, 10], [7, poisoned, 8, 10, 11], [10, 11, poisoned], [poisoned], [12, 13]]
+    told = ranks(1, "predictor_cases:drafts", {"folder": str(folder), "prompts": prompts, "poisoned": poisoned})[0]
+    assert told["finite"]
+    assert [name for name, ids in told["answers"].items() if ids] == ["r0/0", "r4/0"]
+    clean = [(ids, drafts) for ids, drafts in told["drafts"] if poisoned not in (*ids, *drafts)]
+    assert_drafts(folder, {"drafts": clean}, 100)
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+def test_a_start_counts_its_weights_and_its_cache(embeds: bool, tmp_path: Path) -> None:
+    """All elements of its tensors, with the embedding on a stage that has none; of each position one latent and key."""
+    folder = predictors.save(tmp_path / "m", "deepseek_v3", tokenizer=False)
+    config = from_folder(folder)
+    stage = predictor_stage(config, embeds)
+    source, shard = open_checkpoint(folder, config, stage), RankShard(config, 1, 0)
+    share = PredictorShare(stage, shard, source, torch.float32, "stored", False)
+    own = expected_shapes(config, stage).items() - expected_shapes(config).items()
+    embedding = checkpoints.VOCAB * checkpoints.HIDDEN * embeds
+    assert share.bytes == 4 * (sum(prod(shape) for _, shape in own) + embedding)
+    assert share.block_bytes(16, torch.float32) == 16 * 4 * (32 + 8)

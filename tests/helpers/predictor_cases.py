@@ -1,0 +1,79 @@
+"""What tests of the predicting layer run on ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from engine_cases import build_on, deployment, request
+from laddertron.engine.schedule import speculation
+from laddertron.engine.schedule.scheduler import Scheduler
+from laddertron.engine.schedule.speculation import SpeculationRule
+from laddertron.engine.step.engine import Engine, StepProgress, drain, follow
+from laddertron.topology.comm.groups import CommOptions
+from rank_pool import Rank
+
+
+def drafts(
+    rank: Rank,
+    folder: str,
+    prompts: list[list[int]],
+    stages: int = 1,
+    engine: dict[str, Any] | None = None,
+    blocks: int = 1 << 20,
+    most: int = speculation.MOST,
+    every: int = 1,
+    poisoned: int | None = None,
+    **params: Any,
+) -> dict[str, Any]:
+    """Of a rank: for every step with drafts the known ids, then the drafts. Of rank 0: ids by request and choice, and
+    counters. Every decode gets `most` drafts, or one out of `every` decodes; at most `blocks` blocks hold keys and
+    values. poisoned: an id whose embedding is NaN."""
+    opened = rank.connect(None, CommOptions(), stages=stages)
+    asked = count()
+
+    def wanted(*_: Any) -> int:
+        return most if next(asked) % every == 0 else 0
+
+    with opened as communicator, patch.multiple(speculation.Speculation, wanted=wanted):
+        d = deployment(folder, rank.size // stages, None, **{"speculation": "mtp", **(engine or {})})
+        built = build_on(rank, replace(d, parallel=replace(d.parallel, pipeline_parallel_size=stages)), communicator)
+        if poisoned is not None:
+            built.runner.model.embedding.weight.data[poisoned] = torch.nan  # type: ignore[operator, union-attr]
+        runner, made, progress = built.runner, list[tuple[list[int], list[int]]](), StepProgress()
+        if runner.proposer is not None:
+            propose = runner.proposer.propose
+
+            def note(chunks: Any, counts: Any, tokens: Any, length: Any, *rest: Any) -> Any:
+                proposed = propose(chunks, counts, tokens, length, *rest)
+                made.extend((tokens[slot, : length[slot]].tolist(), ids) for slot, ids in proposed.items() if ids)
+                return proposed
+
+            runner.proposer.propose = note  # type: ignore[method-assign]
+        cached = [] if runner.cache.beside is None else runner.cache.beside.tensors
+        if rank.rank:
+            follow(runner, communicator.plans, progress)
+            return {"drafts": made}
+        limits = replace(built.scheduler_limits, speculation=SpeculationRule(priced=False))
+        scheduler = Scheduler(replace(limits, num_blocks=min(blocks, limits.num_blocks)))
+        runs, answers = Engine(scheduler, runner, communicator.plans, progress), dict[str, list[int]]()
+        try:
+            for number, prompt in enumerate(prompts):
+                runs.add(request(number, prompt, **params))
+            for event in drain(runs):
+                answers.setdefault(f"{event.request_id}/{event.choice}", []).extend(event.tokens)
+        finally:
+            runs.close()
+        stats = scheduler.snapshot()
+        return {
+            "drafts": made,
+            "finite": all(bool(tensor.isfinite().all()) for tensor in cached),
+            "answers": answers,
+            "steps": progress.step,
+            "preemptions": stats["num_preemptions_total"],
+            "hits": stats["prefix_cache_hits_total"],
+            "accepted": stats["spec_decode_num_accepted_tokens_total"],
+        }
