@@ -356,8 +356,8 @@ class RankBoard:
         # NOTE: a start's output often names the cause long before its end; later, only the end is about the failure.
         lines = output if self.ready else tuple(start_output) or output
         cause = unreachable(lines) if sign.kind in _EXPLAINED else None
-        first = ended_first(output) if sign.kind == "launcher_exit" and not self.ready else None
-        there = self.hosts.get(first) if isinstance(first, int) else first
+        ended = ended_first(output) if sign.kind == "launcher_exit" and not self.ready else None
+        there = self.hosts.get(ended) if isinstance(ended, int) else ended
         if cause is not None and cause[1] is None and there is not None:
             cause = f"{there}: {cause[0]}", there
         if sign.kind == "rank_lost" and _KILLED.search(words):
