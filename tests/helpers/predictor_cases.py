@@ -42,7 +42,7 @@ def drafts(
         d = deployment(folder, rank.size // stages, None, **{"speculation": "mtp", **(engine or {})})
         built = build_on(rank, replace(d, parallel=replace(d.parallel, pipeline_parallel_size=stages)), communicator)
         if poisoned is not None:
-            built.runner.model.embedding.weight.data[poisoned] = torch.nan  # type: ignore[operator, union-attr]
+            built.runner.model.embedding.weight.data[poisoned] = torch.nan
         runner, made, progress = built.runner, list[tuple[list[int], list[int]]](), StepProgress()
         if runner.proposer is not None:
             propose = runner.proposer.propose
@@ -52,7 +52,7 @@ def drafts(
                 made.extend((tokens[slot, : length[slot]].tolist(), ids) for slot, ids in proposed.items() if ids)
                 return proposed
 
-            runner.proposer.propose = note  # type: ignore[method-assign]
+            runner.proposer.propose = note  # type: ignore[assignment, method-assign]
         cached = [] if runner.cache.beside is None else runner.cache.beside.tensors
         if rank.rank:
             follow(runner, communicator.plans, progress)

@@ -91,7 +91,8 @@ class _Dense(nn.Module):
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor, **how: Any) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), attention_mask=attention_mask, **how)[0]
-        return x + self.mlp(self.post_attention_layernorm(x))
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
 
 
 def _longcat_layer(folder: Path, model: Any) -> Any:

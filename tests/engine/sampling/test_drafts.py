@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,13 +105,16 @@ def test_drafts_are_drawn_as_the_sequences_own_tokens(keys: dict[str, Any], run_
     sampler = Sampler(50, range(50), 1, lambda payload: payload[None], torch.device("cpu"))
     sampler.admit(new)
     drawn = [int(sampler.sample(row[None], [0]).ids[0]) for row in logits]
-    draws = DraftDraws(50, 1, torch.device("cpu"), None)
+    draws = DraftDraws(50, range(50), 1, torch.device("cpu"), None)
     draws.admit(new)
+    tokens, length = np.zeros((1, 64), np.int32), np.array([3])
+    tokens[0, :3] = new.tokens
     at = 0
     while at < 20:
-        drafts = [draws.draw(logits[at + i : at + i + 1], [0])[0] for i in range(3)]
-        assert drafts == drawn[at : at + 3]
-        draws.rewind({0: 3})
+        later = iter(logits[at + 1 : at + 3, None])
+        drafts = draws.draft(logits[at : at + 1], {0: 3}, tokens, length, partial(lambda rest, _: next(rest), later))
+        assert drafts == {0: drawn[at : at + 3]}
         came = dice.randrange(1, 4)
-        draws.follow(0, drawn[at : at + came])
+        tokens[0, length[0] : length[0] + came] = drawn[at : at + came]
+        length[0] += came
         at += came
