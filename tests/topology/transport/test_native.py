@@ -34,11 +34,17 @@ def copied(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> Path
     return package
 
 
+def replaced(library: Path, data: bytes) -> None:
+    """As another file: this process has the first one mapped, and would end with a bus error."""
+    library.unlink()
+    library.write_bytes(data)
+
+
 CHANGES: dict[str, Callable[[Path], object]] = {
     "a source": lambda package: next(package.glob("*.c")).write_text("/* changed */"),
     "a new header": lambda package: (package / "a.h").touch(),
     "a lost source": lambda package: next(package.glob("*.c")).rename(package / "other.c"),
-    "an older library": lambda package: next(package.glob("*.so")).write_bytes(b"built before there were digests"),
+    "an older library": lambda package: replaced(next(package.glob("*.so")), b"built before there were digests"),
 }
 
 
