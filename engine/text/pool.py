@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,12 @@ class Encoder:
         """Returns the result of worker.py's `answer` for one item; `size` in characters, or bytes of `blob`."""
         raise NotImplementedError
 
-    async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool = True, longer: int = 1) -> Sequence[int]:
         """Encodes a plain prompt of at most `longer` times the usual number of tokens."""
         payload = {"text": text, "add_special_tokens": add_special_tokens, "longer": longer}
         return (await self._ids(payload, len(text)))[0]
 
-    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions, longer: int = 1) -> list[int]:
+    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions, longer: int = 1) -> Sequence[int]:
         payload = {"messages": messages, "options": asdict(options), "longer": longer}
         return (await self._ids(payload, sum(len(str(m.get("content", ""))) for m in messages)))[0]
 
@@ -73,11 +73,11 @@ class Encoder:
         """See TextModel."""
         return tuple(map(tuple, await self._ids({"words": words}, sum(map(len, words)))))
 
-    async def _ids(self, payload: dict[str, Any], size: int) -> list[list[int]]:
+    async def _ids(self, payload: dict[str, Any], size: int) -> Sequence[Sequence[int]]:
         reply = await self.ask(payload, size)
         if "ids" not in reply:
             raise PromptError(reply["error"], reply["code"])
-        ids: list[list[int]] = reply["ids"]
+        ids: Sequence[Sequence[int]] = reply["ids"]
         return ids
 
 

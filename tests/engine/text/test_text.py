@@ -332,8 +332,8 @@ def test_a_pool_survives_what_its_workers_do_not(tmp_path: Path) -> None:
                 "escape": "chat_template_error",
             }
             model = TextModel.from_folder(tmp_path)
-            assert await asyncio.gather(*good) == [model.encode_chat(user(f"n {i}")) for i in range(20)]
-            assert await asyncio.gather(*more) == [model.encode(f"m {i}") for i in range(20)]
+            assert await asyncio.gather(*good) == [tuple(model.encode_chat(user(f"n {i}"))) for i in range(20)]
+            assert await asyncio.gather(*more) == [tuple(model.encode(f"m {i}")) for i in range(20)]
             with pytest.raises(PromptError, match="201 tokens") as caught:
                 await pool.of("").encode("xy" * 100)
             assert caught.value.code == "context_length_exceeded"

@@ -171,7 +171,7 @@ GROUP: dict[str, Any] = {"weights": {"num_bits": 8, "type": "float", "strategy":
     ("words", "said"),
     [
         ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
-        ({"quant_method": "gptq"}, "fbgemm_fp8, fp8 and compressed-tensors"),
+        ({"quant_method": "gptq"}, "fbgemm_fp8, fp8, compressed-tensors and mxfp4"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "nvfp4-pack-quantized"),
         ({}, "quant_method ''"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "two numbers above 0"),
