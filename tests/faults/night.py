@@ -249,7 +249,7 @@ class StreamReader(threading.Thread):
             for line in answer:
                 data = line.decode().strip().removeprefix("data: ")
                 self.whole |= data == "[DONE]"
-                if data and data != "[DONE]":
+                if line.startswith(b"data: ") and data != "[DONE]":  # else empty, or a comment that keeps it alive
                     event = json.loads(data)
                     self.events.append({k: v for k, v in event.items() if k not in ("id", "created")})
 
