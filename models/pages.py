@@ -53,11 +53,13 @@ class HeldPages(HugePages):
 
     def __init__(self, file: int | None = None) -> None:
         """file: descriptor of a sealed file, whose contents are used unchanged; closed with this object. Raises
-        OSError."""
+        OSError, ValueError."""
         super().__init__()
-        self.file = os.memfd_create("laddertron-weights") if file is None else file
         self.filled, self.label = file is not None, ""  # label: what the contents are
-        if head := os.pread(self.file, self._HEAD, 0).rstrip(b"\0"):
+        file = os.memfd_create("laddertron-weights") if file is None else file
+        head = os.pread(file, self._HEAD, 0).rstrip(b"\0")
+        self.file = file  # owned from here on: a number that is not open may become another file's
+        if head:
             self.label, *self.order = json.loads(head)
         self._end = self._HEAD
         self._chunks: list[tuple[int, int]] = []

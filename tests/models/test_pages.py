@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,8 +46,23 @@ def test_held_pages_outlive_who_filled_them(monkeypatch: pytest.MonkeyPatch) -> 
         assert [(int(piece[0]), int(piece[-1])) for piece in again] == [(1, 1), (2, 2), (3, 3)]
         again[0].fill_(9)
     os.close(file)
+
+
+def test_pages_close_no_file_that_is_not_theirs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A descriptor that is not open becomes the next file's, which must outlive the pages that were refused it."""
+    other: list[int] = []
+
+    def unreadable(file: int, size: int, at: int) -> bytes:
+        other.append(os.open(tmp_path / "other", os.O_CREAT | os.O_RDWR))
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(os, "pread", unreadable)
+    closed = os.open(os.devnull, os.O_RDONLY)
+    os.close(closed)
     with pytest.raises(OSError, match="Bad file"):
-        pages.HeldPages(file)
+        pages.HeldPages(closed)
+    assert other == [closed]
+    os.close(closed)
 
 
 def test_a_stray_write_to_held_pages_ends_its_process() -> None:

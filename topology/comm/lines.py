@@ -39,20 +39,18 @@ class Lines:
 
     def send(self, line: int, *parts: bytes | memoryview) -> None:
         """Sends all parts in order and returns at once; their memory is read until it is sent. Raises PeerLost."""
-        backlog = False
         with self._lock:
             self._check()
             queue, left = self._unsent[line], [memoryview(part) for part in parts]
             if not queue:
                 left = self._sent_now(line, left)
-            if left:
-                queue.extend(left)
-                backlog = True
-            if backlog and self._flusher is None:
+            if not left:
+                return
+            queue.extend(left)
+            if self._flusher is None:
                 self._flusher = threading.Thread(target=self._flush, name=f"laddertron-{self._name}", daemon=True)
                 self._flusher.start()
-        if backlog:
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._bell, 1)  # under the lock: after `close` the number may be another file's
 
     def _sent_now(self, line: int, left: list[memoryview]) -> list[memoryview]:
         try:
@@ -104,10 +102,11 @@ class Lines:
 
     def close(self) -> None:
         """Sends the rest for at most a second, then closes; a `receive` in another thread raises. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
-        os.eventfd_write(self._bell, 1)
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            os.eventfd_write(self._bell, 1)
         if self._flusher is not None:
             self._flusher.join()
         with self._lock:

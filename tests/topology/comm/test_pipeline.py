@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -9,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from laddertron.topology.comm.collectives import CollectiveTimeout, PeerLost, RanksDisagree
+from laddertron.topology.comm.collectives import CollectiveTimeout, CommunicationError, PeerLost, RanksDisagree
 from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.comm.lines import Lines
 from laddertron.topology.comm.pipeline import NEXT, PREVIOUS, RING, Pipeline, SocketBoundary
@@ -58,6 +59,26 @@ def test_rows_arrive_in_order_whoever_asks_first(dtype: torch.dtype) -> None:
     assert (entry.count, entry.bytes) == (4, sum(x.nbytes for x in sent))
     pipeline.close()
     sender.lines.close()
+
+
+def test_a_channel_rings_its_bell_only_while_it_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a `close` in another thread, the bell's number may be a file's, which a ring would write to."""
+    (_, sender, _), (pipeline, _, _) = _pair()
+    lines, ring, held = sender.lines, os.eventfd_write, []
+
+    def recorded(bell: int, value: int) -> None:
+        if bell == lines._bell:
+            held.append(lines._lock.locked())
+        ring(bell, value)
+
+    monkeypatch.setattr(os, "eventfd_write", recorded)
+    lines.send(NEXT, bytes(64 << 20))
+    pipeline.close()
+    lines.close()
+    lines.close()
+    assert held == [True, True]
+    with pytest.raises(CommunicationError, match="closed"):
+        lines.send(NEXT, b"late")
 
 
 def test_idling_for_a_stage_is_not_waiting_for_the_link() -> None:
