@@ -39,7 +39,7 @@ class KVCache:
         self, shard: RankShard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.beside: KVCache | None = None
+        self.draft_cache: KVCache | None = None
         """Another cache of the same blocks, which are copied and cleaned with these."""
         shape = (num_blocks, shard.num_kv_heads, block_size, shard.config.head_dim)
         layers, self._pages, self._device = range(shard.config.num_layers), HugePages(), device
@@ -59,7 +59,7 @@ class KVCache:
 
     @property
     def _every(self) -> list[Tensor]:
-        return self.tensors if self.beside is None else [*self.tensors, *self.beside.tensors]
+        return self.tensors if self.draft_cache is None else [*self.tensors, *self.draft_cache.tensors]
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [T, K, C] at (blocks[t], offsets[t])."""

@@ -242,13 +242,13 @@ def _proposer(share: ModelShare, keys: EngineConfig, model: LlamaModel, cache: K
     slots, blocks, size = keys.max_num_seqs, cache.num_blocks, keys.block_size
     if share.draft is not None:
         made = share.draft.load(share.length + 1, blocks, size, slots, sampler.grammars)
-        cache.beside = made.cache
+        cache.draft_cache = made.cache
         return made
     assert share.predictor is not None
     ids, exchange = share.shard.vocab, sampler.exchange
     draws = DraftDraws(share.config.vocab_size, ids, slots, model.rotary.cos.device, sampler.grammars, exchange)
     predicting = share.predictor.load(model, blocks, size, share.kv_dtype, draws)
-    cache.beside = predicting.cache
+    cache.draft_cache = predicting.cache
     return predicting
 
 

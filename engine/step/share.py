@@ -128,7 +128,7 @@ def make_share(
     predictor: PredictorShare | None = None
     if last is not None and shard.samples and device.type == "cpu":
         predictor = PredictorShare(last, shard, source, dtype, keys.weights, parallel.deterministic)
-    needed += sum(beside.bytes for beside in (draft, predictor) if beside is not None)
+    needed += sum(drafter.bytes for drafter in (draft, predictor) if drafter is not None)
     return ModelShare(
         config,
         warnings,

@@ -24,11 +24,11 @@ Ranks = Callable[..., list[Any]]
 TOLERANCE = 1e-3
 
 
-def assert_drafts(folder: Path, told: dict[str, Any], least: int) -> None:
+def assert_drafts(folder: Path, result: dict[str, Any], least: int) -> None:
     """Each draft is the one that is most likely after the known ids and the drafts before it, up to a tie."""
     logits, excused, count = predictors.oracle(folder), 0, 0
     with torch.inference_mode():
-        for ids, drafts in told["drafts"]:
+        for ids, drafts in result["drafts"]:
             for scores, draft in zip(logits(ids, drafts), drafts, strict=True):
                 gap, count = float(scores.max() - scores[draft]), count + 1
                 assert gap < TOLERANCE, (ids, drafts)
@@ -54,9 +54,9 @@ def assert_drafts(folder: Path, told: dict[str, Any], least: int) -> None:
 def test_it_drafts_what_transformers_drafts(ranks: Ranks, family: str, size: int, stages: int, tmp_path: Path) -> None:
     """Experts in the layer; latent and sparse attention; over ranks and stages."""
     folder = predictors.save(tmp_path / "m", family)
-    args = {"folder": str(folder), "prompts": checkpoints.prompts(6), "stages": stages}
-    told = next(answer for answer in ranks(size, "predictor_cases:drafts", args, timeout_s=240.0) if answer["drafts"])
-    assert_drafts(folder, told, 300)
+    args = {"folder": str(folder), "prompts": checkpoints.prompts(3), "stages": stages, "max_tokens": 16}
+    results = ranks(size, "predictor_cases:drafts", args, timeout_s=240.0)
+    assert_drafts(folder, next(result for result in results if result["drafts"]), 200)
 
 
 @pytest.mark.parametrize(("family", "every"), [("deepseek_v3", 1), ("deepseek_v3", 7), ("glm_moe_dsa", 3)])
@@ -69,24 +69,29 @@ def test_shared_and_preempted_blocks_hold_its_rows_too(ranks: Ranks, family: str
     prompts = [[*head[:length], 60 + i, *range(70, 75)] for i, length in enumerate((4, 8, 8, 16, 16, 16, 17, 32, 32))]
     engine = {"max_num_batched_tokens": 12, "max_num_seqs": 4}
     args = {"folder": str(folder), "prompts": prompts * 2, "engine": engine, "blocks": 36, "n": 2, "every": every}
-    told = ranks(1, "predictor_cases:drafts", args, timeout_s=240.0)[0]
-    assert told["preemptions"] > 0
-    assert told["hits"] > 0
-    assert_drafts(folder, told, 300)
+    result = ranks(1, "predictor_cases:drafts", args | {"most": 3}, timeout_s=240.0)[0]
+    assert result["preemptions"] > 0
+    assert result["hits"] > 0
+    some = result["drafts"][:: -(-len(result["drafts"]) // 60)]
+    assert_drafts(folder, {"drafts": some}, 90)
 
 
-@pytest.mark.parametrize(("family", "size"), [("deepseek_v3", 1), pytest.param("glm4_moe", 2, marks=pytest.mark.slow)])
-def test_as_many_drafts_are_accepted_as_by_transformers(ranks: Ranks, family: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "size", "calm"), [("deepseek_v3", 1, 0.1), pytest.param("glm4_moe", 2, 0.01, marks=pytest.mark.slow)]
+)
+def test_as_many_drafts_are_accepted_as_by_transformers(
+    ranks: Ranks, family: str, size: int, calm: float, tmp_path: Path
+) -> None:
     """One draft a step, of a layer that is often right: answers and numbers of accepted drafts are the same."""
-    folder, most = predictors.save(tmp_path / "m", family, calm=0.1), 60
+    folder, most = predictors.save(tmp_path / "m", family, calm=calm), 60
     prompts = checkpoints.prompts(3)
     engine = {"max_num_seqs": 1}
     for prompt in prompts:
         args = {"folder": str(folder), "prompts": [prompt], "engine": engine, "most": 1, "max_tokens": most}
-        told = ranks(size, "predictor_cases:drafts", args)[0]
+        result = ranks(size, "predictor_cases:drafts", args)[0]
         ids, accepted = predictors.accepted_by_transformers(folder, prompt, most)
-        assert told["answers"] == {"r0/0": ids}
-        assert told["accepted"] == accepted
+        assert result["answers"] == {"r0/0": ids}
+        assert result["accepted"] == accepted
         assert 0 < accepted < most // 2
 
 
@@ -94,10 +99,10 @@ def test_as_many_drafts_are_accepted_as_by_transformers(ranks: Ranks, family: st
 @pytest.mark.parametrize(
     ("size", "stages", "how"),
     [
-        (2, 1, {}),
         (1, 1, {"dtype": "bfloat16"}),
         (2, 2, {"blocks": 70}),
         (2, 1, {"blocks": 70, "family": "glm4_moe"}),
+        pytest.param(2, 1, {}, marks=pytest.mark.slow),
         pytest.param(4, 2, {"microbatches": 3}, marks=pytest.mark.slow),
         pytest.param(4, 1, {"family": "deepseek_v32"}, marks=pytest.mark.slow),
         pytest.param(2, 2, {"family": "glm_moe_dsa", "blocks": 70}, marks=pytest.mark.slow),
@@ -110,7 +115,7 @@ def test_it_changes_no_answer(
     """Greedy, filtered and plain sampling, penalties, log-probabilities, prompts scored, several choices, stop ids,
     grammars, shared prefixes, chunked prompts, blocks for less than the running sequences: every id, score and end is
     the one that comes without drafts."""
-    how = {"family": "deepseek_v3", "dtype": "float32"} | how
+    how = {"family": "deepseek_v3", "dtype": "float32", "most": 24} | how
     folder = predictors.save(tmp_path / "m", how.pop("family"), calm=0.1, dtype=how.pop("dtype"))
     plain = answers(run_seed, ranks, size, folder, stages=stages, **how)
     drafted = answers(run_seed, ranks, size, folder, stages=stages, speculation="mtp", **how)
@@ -126,10 +131,11 @@ def test_nothing_that_is_not_finite_stays_in_its_cache(ranks: Ranks, family: str
     may use the blocks."""
     folder, poisoned = predictors.save(tmp_path / "m", family), 9
     prompts = [[7, 8, 10], [7, poisoned, 8, 10, 11], [10, 11, poisoned], [poisoned], [12, 13]]
-    told = ranks(1, "predictor_cases:drafts", {"folder": str(folder), "prompts": prompts, "poisoned": poisoned})[0]
-    assert told["finite"]
-    assert [name for name, ids in told["answers"].items() if ids] == ["r0/0", "r4/0"]
-    clean = [(ids, drafts) for ids, drafts in told["drafts"] if poisoned not in (*ids, *drafts)]
+    args = {"folder": str(folder), "prompts": prompts, "poisoned": poisoned, "max_tokens": 16}
+    result = ranks(1, "predictor_cases:drafts", args)[0]
+    assert result["finite"]
+    assert [name for name, ids in result["answers"].items() if ids] == ["r0/0", "r4/0"]
+    clean = [(ids, drafts) for ids, drafts in result["drafts"] if poisoned not in (*ids, *drafts)]
     assert_drafts(folder, {"drafts": clean}, 100)
 
 

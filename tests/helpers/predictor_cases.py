@@ -53,7 +53,7 @@ def drafts(
                 return proposed
 
             runner.proposer.propose = note  # type: ignore[assignment, method-assign]
-        cached = [] if runner.cache.beside is None else runner.cache.beside.tensors
+        cached = [] if runner.cache.draft_cache is None else runner.cache.draft_cache.tensors
         if rank.rank:
             follow(runner, communicator.plans, progress)
             return {"drafts": made}

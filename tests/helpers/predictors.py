@@ -33,13 +33,13 @@ def save(folder: Path, family: str, calm: float = 1.0, **words: Any) -> Path:
     stored = json.loads((folder / "config.json").read_text())
     cut = {key: value[:layers] for key, value in stored.items() if isinstance(value, list) and len(value) == layers + 1}
     checkpoints.edit_config(folder, num_hidden_layers=layers, num_nextn_predict_layers=1, **cut)
-    noise, d, block = torch.Generator().manual_seed(1), checkpoints.HIDDEN, f"model.layers.{layers}."
+    noise, d, block = torch.Generator().manual_seed(1), stored["hidden_size"], f"model.layers.{layers}."
 
     def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         kind = tensors["model.norm.weight"].dtype
         for name in ("enorm", "hnorm", "shared_head.norm"):
             tensors[f"{block}{name}.weight"] = (1.0 + 0.3 * torch.randn(d, generator=noise)).to(kind)
-        tensors[f"{block}eh_proj.weight"] = (0.15 * torch.randn(d, 2 * d, generator=noise)).to(kind)
+        tensors[f"{block}eh_proj.weight"] = (1.2 * d**-0.5 * torch.randn(d, 2 * d, generator=noise)).to(kind)
         if calm == 1.0:
             return tensors
         for name in tensors:
