@@ -96,6 +96,31 @@ def test_bars_are_met_and_missed(report: Any) -> None:
     assert any(row.startswith("MISSED 8 MB over 4 x 1") for row in report.bars(large))
 
 
+def test_drafts_are_compared_turn_by_turn(report: Any) -> None:
+    """`auto` over the better of on and off in each turn, missed where no turn reaches 0.9; of the law is what all
+    drafts gain over as many wrong ones, by their tokens a round."""
+
+    def runs(*rates: float, rounds: float = 1.0, rows: float = 1.0) -> list[dict[str, float]]:
+        return [{"rate": rate, "rounds": rounds, "rows": rows, "accepted": 0.6} for rate in rates]
+
+    cell = {"layout": "tp 2", "delay_s": 1e-3, "batch": 1, "accepted": 0.0}
+    lines = [
+        cell | {"off": runs(30, 30), "on": runs(20, 20, rows=9.0), "auto": runs(26, 24), "no-communication": runs(90)},
+        cell | {
+            "accepted": 0.7, "off": runs(30, 30), "on": runs(54, 54, rounds=1 / 3, rows=3.0),
+            "auto": runs(50, 46, rounds=0.5, rows=2.0),
+        },
+    ]  # fmt: skip
+    wrong, right = report.drafts_table(lines)[2:]
+    assert wrong.startswith(
+        "| tp 2, 1 ms, 1, 0% | 30 (30 to 30) | 20 (20 to 20) | 25 (24 to 26) | 0.83 | 0.83 (0.80 to"
+    )
+    assert ", missed | 26.00 " in wrong
+    assert right.endswith(" | 1.60 | 0.89 (0.85 to 0.93) | 13.00 | 2.00 | 0.90 | 0.53 |")
+    heads = {"form": "GLM-4.5", "layout": "pp 2", "delay_s": 1e-3, "off": runs(20, 20), "mtp": runs(30, 32, rows=1.5)}
+    assert report.mtp_table([heads])[2].endswith(" | 31.0 (30.0 to 32.0) | 1.55 (1.50 to 1.60) | 1.50 |")
+
+
 def test_the_pages_are_renewed_in_their_places(report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice over, the words around the tables and a table that was not measured stay as they were, and the picture is
     an SVG of every point."""

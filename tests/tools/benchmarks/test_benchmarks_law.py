@@ -215,7 +215,8 @@ def test_nobody_waits_for_what_is_carried() -> None:
 
 
 def test_drafts_are_the_answers_of_freed_slots() -> None:
-    """A prompt that was answered before has its answer as drafts, right or wrong as asked; another one has none."""
+    """A prompt that was answered before has its answer as drafts, right or wrong as its first id says; another one has
+    none."""
     runner = SimpleNamespace(
         tokens=np.arange(20, dtype=np.int32).reshape(2, 10),
         length=[6, 0],
@@ -227,7 +228,7 @@ def test_drafts_are_the_answers_of_freed_slots() -> None:
         tokens = np.array([ids], np.int32)
         return runner.proposer.propose((), {0: most}, tokens, [len(ids)], None)[0]
 
-    for right, drafts in ((1.0, [3, 4, 5]), (0.0, [4, 5, 6])):
+    for right, drafts in (((1.0, 0.0), [3, 4, 5]), ((0.0, 1.0), [4, 5, 6])):
         law_rank.give_drafts(runner, 2, right)
         assert look_up([0, 1, 2], 8) == []
         runner.apply_changes(Batch(step=1, released=(0,)))

@@ -2,7 +2,7 @@
 
     python tools/benchmarks/cross_node/cross_node.py    all-reduces and wirings, a quarter of an hour; as root
         --only wirings --repeat 1 --more          one more run of a part; --only has the others
-        --only drafts                             drafts of a stated hit rate; or drafts-staged: minutes
+        --only drafts                             drafts of a stated hit rate; or drafts-staged, mtp: minutes
         --write                                   and renews what docs/cross_node.md and docs/layouts.md have of it
         --report                                  the tables of what was measured
 
@@ -29,12 +29,13 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parents[2] / "tests")]
 
 from cluster.nodes import Cluster  # noqa: E402
 from common import in_turns  # noqa: E402
+from cross_drafts import STAGES, drafts, mtp  # noqa: E402
 from cross_layouts import layouts  # noqa: E402
 from cross_report import tables, write_docs  # noqa: E402
 from cross_wirings import wiring_runs  # noqa: E402
 from laddertron.engine.schedule.split import TRIAL  # noqa: E402
 from laddertron.launchers.measure.rank_job import BenchJob  # noqa: E402
-from laddertron.tools.bench.bench import random_mix, spread  # noqa: E402
+from laddertron.tools.bench.bench import spread  # noqa: E402
 from trained import ALONE, LONGCAT, WIRINGS, lanes_runs, longcat  # noqa: E402
 from two_nodes import LANES, MS, MTU, SHAPE, TESTS, Row, Site, insist, lines_of, on_nodes, rate  # noqa: E402
 
@@ -47,13 +48,6 @@ DELAYS = [0.0, 0.1 * MS, 1 * MS]
 WARM = len(TRIAL) + 2
 """Steps until split_steps auto has made its choice."""
 SPLITS = {"whole": "never", "split": "always", "auto": "auto", "carried": "never"}
-DRAFTS: dict[str, tuple[Any, float]] = {
-    "off": (False, 0.0), "ngram, 70%": ("ngram", 0.7), "auto, 70%": ("auto", 0.7), "auto, 0%": ("auto", 0.0),
-}  # fmt: skip
-"""engine.speculation, and how many of the drafts are right."""
-SILENT = "no-communication"
-"""The same ranks, each with half of every product, without messages and without drafts."""
-STAGES = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
 
 
 def sums(nodes: int, per_node: int, **spec: Any) -> Iterator[Row]:
@@ -107,31 +101,8 @@ def splits(site: Site, cases: list[tuple[int, int, int]], turns: int) -> Iterato
                 yield {"delay_s": delay_s, "case": what, **{kind: spread(values) for kind, values in seconds.items()}}
 
 
-def drafts(
-    site: Site, prompt: int, answer: int, turns: int, parallel: Row, delays_s: list[float], batches: list[int]
-) -> Iterator[Row]:
-    """Tokens/s of decodes without drafts, with all that are found and with those that pay; and of SILENT."""
-    mix = random_mix(8, (prompt, prompt), (answer, answer), None, SHAPE["vocab_size"], 0)
-    items = [(item.prompt, item.generate, 0.0) for item in mix]
-    with ExitStack() as stack:
-        jobs = {}
-        for kind, (rule, right) in DRAFTS.items():
-            deployment = site.deployment("llama", "standard", parallel, speculation=rule)
-            jobs[kind] = stack.enter_context(site.job(kind, deployment, prompt=prompt, right=right))
-        jobs[SILENT] = stack.enter_context(site.job(SILENT, site.deployment("llama", SILENT)))
-
-        def tokens_s(batch: int, kind: str) -> float:
-            return float(sum(1 / seconds for seconds in jobs[kind].ask("mix", items=items[:batch])["between_s"]))
-
-        for delay_s in delays_s:
-            site.switch.link(delay_s)
-            for batch in batches:
-                in_turns(jobs, 3, partial(tokens_s, batch))  # answers are recorded, and auto learns
-                rates = in_turns(jobs, turns, partial(tokens_s, batch))
-                yield {"delay_s": delay_s, "batch": batch, **{kind: spread(values) for kind, values in rates.items()}}
-
-
 LLAMA, DELAYS_LANES = {"llama": SHAPE}, (0.1 * MS, 1 * MS, 2 * MS)
+DELAYS_DRAFTS = (0.1 * MS, 0.5 * MS, 1 * MS, 2 * MS)
 RUNS: dict[str, tuple[Callable[[], Iterator[Row]], int]] = {
     "reduce": (reduce_runs, 1),
     "wirings": (wiring_runs, 5),
@@ -142,8 +113,9 @@ RUNS: dict[str, tuple[Callable[[], Iterator[Row]], int]] = {
     "alone-8": (partial(lanes_runs, 8, ALONE, (0.0,), 1, 5), 3),
     "split-prefill": (partial(on_nodes, splits, LLAMA, [(8, 128, 0), (1, 1024, 0)], 5), 1),
     "split-decode": (partial(on_nodes, splits, LLAMA, [(batch, 16, 4) for batch in (1, 8, 64)], 3), 1),
-    "drafts": (partial(on_nodes, drafts, LLAMA, 16, 64, 5, {}, DELAYS, [1, 8]), 1),
-    "drafts-staged": (partial(on_nodes, drafts, LLAMA, 16, 64, 5, STAGES, [2 * MS], [1, 8]), 1),
+    "drafts": (partial(on_nodes, drafts, LLAMA, {}, DELAYS_DRAFTS, (1, 8, 32)), 1),
+    "drafts-staged": (partial(on_nodes, drafts, LLAMA, STAGES, DELAYS_DRAFTS, (1, 8, 32)), 1),
+    "mtp": (partial(on_nodes, mtp, {}, (1 * MS,)), 1),
 }
 """What measures a part once, and how often it is measured."""
 

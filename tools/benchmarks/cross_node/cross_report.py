@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common import renewed, spread, table
+from cross_drafts import drafts_table, mtp_table
 from cross_layouts import layouts_picture, layouts_table, points
 from cross_picture import picture
 from cross_wirings import later_table, law_points, law_table, speeds_table, wiring_bars
@@ -69,16 +70,6 @@ def split_table(lines: Sequence[Line]) -> list[str]:
     return table("one way, case | whole | split | auto | carried | whole / split | gap closed", rows)
 
 
-def drafts_table(lines: Sequence[Line]) -> list[str]:
-    """Tokens/s, and how many times as many as without drafts."""
-    kinds = [name for name, value in lines[0].items() if isinstance(value, list)]
-    rows = []
-    for line in lines:
-        cells = [f"{spread(line[k], '.1f')}, {line[k][0] / line['off'][0]:.2f}x" for k in kinds]
-        rows.append((f"{line['delay_s'] * 1e3:g} ms, {line['batch']}", *cells))
-    return table(f"one way, sequences | {' | '.join(kinds)}", rows)
-
-
 TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], list[str]]]] = {
     "reduce": ("reduce", small_table),
     "prompts": ("reduce", prompt_table),
@@ -89,6 +80,7 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Line]], list[str]]]] = {
     "split-decode": ("split-decode", split_table),
     "drafts": ("drafts", drafts_table),
     "drafts-staged": ("drafts-staged", drafts_table),
+    "mtp": ("mtp", mtp_table),
     "layouts": ("layouts", layouts_table),
     "longcat": ("longcat", longcat_table),
     "lanes-2": ("lanes-2", partial(lanes_table, lanes=2)),

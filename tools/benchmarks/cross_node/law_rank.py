@@ -2,8 +2,8 @@
 computation, other threads' time. Its last argument, JSON, may change what is measured:
 
 carried   every message is sent and taken, and no rank waits for one
-right     drafts are the model's own answers to earlier requests (prompts of `prompt` tokens), each right with this
-          probability: what is measured is the engine, not how often texts repeat
+right     drafts are the model's own answers to earlier requests (prompts of `prompt` tokens), each right with one of
+          these probabilities, by the prompt's first id: what is measured is the engine, not how often texts repeat
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from laddertron.engine.batch import Batch
+from laddertron.engine.schedule.speculation import Speculation
 from laddertron.launchers.measure.answers import say
 from laddertron.launchers.measure.rank_work import main
 from laddertron.tools.bench.bench_rank import Bench, bench
@@ -99,7 +100,7 @@ def sub_blocks(records: Sequence[Record], awaited: bool) -> tuple[float, float]:
     return (statistics.median(kinds[0]), statistics.median(kinds[1])) if kinds[0] else (0.0, 0.0)
 
 
-def give_drafts(runner: Any, prompt: int, right: float) -> None:
+def give_drafts(runner: Any, prompt: int, right: Sequence[float]) -> None:
     """Drafts of a prompt, of so many tokens, that was seen before: its answer; on all ranks alike."""
     answers: dict[bytes, NDArray[np.int32]] = {}
     apply = runner.apply_changes
@@ -114,7 +115,8 @@ def give_drafts(runner: Any, prompt: int, right: float) -> None:
         answer, at = answers.get(ids[:prompt].tobytes(), ids), len(ids)
         drafts: list[int] = answer[at : at + max(0, most)].tolist() if np.array_equal(answer[:at], ids) else []
         chance = [Random(f"{ids[0]} {at} {i}").random() for i in range(len(drafts))]
-        return [draft if c < right else (draft + 1) % 1000 for draft, c in zip(drafts, chance, strict=True)]
+        probability = right[ids[0] % len(right)]
+        return [draft if c < probability else (draft + 1) % 1000 for draft, c in zip(drafts, chance, strict=True)]
 
     def propose(
         chunks: object, counts: Mapping[int, int], tokens: NDArray[np.int32], length: NDArray[np.int64], *others: object
@@ -127,7 +129,7 @@ def give_drafts(runner: Any, prompt: int, right: float) -> None:
 
 
 def lead(leader: Bench, awaited: bool) -> None:
-    """Rank 0's answers to orders, as bench_rank's, and to `all_reduce`."""
+    """Rank 0's answers to orders, as bench_rank's, to `all_reduce`, and to `forget`: what `auto` learned."""
     plans, ledger = leader.engine.plans, leader.communicator.ledger
     assert isinstance(plans, Plans)
     say(leader.about)
@@ -136,6 +138,11 @@ def lead(leader: Bench, awaited: bool) -> None:
             break
         if order["kind"] == "all_reduce":
             say({"seconds": plans.all_reduces(order["bytes"], order["count"])})
+            continue
+        if order["kind"] == "forget":
+            planner, limits = leader.engine.scheduler._planner, leader.built.scheduler_limits
+            planner.speculation = Speculation(limits.speculation, limits.microbatches)
+            say({})
             continue
         began, main_s, every_s = time.monotonic(), time.thread_time(), time.process_time()
         timing = leader.ask(**order)
