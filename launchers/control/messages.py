@@ -5,7 +5,7 @@ an unknown type or field, a wrong kind, a value out of bounds, or a message that
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from annotated_types import Ge, Lt, MaxLen
@@ -330,6 +330,11 @@ M = TypeVar("M", Challenge, Answer, Proof)
 
 def to_wire(message: Message | Challenge | Answer | Proof) -> bytes:
     """Encodes a message. Raises ValueError for non-finite numbers, except log-probabilities."""
+    if type(message) is Submit:
+        from pydantic_core import to_json  # a third of the time for a prompt of a million ids
+
+        rest = _encoder.encode(Submit(replace(message.request, prompt=()))).encode()
+        return rest.replace(b'"prompt":[]', b'"prompt":%b' % to_json(message.request.prompt), 1)
     return _encoder.encode(message).encode()
 
 

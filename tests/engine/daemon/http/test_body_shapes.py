@@ -20,7 +20,7 @@ from laddertron.engine.openai.to_engine import MAX_VALUES, to_requests
 from laddertron.engine.request import Request
 from laddertron.engine.text.tokenizer import TextModel
 from laddertron.launchers.control.messages import Submit, to_wire
-from test_fair_shares import watched
+from test_fair_shares import STALL_S, watched
 from tiny_text import write_folder
 from waiting import HANG_S
 
@@ -85,6 +85,18 @@ def test_a_large_body(daemon: Served, shape: str) -> None:
     assert 50_000 < len(data) < 10_000_000
     with watched(daemon, HANG_S):
         assert post(daemon, path, data, f"content-length: {len(data)}") in (200, 400)
+
+
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"return_token_ids": True}])
+def test_a_prompt_of_a_million_ids(tmp_path: Path, folder: Path, more: dict[str, Any]) -> None:
+    """In half the time of the other shapes, for it is one request: nothing can be done between two."""
+    longest = replace(WIDE, max_model_len=1 << 21)
+    data = json.dumps({**BASE, "prompt": [200] * 1_000_000, **more}, separators=(",", ":")).encode()
+    with (
+        served(deployment(tmp_path), folder, lambda: [EncodingJob(longest)], probes=True) as daemon,
+        watched(daemon, HANG_S, STALL_S / 2),
+    ):
+        assert post(daemon, "/v1/completions", data, f"content-length: {len(data)}") == 200
 
 
 @pytest.mark.parametrize("shape", ["metadata of many keys", "texts in the answer", "texts that are cut", "ids"])
