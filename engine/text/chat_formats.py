@@ -15,7 +15,8 @@ class ToolSyntax:
     """One format. `opens`: marks before a call, none if calls stand at the answer's beginning; `headers`: patterns from
     there to the arguments; `objects`: whether a call is a JSON object with name and arguments, of which several may
     follow one mark; `closes`: marks that may follow a call; `marks`: further marks, which are special tokens in some
-    tokenizers. Arguments are JSON, or pairs: `pair` matches one, which `pair_close` ends, and `end` what ends them."""
+    tokenizers. Arguments are JSON, or pairs: `pair` matches one, which `pair_close` ends, `open_pair` the last one
+    without it, and `end` what ends them."""
 
     opens: tuple[str, ...]
     headers: tuple[re.Pattern[str], ...]
@@ -23,6 +24,7 @@ class ToolSyntax:
     closes: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     pair: re.Pattern[str] | None = None
+    open_pair: re.Pattern[str] | None = None
     pair_close: str = ""
     end: str = ""
 
@@ -41,16 +43,20 @@ def _named(opens: tuple[str, ...], header: str, closes: tuple[str, ...], marks: 
 
 
 def _pairs(opens: tuple[str, ...], header: str, pair: str, close: str, end: str, *closes: str) -> ToolSyntax:
-    """`pair` ends before the value, which ends at a closing mark that another pair or the call's end follows."""
-    following = "|".join((pair.partition("(?P")[0], re.escape(end), *map(re.escape, closes)))
-    value = rf"\s*{pair}(?P<value>.*?){re.escape(close)}(?=\s*(?:{following}))"
-    return ToolSyntax(
-        opens, (re.compile(header),), False, closes, (), re.compile(value, re.DOTALL), close, end
-    )  # fmt: skip
+    """`pair` ends before the value, which ends at a closing mark that another pair or the call's end follows, and does
+    not extend into another call."""
+    ends = "|".join(map(re.escape, (end, *closes)))
+    after = rf"{re.escape(end)}\s*(?:(?:{ends})\s*)*(?:{'|'.join(map(re.escape, opens))})"
+    following = rf"{pair.partition('(?P')[0]}|{ends}"
+    value = rf"\s*{pair}(?P<value>(?:(?!{after}).)*?)"
+    closed, unclosed = rf"{re.escape(close)}(?=\s*(?:{following}))", rf"(?=\s*(?:{ends}))"
+    strict, lax = (re.compile(value + rest, re.DOTALL) for rest in (closed, unclosed))
+    return ToolSyntax(opens, (re.compile(header),), False, closes, (), strict, lax, close, end)
 
 
 _V3_BEGIN, _V3_CALL, _V3_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _V3_ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+_FENCE = r'(?:```json\s*)?(?=[{\["]|null)'
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
 _DSML = "<｜DSML｜"
 
@@ -71,14 +77,14 @@ TOOL_FORMATS: dict[str, ToolSyntax] = {
         f'{_DSML}parameter name="(?P<key>[^"]+)"(?: string="(?P<string>true|false)")?>',
         "</｜DSML｜parameter>", "</｜DSML｜invoke>", "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>",
     ),
-    "deepseek_v31": _named((_V3_BEGIN, _V3_CALL), rf"{_NAME}\s*{_V3_SEP}\s*(?=[{{\[\"]|null)", _V3_ENDS, (_V3_SEP,)),
-    "deepseek_v3": _named((_V3_BEGIN, _V3_CALL), rf"function{_V3_SEP}{_NAME}\s*```json\s*", _V3_ENDS, (_V3_SEP,)),
+    "deepseek_v31": _named((_V3_BEGIN, _V3_CALL), rf"{_NAME}\s*{_V3_SEP}\s*{_FENCE}", _V3_ENDS, (_V3_SEP,)),
+    "deepseek_v3": _named((_V3_BEGIN, _V3_CALL), rf"function{_V3_SEP}{_NAME}\s*{_FENCE}", _V3_ENDS, (_V3_SEP,)),
     "kimi": _named(
         _KIMI, r"(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*",
         ("<|tool_call_end|>", "<|tool_calls_section_end|>"), ("<|tool_call_argument_begin|>",),
     ),
     "mistral": _objects(
-        "[TOOL_CALLS]", more=r"(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\])?\s*(?=\{)"
+        "[TOOL_CALLS]", more=r"(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*|(?=\{))"
     ),
     "llama": ToolSyntax((), _objects("<|python_tag|>").headers, marks=("<|python_tag|>",)),
     "array": _objects(),

@@ -16,10 +16,9 @@ Part = dict[str, Any]
 ParameterTypes = Mapping[str, Sequence[str]]
 """A tool's parameters with the types that their schema allows; () if it does not say."""
 _BLANK = " \n\t\r"  # JSON's white space
-_SURPLUS = re.compile(r"[\s}\],;]*")
+_SURPLUS = re.compile(r"[\s}\],;`]*")
 _MORE = re.compile(r'\s*,\s*"')
-_MORE_MEMBERS = re.compile(r'(?:\s*,\s*"\w+"\s*:\s*(?:"(?:[^"\\]|\\.)*"|[\w.+-]+))+\s*(?=\})')
-_LITERAL = re.compile(r"[^\s,}\]<]+(?=[\s,}\]<])")
+_LITERAL = re.compile(r"[^\s,\[}\]<]+(?=[\s,\[}\]<])")
 _NEAR = 64  # white space and marks that may follow a pair
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -28,8 +27,9 @@ class _Value:
     """Finds the end of a JSON object, array or string at the beginning of a growing text, and escapes the control
     characters in its strings."""
 
-    def __init__(self) -> None:
-        self._depth = 0
+    def __init__(self, depth: int = 0) -> None:
+        """depth: of the brackets around the text."""
+        self._depth = depth
         self._string = self._escaped = False
         self.ended = False
 
@@ -80,18 +80,23 @@ class ChatParts:
         self.unparsed = 0
         """Texts that look like a call and are none."""
         self._held = ""
+        self._said = False  # there is content
+        self._blank = ""  # before what may be a call: of a call it is no content
         self._strip = False  # remove line breaks after reasoning
         self._scan, self._scanned = _Value(), 0
         self._value_text = ""  # of arguments that are no object, or an object read to its end
         self._silent = False  # the call is left out
         self._pairs = 0
+        self._closed = False  # a mark closed the last call: what follows is content
+        self._unended = False  # the answer ends within pairs
         self._types: ParameterTypes = {}
-        self._state = self._content if reasoning is None else self._reasoning if thinking else self._begin
+        self._thinking = thinking
+        self._state = self._content if reasoning is None else self._begin
 
     @property
     def reasoning(self) -> bool:
         """Whether the next token belongs to the reasoning."""
-        return self._state == self._reasoning
+        return self._state == self._reasoning or (self._thinking and self._state == self._begin)
 
     def push(self, text: str, last: bool = False) -> list[Part]:
         """Adds text; returns a message's deltas: `content`, `reasoning_content` or `tool_calls`."""
@@ -109,7 +114,7 @@ class ChatParts:
         if text.startswith(self._open):
             self._held, self._state = text[len(self._open) :], self._reasoning
         elif last or not self._open.startswith(text):
-            self._state = self._content
+            self._state = self._reasoning if self._thinking else self._content
         else:
             return None
         return {}
@@ -141,7 +146,13 @@ class ChatParts:
             return self._beginning(last)
         starts = [i for i in map(self._held.find, self._syntax.opens) if i >= 0]
         cut = min(starts) if starts else len(self._held) - (0 if last else held_back(self._held, self._syntax.opens))
+        blank = not self._said and not self._held[:cut].strip(_BLANK)
+        if blank and not (starts or last):
+            return None
         text, self._held = self._held[:cut], self._held[cut:]
+        if blank and starts:
+            text, self._blank = "", text
+        self._said = self._said or bool(text)
         if starts:
             self._start_call()
         return {"content": text} if text else {} if starts else None
@@ -208,6 +219,7 @@ class ChatParts:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, RecursionError):
             return self._fail(last)
+        value = value["function"] if isinstance(value.get("function"), dict) else value
         name = value.get("name")
         if not isinstance(name, str) or name not in self._tools:
             return self._fail(last)
@@ -221,10 +233,12 @@ class ChatParts:
         """Returns the mark, or the first character, as content; goes on with the rest."""
         assert self._syntax is not None
         self.unparsed += 1
+        self._said = True
         if not self._syntax.opens:
             return self._plain(last) or {}
         cut = next((len(mark) for mark in self._syntax.opens if self._held.startswith(mark)), 1)
-        text, self._held, self._state = self._held[:cut], self._held[cut:], self._content
+        text, self._held, self._state = self._blank + self._held[:cut], self._held[cut:], self._content
+        self._blank = ""
         return {"content": text} if text else {}
 
     def _arguments(self, last: bool) -> Part | None:
@@ -266,7 +280,7 @@ class ChatParts:
         assert syntax is not None
         assert syntax.pair is not None
         if last and not any(mark in self._held for mark in (syntax.end, *syntax.closes)):
-            self._held += syntax.end  # left out by the model
+            self._held, self._unended = self._held + syntax.end, True
         if self._held.lstrip().startswith((syntax.end, *syntax.closes)):
             self._held = self._held.lstrip().removeprefix(syntax.end)
             self._state, self._scanned = self._after, 0
@@ -274,7 +288,10 @@ class ChatParts:
         near, self._scanned = max(0, self._scanned - _NEAR), len(self._held)
         if not last and syntax.pair_close not in self._held[near:]:
             return None
-        if (match := syntax.pair.match(self._held)) is None:
+        match = syntax.pair.match(self._held)
+        if match is None and last and not self._unended and syntax.open_pair is not None:
+            match = syntax.open_pair.match(self._held)
+        if match is None:
             if last:
                 self._held, self._state = "", self._content  # cut off within a pair
             return {} if last else None
@@ -291,19 +308,30 @@ class ChatParts:
         if syntax is None:
             return self._plain(last)
         if syntax.objects and _MORE.match(self._held):
-            if (match := _MORE_MEMBERS.match(self._held)) is not None:
-                self._held = self._held[match.end() :]
-            elif not last:
-                return None
-        rest = _SURPLUS.sub("", self._held, count=1) if syntax.objects else self._held.lstrip(_BLANK + "`")
+            self._scan, self._scanned, self._state = _Value(depth=1), 0, self._members
+            return {}
+        return self._after_members(last)
+
+    def _members(self, last: bool) -> Part | None:
+        """Skips further members of a call's object, to its end."""
+        self._scanned += self._scan.feed(self._held[self._scanned :])[1]
+        if not (self._scan.ended or last):
+            return None
+        self._held, self._state = self._held[self._scanned * self._scan.ended :], self._after_members
+        return {}
+
+    def _after_members(self, last: bool) -> Part | None:
+        syntax = self._syntax
+        assert syntax is not None
+        rest, surplus = _SURPLUS.sub("", self._held, count=1), not (syntax.pair or self._closed)
         if not rest and not last:
             return None
-        marks = (*syntax.closes, *syntax.opens)
-        if any(mark.startswith(rest) and mark != rest for mark in marks) and rest and not last:
+        closes = (*syntax.closes, *syntax.marks, *filter(None, (syntax.end,)))
+        if any(mark.startswith(rest) and mark != rest for mark in (*closes, *syntax.opens)) and rest and not last:
             return None
-        self._held = rest
-        if close := next((mark for mark in syntax.closes if rest.startswith(mark)), ""):
-            self._held = rest[len(close) :]
+        self._held = rest if surplus or rest.startswith((*closes, *syntax.opens)) else self._held.lstrip(_BLANK)
+        if close := next((mark for mark in closes if rest.startswith(mark)), ""):
+            self._held, self._state, self._closed = rest[len(close) :], self._after_members, True
         elif rest.startswith(syntax.opens or "{") or (syntax.objects and rest.startswith("{")):
             self._start_call()
         else:
@@ -315,6 +343,7 @@ class ChatParts:
         return self._more(text) if self.calls else self._made(self._forced, text)
 
     def _made(self, name: str, arguments: str) -> Part:
+        self._blank, self._closed = "", False
         self._types, self._silent = self._tools.get(name, {}), bool(self.calls and not self._parallel)
         if self._silent:
             return {}

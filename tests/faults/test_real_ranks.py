@@ -72,7 +72,7 @@ def failures(night: Night) -> list[dict[str, Any]]:
 def a_start(night: Night) -> float:
     """Starts the daemon; the seconds from its first rank process until it is ready: processes, imports, weights."""
     night.start()
-    until("ranks", lambda: night.victims("rank"), 60)
+    until("ranks", lambda: night.victims("rank"), 300)
     return night.ready()
 
 

@@ -195,6 +195,15 @@ def test_what_is_no_call_is_content_and_counted(tool_format: str, run_seed: int)
         ("hermes", "<tool_call>{bad}</tool_call> x", [], "<tool_call>{bad}</tool_call> x"),
         ("hermes", '<tool_call>x</tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>', [{}],
          "<tool_call>x</tool_call>"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "x": {"a": ["}"]}}</tool_call>, "ok"', [{}], ', "ok"'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "x": {</tool_call>', [{}], '"x": {</tool_call>'),
+        ("hermes", '<tool_call>{"function": {"name": "now", "arguments": {}}}</tool_call>', [{}], ""),
+        ("hermes", '\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>', [{}], ""),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n```py', [{}], "```py"),
+        ("hermes", "\n\n<tool_call>x", [], "\n\n<tool_call>x"),
+        ("hermes", "\n\n", [], "\n\n"),
+        ("llama", '<|python_tag|>{"name": "now", "parameters": {}}<|python_tag|>{"name": "now", "parameters": {}}',
+         [{}, {}], ""),
         ("llama", '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "parameters": {}}', [{}, {}], ""),
         ("llama", '{"a": {"b": "}"}} and', [], '{"a": {"b": "}"}} and'),
         ("llama", 'I say {"name": "now", "parameters": {}}', [], 'I say {"name": "now", "parameters": {}}'),
@@ -202,11 +211,20 @@ def test_what_is_no_call_is_content_and_counted(tool_format: str, run_seed: int)
          [{}, {}], ""),
         ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}, "id": "123456789"}]', [{}], ""),
         ("mistral", '[TOOL_CALLS]now[CALL_ID]abc[ARGS]{"a": 1}', [{"a": 1}], ""),
+        ("mistral", "[TOOL_CALLS]now[ARGS]null[TOOL_CALLS]now[ARGS][1][TOOL_CALLS]now[ARGS]", [{}, [1], {}], ""),
+        ("qwen3_coder", "<tool_call><function=weather><parameter=city>Rome</function></tool_call>"
+         "<tool_call><function=now><parameter=a>1</parameter></function></function></tool_call></tool_call>ok",
+         [{"city": "Rome"}, {"a": 1}], "ok"),
         ("qwen3_coder", "<function=now>\n<parameter=a>\n1\n</parameter>\n</function>", [{"a": 1}], ""),
         ("qwen3_coder", "<tool_call><function=now></function></tool_call>", [{}], ""),
         ("qwen3_coder", "<tool_call><function=weather><parameter=days>\nTrue\n</parameter></tool_call>",
          [{"days": True}], ""),
         ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>7</arg_value></tool_call>", [{"city": "7"}], ""),
+        ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</tool_call></tool_call>ok",
+         [{"city": "Rome"}], "ok"),
+        ("kimi", '<|tool_call_begin|>now:0<|tool_call_argument_begin|>{"a": 1}}<|tool_call_end|>ok', [{"a": 1}], "ok"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n{}}<｜tool▁call▁end｜>", [{}], ""),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>```json\n{}\n```<｜tool▁call▁end｜>", [{}], ""),
         ("kimi", "<|tool_call_begin|>now:0<|tool_call_argument_begin|>{}<|tool_call_end|>", [{}], ""),
         ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>null<｜tool▁call▁end｜>", [{}], ""),
     ],
@@ -227,9 +245,19 @@ def test_reasoning_of_each_format(reasoning: str, run_seed: int) -> None:
         (False, opens[:4], {"content": opens[:4]}),
         (False, f"a {closes} b", {"content": f"a {closes} b"}),
         (True, f"a{closes}b", {"content": "b", "reasoning_content": "a"}),
+        (True, f"\n{opens}a{closes}b", {"content": "b", "reasoning_content": "a"}),
+        (True, opens[:4], {"content": "", "reasoning_content": opens[:4]}),
         (True, f"a{closes[:-1]}", {"content": "", "reasoning_content": f"a{closes[:-1]}"}),
     ):
         assert read_alike(text, run_seed, reasoning=reasoning, thinking=thinking) == message
+
+
+@pytest.mark.parametrize("cut", ["<arg_value>Ro", "<arg_value>Rome</arg_value><arg_key>days</arg_key><arg_value>1"])
+def test_a_call_that_is_cut_off_within_a_value_leaves_its_arguments_open(cut: str, run_seed: int) -> None:
+    """Nobody may take them for complete ones."""
+    message = read_alike(f"<tool_call>weather<arg_key>city</arg_key>{cut}", run_seed, tool_format="glm")
+    (call,) = message["tool_calls"]
+    assert call["function"]["arguments"] in ("", '{"city": "Rome"')
 
 
 def test_a_call_ends_reasoning_that_has_no_closing_mark(run_seed: int) -> None:
