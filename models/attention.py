@@ -39,6 +39,8 @@ class KVCache:
         self, shard: RankShard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.scales: tuple[Tensor, Tensor] | None = None
+        """Factors of stored keys and stored values, [layers, K] each in fp32; None: 1."""
         self.draft_cache: KVCache | None = None
         """Another cache of the same blocks, which are copied and cleaned with these."""
         shape = (num_blocks, shard.num_kv_heads, block_size, shard.config.head_dim)
@@ -63,11 +65,13 @@ class KVCache:
 
     def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [T, K, C] at (blocks[t], offsets[t])."""
+        if self.scales is not None:
+            keys, values = (x / scale[layer, :, None] for x, scale in zip((keys, values), self.scales, strict=True))
         self.keys[layer][blocks, :, offsets] = self._stored(keys)
         self.values[layer][blocks, :, offsets] = self._stored(values)
 
     def _stored(self, x: Tensor) -> Tensor:
-        """Converts to the cache's dtype. fp8 is unscaled and saturates, so that a large key does not become NaN."""
+        """Converts to the cache's dtype. fp8 saturates, so that a large key does not become NaN."""
         dtype = self.keys[0].dtype
         return (x.clamp(-_LARGEST, _LARGEST) if dtype == FP8 else x).to(dtype)
 
@@ -279,6 +283,9 @@ class TorchAttention:
             stored[table].transpose(1, 2).flatten(2, 3)[:, :, :length]
             for stored in (self.cache.keys[layer], self.cache.values[layer])
         )
+        if self.cache.scales is not None:
+            of_keys, of_values = (scale[layer, :, None, None] for scale in self.cache.scales)
+            return keys.float() * of_keys, values.float() * of_values
         return keys, values
 
     def _sdpa(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

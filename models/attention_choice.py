@@ -20,7 +20,7 @@ from .cpu.kernels import Kernels
 from .cpu.latent import MOST_WIDTH, CpuLatentAttention
 from .cpu.latent import fits_kernels as fits_latents
 from .cuda import flashinfer_latent
-from .cuda.flashinfer import FlashInferAttention, FlashInferRows, Store, store_by_torch, too_old, unfit
+from .cuda.flashinfer import FlashInferAttention, FlashInferRows, Store, prompt_kernel, store_by_torch, too_old, unfit
 from .cuda.workspace import kernels_missing
 from .latent import LatentAttention, LatentCache
 from .stages import RankShard
@@ -84,9 +84,10 @@ def _make(
         if setting == "auto":
             return TorchAttention(cache, windows, scale), f"torch, not flashinfer: {library}"
         raise AttentionError(f"engine.attention=flashinfer: {library}; use auto or torch")
-    store = _store(cache)
+    store, prompts = _store(cache), prompt_kernel(_capability(device), cache.keys[0].dtype)
     backend = FlashInferAttention(cache, windows, scale, shard.num_heads, dtype, library, store or store_by_torch)
-    return backend, f"flashinfer {library.__version__}, rotation and writes by {'triton' if store else 'torch'}"
+    rest = f"rotation and writes by {'triton' if store else 'torch'}; prompts by {prompts}"
+    return backend, f"flashinfer {library.__version__}, {rest}"
 
 
 def make_cache(shard: RankShard, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
@@ -159,13 +160,17 @@ def _triton() -> Any:
 def _store(cache: KVCache) -> Store | None:
     """Triton's rotate_and_store, if it supports this cache; else None."""
     ops = _triton()
-    serves = ops is not None and ops.stores(cache, torch.cuda.get_device_capability(cache.keys[0].device))
+    serves = ops is not None and ops.stores(cache, _capability(cache.keys[0].device))
     return ops.rotate_and_store if serves else None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def _library(device: torch.device, dtype: torch.dtype, config: ModelConfig, heads: int) -> Any:
     """The module flashinfer, or the reason why it cannot be used."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    capability = _capability(device)
     reason = (
         unfit(device, capability, dtype, config.head_dim)
         if config.latent is None

@@ -24,6 +24,8 @@ from ...models.llama import LlamaModel
 from ...models.pages import HeldPages
 from ...models.transfer import download
 from ...models.weights.identity import Sample, check_unchanged
+from ...models.weights.kv_scales import read_kv_scales
+from ...models.weights.tensor_reader import FP8
 from ...topology.comm.collectives import device_gather
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
@@ -373,7 +375,23 @@ def _cache(
     if communicator.pipeline is not None:
         num_blocks = communicator.pipeline.least(num_blocks)
     start_log.say(describe_budget(budget, num_blocks, keys.block_size))
-    return make_cache(share.shard, num_blocks + spare, keys.block_size, share.kv_dtype, device), num_blocks
+    cache = make_cache(share.shard, num_blocks + spare, keys.block_size, share.kv_dtype, device)
+    if share.kv_dtype == FP8:
+        start_log.say(f"KV cache in fp8: {_scale(cache, share)}")
+    return cache, num_blocks
+
+
+def _scale(cache: KVCache, share: ModelShare) -> str:
+    """Sets the factors of an fp8 cache; describes them."""
+    if share.config.latent is not None:
+        return "latents are stored with scale 1.0"
+    scales = read_kv_scales(share.source, share.shard)
+    if scales is None:
+        where = "per-rank files have" if share.source.sharded_over else "the checkpoint has"
+        return f"stored with scale 1.0, as {where} no k_scale and v_scale"
+    keys, values = scales
+    cache.scales = keys.to(cache.keys[0].device), values.to(cache.keys[0].device)
+    return f"scaled by the checkpoint's k_scale ({keys.min():g} to {keys.max():g}) and v_scale"
 
 
 def _warmed_up(

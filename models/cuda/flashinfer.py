@@ -33,11 +33,27 @@ Contexts = tuple[np.ndarray[Any, np.dtype[Any]], np.ndarray[Any, np.dtype[Any]]]
 """The block table's row and the number of positions of each of n contexts."""
 Norms = tuple[Norm | None, Norm | None]
 Store = Callable[[KVCache, int, Tensor, Norms, tuple[Tensor, Tensor], Tensor, Tensor], Tensor]
-"""A replacement of models/attention.py's rotate_and_store that returns only the queries."""
+"""A replacement of models/attention.py's rotate_and_store that returns only the queries, times the factors of the
+stored keys that they meet."""
 
 
-def store_by_torch(*arguments: Any) -> Tensor:
-    return rotate_and_store(*arguments)[0]
+def store_by_torch(cache: KVCache, layer: int, *arguments: Any) -> Tensor:
+    queries = rotate_and_store(cache, layer, *arguments)[0]
+    if cache.scales is None:
+        return queries
+    return (queries * of_queries(cache.scales[0][layer], queries.shape[1])).to(queries.dtype)
+
+
+def of_queries(scale: Tensor, heads: int) -> Tensor:
+    """The factors [H, 1] of query heads, from those of KV heads [K]."""
+    return scale.repeat_interleave(heads // len(scale)).unsqueeze(1)
+
+
+def prompt_kernel(capability: tuple[int, int], kv_dtype: torch.dtype) -> str:
+    """The kernel of the library that computes prompts: FA3 exists for Hopper alone. Decodes are computed by FA2's."""
+    if capability[0] != 9:
+        return "FA2"
+    return "FA2, as FA3 reads no fp8 keys for 16-bit queries" if kv_dtype.itemsize == 1 else "FA3"
 
 
 def too_old(version: str) -> str | None:
@@ -125,6 +141,7 @@ class FlashInferAttention(TorchAttention):
         self._dtypes = {"q_data_type": dtype, "kv_data_type": cache.keys[0].dtype}
         self._tensor_cores = self.by_row or heads // kv_heads >= TENSOR_CORES_FROM
         self._workspace = self._room()
+        self._value_scales = None if cache.scales is None else [of_queries(scale, heads) for scale in cache.scales[1]]
         self._make_wrappers()
 
     def _room(self, *recorded: int) -> Tensor:
@@ -215,6 +232,8 @@ class FlashInferAttention(TorchAttention):
             if self.sinks:  # the library's sums of exponentials are logarithms to base 2
                 share = torch.sigmoid(scores[1] * math.log(2) - self.sinks[layer])
                 out[rows].mul_(share.nan_to_num_(0.0).unsqueeze(-1))
+        if self._value_scales is not None:
+            out.mul_(self._value_scales[layer])
         return out.flatten(1)
 
     def captured(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, Captured]:

@@ -64,7 +64,7 @@ class StoredProducts:
         return (
             *wide,
             "fp8 weights are widened at each use, every product's by way of a copy: only a GPU of compute capability "
-            "9.0 or more multiplies them as they are, from a checkpoint whose activations are quantised",
+            "8.9 or more multiplies them as they are, from a checkpoint whose activations are quantised",
         )
 
     def serves(self, weight: Packed) -> bool:
@@ -152,5 +152,5 @@ def converts_fp8(device: torch.device) -> bool:
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether torch._scaled_mm supports row scales on this device: NVIDIA from compute capability 9.0 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether torch._scaled_mm supports row scales on this device: NVIDIA from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

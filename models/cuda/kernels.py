@@ -181,13 +181,14 @@ def store_latents(
 
 @jit
 def rotate_and_store(
-    queries, keys, values, qkv, cos, sin, q_weight, k_weight, blocks, offsets, eps, size,
+    queries, keys, values, qkv, cos, sin, q_weight, k_weight, blocks, offsets, key_scale, value_scale, eps, size,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
-    FP8: tl.constexpr, BLOCK: tl.constexpr,
+    FP8: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (t, h): head h of token t of qkv [T, HEADS + 2 * KV_HEADS, DIM]. Writes queries to queries [T, HEADS,
     DIM], keys and values to (blocks[t], offsets[t]) of the cache [blocks, KV_HEADS, size, DIM]. Rotates the first
-    2 * HALF dimensions of queries and keys by cos and sin [T, HALF], in pairs (j, j + HALF)."""
+    2 * HALF dimensions of queries and keys by cos and sin [T, HALF], in pairs (j, j + HALF). SCALED: stores keys and
+    values divided by key_scale and value_scale [KV_HEADS], and queries times the key_scale of their KV head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < DIM
@@ -212,6 +213,8 @@ def rotate_and_store(
         x = x * c + tl.where(column < HALF, -other, other) * s
     x = x.to(kind)
     if head < HEADS:
+        if SCALED:
+            x = (x.to(tl.float32) * tl.load(key_scale + head // (HEADS // KV_HEADS))).to(kind)
         tl.store(queries + (token * HEADS + head) * DIM + column, x, inside)
     else:
         is_key = head < HEADS + KV_HEADS
@@ -220,6 +223,11 @@ def rotate_and_store(
         to = ((block * KV_HEADS + kv_head) * size + offset) * DIM + column
         if FP8:
             wide = x.to(tl.float32)
+            if SCALED:
+                factors = key_scale
+                if head >= HEADS + KV_HEADS:
+                    factors = value_scale
+                wide = wide / tl.load(factors + kv_head)
             bounded = tl.where(wide > LARGEST_FP8, LARGEST_FP8, tl.where(wide < -LARGEST_FP8, -LARGEST_FP8, wide))
             stored = bounded.to(keys.dtype.element_ty)
         else:

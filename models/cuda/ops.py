@@ -205,7 +205,8 @@ def rotate_and_store(
     blocks: Tensor,
     offsets: Tensor,
 ) -> Tensor:
-    """rotate_and_store of models/attention.py in one kernel; returns the queries [T, H, C]. Both norms or neither."""
+    """rotate_and_store of models/attention.py in one kernel; returns the queries [T, H, C], as Store says. Both norms
+    or neither."""
     keys, values = cache.keys[layer], cache.values[layer]
     kv_heads, size, dim = keys.shape[1:]
     tokens, heads = len(qkv), qkv.shape[1] // dim - 2 * kv_heads
@@ -215,11 +216,12 @@ def rotate_and_store(
     q_weight, k_weight = (qkv if norm is None else norm.weight for norm in norms)
     cos, sin = angles
     queries = qkv.new_empty((tokens, heads, dim))
+    key_scale, value_scale = (qkv, qkv) if cache.scales is None else (scale[layer] for scale in cache.scales)
     gpu_kernels.rotate_and_store[(tokens, heads + 2 * kv_heads)](
-        queries, keys, values, qkv, cos, sin, q_weight, k_weight, blocks, offsets,
+        queries, keys, values, qkv, cos, sin, q_weight, k_weight, blocks, offsets, key_scale, value_scale,
         0.0 if q_norm is None else q_norm.eps, size,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=cos.shape[-1], NORM=q_norm is not None,
-        FP8=keys.dtype == FP8, BLOCK=_power(dim), num_warps=1,
+        FP8=keys.dtype == FP8, SCALED=cache.scales is not None, BLOCK=_power(dim), num_warps=1,
     )  # fmt: skip
     return queries
 

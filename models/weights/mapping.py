@@ -258,9 +258,11 @@ def _check(
             continue
         if name in expected or name in others or HARMLESS.fullmatch(name) or name.startswith(config.ignored + idle):
             continue
+        if quantisation is not None and CALIBRATION.fullmatch(name):
+            continue
         if _is_buffer(stored, modules):
             surplus.append(name)
-        elif quantisation is None or not CALIBRATION.fullmatch(name):
+        else:
             raise CheckpointError(
                 f"{stored.file}: tensor {shown(name)} {stored.shape} belongs to nothing in config.json "
                 f"({config.family}, {config.num_layers} layers): wrong config.json, or an architecture not supported"

@@ -26,7 +26,8 @@ DEPTH = 64
 WORD = 8
 """Columns that the kernels on CPUs widen at once, and the fewest that may share a scale."""
 CALIBRATION = re.compile(r".*(\.input_scale|\.input_scale_ub|\.output_scale|\.[qkv]_scale|_proj\.weight_scale_ub)")
-"""Ignored tensors of fp8 checkpoints: activations are scaled per token, and KV by the cache."""
+"""Calibrated scales of fp8 checkpoints: those of activations are ignored, which are scaled per token; those of keys and
+values are read by kv_scales.py."""
 
 
 def is_quantised(stored: StoredTensor) -> bool:

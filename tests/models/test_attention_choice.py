@@ -16,6 +16,9 @@ from laddertron.models import attention_choice
 from laddertron.models.attention_choice import AttentionError, make_attention
 from laddertron.models.cpu.kernels import Kernels
 from laddertron.models.cuda import workspace
+from laddertron.models.cuda.flashinfer import prompt_kernel
+from laddertron.models.cuda.fp8 import converts_fp8, multiplies_fp8
+from laddertron.models.weights.tensor_reader import FP8
 from test_flashinfer import CPU, CUDA, make_cache
 
 BF16 = torch.bfloat16
@@ -61,7 +64,25 @@ def test_over_latents() -> None:
 def test_the_library_is_taken_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_choice, "_library", lambda *_: LIBRARY)
     monkeypatch.setattr(attention_choice, "_store", lambda _: None)
-    assert chosen("flashinfer") == ("flashinfer", "flashinfer fake, rotation and writes by torch")
+    assert chosen("flashinfer") == ("flashinfer", "flashinfer fake, rotation and writes by torch; prompts by FA2")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1)])
+def test_which_kernels_a_gpu_has(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By compute capability: the library's kernel for prompts, as the library itself chooses where it is installed, and
+    whether fp8 weights are multiplied and converted as they are."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    library = None if importlib.util.find_spec("flashinfer") is None else importlib.import_module("flashinfer.utils")
+    if library is not None:
+        monkeypatch.setattr(library, "get_compute_capability", lambda _: capability)
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for kv_dtype in (BF16, FP8):
+        kernel = prompt_kernel(capability, kv_dtype)
+        assert kernel[:3] == ("FA3" if capability == (9, 0) and kv_dtype is BF16 else "FA2")
+        assert ("as FA3 reads no fp8 keys" in kernel) == (capability == (9, 0) and kv_dtype is FP8)
+        if library is not None:
+            assert library.determine_attention_backend(CUDA, 0, False, False, BF16, kv_dtype) == kernel[:3].lower()
+    assert multiplies_fp8(CUDA) == converts_fp8(CUDA) == (capability >= (8, 9))
 
 
 def test_why_the_library_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

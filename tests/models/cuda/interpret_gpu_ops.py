@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from laddertron.models import attention, ops
+from laddertron.models import ops
 from laddertron.models.cuda import ops as gpu_ops
+from laddertron.models.cuda.flashinfer import store_by_torch
 from laddertron.models.cuda.fp8 import quantise_rows
 from laddertron.models.ops import Norm, RunningSum
 from laddertron.models.weights.tensor_reader import FP8
@@ -76,20 +77,25 @@ def quantised(dtype: torch.dtype, bound: float) -> dict[str, float]:
     return far
 
 
-def store(dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rotary: int, normed: bool) -> dict[str, Any]:
+def store(
+    dtype: torch.dtype, kv_dtype: torch.dtype, dim: int, rotary: int, normed: bool, scaled: bool = False
+) -> dict[str, Any]:
     heads, kv_heads, tokens = 6, 2, 5
     caches = [make_cache(kv_heads, dim, 7, 4, kv_dtype, CPU) for _ in range(2)]
+    scales = torch.tensor([[1.0, 1.0], [0.3, 5.0]]), torch.tensor([[1.0, 1.0], [20.0, 0.7]])
+    for cache in caches:
+        cache.scales = scales if scaled else None
     qkv = normal(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     qkv[0] *= 1000.0  # beyond fp8
     angles = normal(tokens, 1, rotary // 2)
     norms = (Norm(normal(dim, dtype=dtype), 1e-6), Norm(normal(dim, dtype=dtype), 1e-6)) if normed else (None, None)
     where = torch.tensor([6, 0, 3, 3, 1]), torch.tensor([0, 3, 1, 2, 3])
     arguments = (qkv, norms, (angles.cos(), angles.sin()), *where)
-    want, _, _ = attention.rotate_and_store(caches[0], 1, *arguments)
+    want = store_by_torch(caches[0], 1, *arguments)
     got = gpu_ops.rotate_and_store(caches[1], 1, *arguments)
     pairs = list(zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True))
     return {
-        "case": [str(dtype), str(kv_dtype), dim, rotary, normed],
+        "case": [str(dtype), str(kv_dtype), dim, rotary, normed, scaled],
         "queries": distance(got, want),
         "cache": max(distance(b, a) for a, b in pairs),
         "unequal": max(float((a.float() != b.float()).float().mean()) for a, b in pairs),
@@ -146,7 +152,7 @@ def main() -> None:
     cases = [
         store(full, full, 16, 16, False), store(full, full, 16, 8, True), store(full, full, 24, 24, True),
         store(wide, wide, 32, 32, True), store(half, half, 16, 16, False), store(wide, FP8, 16, 16, False),
-        store(wide, FP8, 16, 16, True),
+        store(wide, FP8, 16, 16, True), store(wide, FP8, 16, 16, False, True),
     ]  # fmt: skip
     fp8 = [quantised(wide, bound) for bound in (math.inf, 1.5)]
     found = {

@@ -43,7 +43,7 @@ def test_interpreted_kernels_mean_what_torch_means() -> None:
         assert product["same"], product
         # The interpreter's tl.dot multiplies fp8 as bfloat16, which holds both; sums in fp32.
         assert product["distance"] < 1e-5, product
-    assert len(found["stores"]) == 7
+    assert len(found["stores"]) == 8
     for case in found["stores"]:
         kind, stored = case["case"][:2]
         bound = {"torch.float32": 1e-6, "torch.float16": 2e-3}.get(kind, 0.03)
@@ -85,9 +85,13 @@ def test_kernels_compile(capability: int, kind: str) -> None:
     _compile("silu_and_mul", capability, kind, BLOCK=1024)
     shape = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "HALF": 64, "BLOCK": 128}
     for norm in (False, True):
-        _compile("rotate_and_store", capability, kind, kind, None, NORM=norm, FP8=False, **shape)
+        _compile("rotate_and_store", capability, kind, kind, None, NORM=norm, FP8=False, SCALED=False, **shape)
     if capability >= 90:
-        assert "e4m3" in _compile("rotate_and_store", capability, kind, "fp8e4nv", None, NORM=False, FP8=True, **shape)
+        scales = {"key_scale": "*fp32", "value_scale": "*fp32"}
+        for scaled in (False, True):
+            assert "e4m3" in _compile(
+                "rotate_and_store", capability, kind, "fp8e4nv", scales, NORM=False, FP8=True, SCALED=scaled, **shape
+            )
     product = {"x_scale": "*fp32", "weight_scale": "*fp32", "out": "*fp32"}
     product |= dict.fromkeys(("tokens", "outputs", "x_row", "weight_row"), "i32")
     ptx = _compile(
