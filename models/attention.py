@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -99,9 +100,10 @@ class KVCache:
 class StepLayout:
     """The layout of a step's T tokens: N sequences in token order, of which the first `decode` have one token each.
     Tensors are int64 on the model's device. positions [T]. query_start [N + 1] and kv_len [N] (positions after this
-    step): host lists. block_table [N, blocks of the longest sequence]: undefined after a sequence's own blocks. blocks,
-    offsets [T]: where each token's keys are stored. chained: some decodes are consecutive tokens of one sequence, so
-    all keys must be stored before any of them attends."""
+    step): host lists. block_table: row i, undefined after the sequence's own blocks, is sequence i's, or row rows[i] of
+    a table of all slots, whose last row has the scratch block. blocks, offsets [T]: where each token's keys are stored.
+    chained: some decodes are consecutive tokens of one sequence, so all keys must be stored before any of them
+    attends."""
 
     positions: Tensor
     query_start: list[int]
@@ -111,6 +113,7 @@ class StepLayout:
     offsets: Tensor
     decode: int
     chained: bool = False
+    rows: NDArray[np.int64] | None = None
 
 
 class AttentionBackend(Protocol):
@@ -142,8 +145,8 @@ class Capturable(Protocol):
     def captured(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, Captured]:
         """Backends for steps of exactly so many decodes and, if the second number is not 0, MOST_PROMPTS prompts
         (workspace.py) of at most so many rows together, with at most most_blocks blocks per sequence. `prepare` is not
-        captured: it is called before each replay, with the captured tensors of the tokens and a block table on the
-        host, whose last row of a step with prompts is the scratch block's. The plan of the capture has all rows.
+        captured: it is called before each replay, with the captured tensors of the tokens and a block table whose last
+        row is the scratch block's. The plan of the capture has all rows.
         `attend` is captured and may read only tensors with fixed addresses; its output for rows after the last prompt
         does not depend on earlier steps."""
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...models.attention import Capturable, StepLayout
@@ -239,10 +241,10 @@ class StepGraphs:
         return next(fitting, None)
 
     def run(self, shape: Shape, layout: StepLayout, tokens: Tensor, rows: Tensor) -> Tensor | None:
-        """Starts a step of `shape` from its layout, token ids [T] (or placeholders for device_draw.feed) and rows whose
-        logits are needed [R], all on the host. Returns on the device the result of LlamaModel.forward, of a step
-        without prompts for all rows; the next run overwrites it. None: attention's plan differs from the captured one,
-        and the step must be computed eagerly."""
+        """Starts a step of `shape` from its layout (with a table of all slots), token ids [T] (or placeholders for
+        device_draw.feed) and rows whose logits are needed [R], all but the table on the host. Returns on the device the
+        result of LlamaModel.forward, of a step without prompts for all rows; the next run overwrites it. None:
+        attention's plan differs from the captured one, and the step must be computed eagerly."""
         (decodes, prompts), decode, total = shape, layout.decode, layout.query_start[-1]
         fields, sampled = self._parts(self._staged, shape)
         end = decodes + total - decode
@@ -269,21 +271,21 @@ class StepGraphs:
             return self._out[: len(rows)]
         return torch.cat((self._out[:decode], self._out[decodes:end]))
 
-    def _padded(self, layout: StepLayout, shape: Shape) -> tuple[list[int], list[int], Tensor]:
-        """Query starts, lengths and block table of a step with its padding: decodes and, with prompts, prompts of no
-        rows over the scratch block, of which the table then has one row more."""
+    @staticmethod
+    def _padded(layout: StepLayout, shape: Shape) -> tuple[list[int], list[int], Tensor, NDArray[np.int64]]:
+        """Query starts, lengths, block table and its rows of a step with its padding: decodes and, with prompts,
+        prompts of no rows over the scratch block, of which the table's last row is."""
         (decodes, prompts), decode, table = shape, layout.decode, layout.block_table
+        assert layout.rows is not None
         count, most = len(layout.kv_len), decodes + (MOST_PROMPTS if prompts else 0)
-        width = max(table.shape[1], -(-prompts // self._block_size))
-        padded = table.new_full((most + bool(prompts), width), self._scratch)
-        padded[:decode, : table.shape[1]] = table[:decode]
-        padded[decodes : decodes + count - decode, : table.shape[1]] = table[decode:]
+        rows = np.full(most, len(table) - 1)
+        rows[:decode], rows[decodes : decodes + count - decode] = layout.rows[:decode], layout.rows[decode:]
         starts = [*range(decodes), *(start + decodes - decode for start in layout.query_start[decode:])]
         lengths = [*layout.kv_len[:decode], *[1] * (decodes - decode), *layout.kv_len[decode:]]
         absent = most - len(lengths)
-        return starts + starts[-1:] * absent, lengths + [1] * absent, padded
+        return starts + starts[-1:] * absent, lengths + [1] * absent, table, rows
 
-    def _padding(self, shape: Shape) -> tuple[list[int], list[int], Tensor]:
+    def _padding(self, shape: Shape) -> tuple[list[int], list[int], Tensor, NDArray[np.int64]]:
         """Like _padded, of a step that has only padding, of which prompts' rows belong to one prompt."""
         fields, sampled = self._parts(self._staged, shape)
         fields.zero_()
@@ -293,8 +295,8 @@ class StepGraphs:
         absent = max(0, MOST_PROMPTS - 1) if prompts else 0
         starts = [*range(decodes + 1), *[decodes + prompts] * ((1 + absent) if prompts else 0)]
         lengths = [1] * decodes + ([prompts] + [1] * absent if prompts else [])
-        width = max(1, -(-prompts // self._block_size))
-        return starts, lengths, torch.full((len(lengths) + bool(prompts), width), self._scratch)
+        table = torch.full((1, max(1, -(-prompts // self._block_size))), self._scratch)
+        return starts, lengths, table, np.zeros(len(lengths), np.int64)
 
     @staticmethod
     def _parts(buffer: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -302,13 +304,15 @@ class StepGraphs:
         end = 4 * sum(shape)
         return buffer[:end].view(4, -1), buffer[end : end + _sampled_rows(shape)]
 
-    def _stage(self, starts: list[int], lengths: list[int], table: Tensor, shape: Shape) -> bool:
+    def _stage(
+        self, starts: list[int], lengths: list[int], table: Tensor, rows: NDArray[np.int64], shape: Shape
+    ) -> bool:
         """Copies the staged integers and makes the plan, before a replay. Returns whether the graph fits the plan."""
         size = sum(shape)
         end = 4 * size + _sampled_rows(shape)
         stage(self._inputs[:end], self._staged[:end])
         _, positions, blocks, offsets = self._parts(self._inputs, shape)[0]
-        layout = StepLayout(positions, starts, lengths, table, blocks, offsets, shape[0])
+        layout = StepLayout(positions, starts, lengths, table, blocks, offsets, shape[0], rows=rows)
         attention = self._attention[shape]
         attention.prepare(layout, self._cos[:size], self._sin[:size])
         return attention.replayable

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...models.attention import AttentionBackend, KVCache, StepLayout
+from ...models.attention import AttentionBackend, Capturable, KVCache, StepLayout
 from ...models.llama import LlamaModel, StepPart
 from ...models.transfer import upload
 from ..batch import Batch, Chunk, StepResult, in_order, streams
@@ -27,6 +27,7 @@ from ..sampling.sampler import Sampled, Sampler
 from ..schedule.sequence import end_position
 from .cuda_graphs import StepGraphs
 from .engine import Ahead, CollectiveTimeouts
+from .memory import MIXED_PROMPTS
 
 _HOST = torch.device("cpu")
 
@@ -70,6 +71,14 @@ class Runner:
         self.length = np.zeros(max_slots, np.int64)
         self.blocks = np.zeros((max_slots, -(-(max_model_len + 1) // self.size)), np.int32)
         self.num_blocks = np.zeros(max_slots, np.int64)
+        self.page_table: Tensor | None = None
+        """`blocks` on the device, for attention that reads its page table from there: a step then changes the new
+        blocks alone. One more row, as long as the largest recorded prompt, has the scratch block."""
+        if isinstance(attention, Capturable):
+            width = max(self.blocks.shape[1], -(-MIXED_PROMPTS[-1] // self.size))
+            self.page_table = torch.full(
+                (max_slots + 1, width), cache.num_blocks - 1, dtype=torch.int32, device=self.device
+            )
         self._prompt_top = [0] * max_slots
         self._end = np.zeros(max_slots, np.int64)  # the most positions that the slot's sequence computes
         self.proposer, self._speculates, self._drain = proposer, speculates, drain
@@ -229,10 +238,18 @@ class Runner:
             self._prompt_top[slot] = sequence.params.prompt_logprobs or 0
             self._end[slot] = end_position(sequence.prompt_len, sequence.params.max_tokens, self.tokens.shape[1] - 1)
             self.sampler.admit(sequence)
+        places: list[int] = []
         for slot, blocks in batch.blocks:
             have = int(self.num_blocks[slot])
             self.blocks[slot, have : have + len(blocks)] = blocks
             self.num_blocks[slot] = have + len(blocks)
+            if self.page_table is not None:
+                first = slot * self.page_table.shape[1] + have
+                places += range(first, first + len(blocks))
+        if self.page_table is not None and places:
+            new = [block for _, blocks in batch.blocks for block in blocks]
+            at, values = upload(np.array((places, new), np.int64), self.device)
+            self.page_table.view(-1)[at] = values.int()
         self.cache.copy(batch.copies)
         if self.proposer is not None:
             self.proposer.apply(batch)
@@ -258,7 +275,7 @@ class Runner:
         tokens = self.tokens[slot_of, positions]
         if self.pending_step is not None:
             tokens = np.where(self._due[slot_of] == positions, fed_by(slot_of), tokens)
-        most = -(-int(ends.max()) // self.size)
+        whole = self.page_table
         query_start = [0, *np.cumsum(counts).tolist()]
         rows = [
             row
@@ -270,7 +287,8 @@ class Runner:
             chained=decode > 1 and bool((slots[1:decode] == slots[: decode - 1]).any()),
             query_start=query_start,
             kv_len=ends.tolist(),
-            block_table=place(self.blocks[slots, :most]),
+            block_table=place(self.blocks[slots, : -(-int(ends.max()) // self.size)]) if whole is None else whole,
+            rows=None if whole is None else slots,
             blocks=place(self.blocks[slot_of, positions // self.size]),
             offsets=place(positions % self.size),
             decode=decode,

@@ -87,26 +87,29 @@ def unfit(device: torch.device, capability: tuple[int, int], dtype: torch.dtype,
 
 def contexts(layout: StepLayout) -> Contexts:
     """The context of each sequence."""
-    return np.arange(len(layout.kv_len)), np.asarray(layout.kv_len, np.int64)
+    rows = np.arange(len(layout.kv_len)) if layout.rows is None else layout.rows
+    return rows, np.asarray(layout.kv_len, np.int64)
 
 
 def contexts_of_tokens(layout: StepLayout) -> Contexts:
     """The context of each token, which ends with the token itself."""
     counts = np.diff(layout.query_start)
     behind = np.repeat(np.asarray(layout.kv_len) - layout.query_start[1:], counts)
-    return np.repeat(np.arange(len(counts)), counts), behind + np.arange(1, layout.query_start[-1] + 1)
+    return np.repeat(contexts(layout)[0], counts), behind + np.arange(1, layout.query_start[-1] + 1)
 
 
 def pages(table: Tensor, contexts: Contexts, size: int, device: torch.device) -> Pages:
     """FlashInfer's page table of n contexts in blocks of `size` positions, int32: indptr [n + 1] and the number of
     positions in each last page [n] on the host, pinned for `device`; the page indices [indptr[n]] on the block table's
-    device."""
+    device, where they are gathered: the host's work does not grow with them."""
     rows, lengths = contexts
     counts = -(-lengths // size)
     indptr = np.concatenate(([0], np.cumsum(counts)))
     # Page j of sequence i is entry (i, j) of the block table; a flat index, since a mask would synchronize the device.
-    flat = np.arange(indptr[-1]) + np.repeat(rows * table.shape[1] - indptr[:-1], counts)
-    indices = table.flatten()[upload(flat, table.device)].int()
+    first, repeats = upload(np.stack((rows * table.shape[1] - indptr[:-1], counts)), table.device)
+    total = int(indptr[-1])
+    flat = torch.repeat_interleave(first, repeats, output_size=total).add_(torch.arange(total, device=table.device))
+    indices = table.flatten()[flat].int()
     last_page = lengths - (counts - 1) * size
     return pinned(indptr.astype(np.int32), device), indices, pinned(last_page.astype(np.int32), device)
 

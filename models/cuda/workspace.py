@@ -125,7 +125,7 @@ def latent_workspace_bytes(rank: int, shapes: Sequence[Shape], most_blocks: int)
     """Like workspace_bytes: a wrapper for all eager steps, twice for split steps, each with two plans in memory (a new
     plan is allocated before the last is freed), and one for each recorded shape."""
     sequences = max((decodes + (MOST_PROMPTS + 1 if rows else 0) for decodes, rows in shapes), default=0)
-    tables = 2 * 4 * sequences * (most_blocks + 3)
+    tables = 3 * 4 * sequences * (most_blocks + 3)
     return latent_partial_bytes(rank) + (4 + len(shapes)) * WRAPPER_BYTES + tables
 
 
@@ -135,13 +135,13 @@ def workspace_bytes(
     """Bytes of attention workspace on a rank. shape: query heads, KV heads, head dimension; windows: distinct window
     sizes among the layers. Each window has a wrapper for prompts and one for decodes, both twice for split steps, one
     for each number of decodes and one for each number of prompt rows of a recorded step (by_row: for each sum).
-    Recorded steps also need page tables of `most_blocks` blocks a sequence (by_row: a row), in the persistent buffers
-    and in the staging copy."""
+    Recorded steps also need page tables of `most_blocks` blocks a sequence (by_row: a row): the runner's, that of a
+    plan, and the persistent buffers."""
     decodes = {sum(shape) if by_row else shape[0] for shape in shapes}
     prompts = set() if by_row else {rows for _, rows in shapes if rows}
     wrappers = windows * (4 + len(decodes) + len(prompts))
     sequences = max(decodes, default=0) + (MOST_PROMPTS if prompts else 0)
-    tables = 2 * 4 * sequences * (most_blocks + 2)
+    tables = 3 * 4 * sequences * (most_blocks + 2)
     plain = partial_bytes(*shape)
     recorded = partial_bytes(*shape, max(decodes, default=0), max(prompts, default=0))
     return plain + (recorded if recorded > plain else 0) + wrappers * WRAPPER_BYTES + tables

@@ -273,7 +273,7 @@ def test_the_workspace_is_that_of_the_wrappers_made(windows: tuple[int | None, .
     attention.twin()
     attention.captured(recorded, 100)
     assert len(library.workspaces) == 1
-    tables = 2 * 4 * (72 * 100 + 2 * 72)
+    tables = 3 * 4 * (72 * 100 + 2 * 72)
     kinds = len(set(windows))
     shape = 1, 1, 8
     room = partial_bytes(*shape)
@@ -296,7 +296,7 @@ def test_partial_results_have_the_room_that_the_library_takes() -> None:
     shape = 128, 8, 128
     both = partial_bytes(*shape) + partial_bytes(*shape, 512)
     tables = workspace_bytes(shape, 1, ((512, 0),), 100) - both - 5 * WRAPPER_BYTES
-    assert tables == 2 * 4 * 512 * 102
+    assert tables == 3 * 4 * 512 * 102
 
 
 def test_what_graphs_hold_is_told_beside_what_was_kept() -> None:

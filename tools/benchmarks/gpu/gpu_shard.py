@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from common import numbers, say
@@ -108,8 +109,9 @@ class Rank:
         table = torch.arange(batch * blocks, device=device).view(batch, blocks)
         at = torch.full((batch,), self.context - 1, device=device)
         layout = StepLayout(
-            at, list(range(batch + 1)), [self.context] * batch, table, table[:, -1].clone(), at % BLOCK, batch
-        )
+            at, list(range(batch + 1)), [self.context] * batch, table, table[:, -1].clone(), at % BLOCK, batch,
+            rows=np.arange(batch),
+        )  # fmt: skip
         return layout, torch.arange(batch, device=device)
 
     def step(self, model: LlamaModel, batch: int, recorder: CudaRecorder | None) -> Callable[[], Tensor]:
