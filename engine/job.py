@@ -1,5 +1,5 @@
-"""The protocol between the owner of requests (daemon, `run`) and an engine job: launchers/job/replica.py with
-mpirun, launchers/rank/outer_job.py inside an outer mpirun. Every method and callback runs on one event loop.
+"""The protocol between the owner of requests (daemon, `run`) and an engine job (launchers/job/replica.py). Every method
+and callback runs on one event loop.
 """
 
 from __future__ import annotations

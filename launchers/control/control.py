@@ -377,8 +377,8 @@ class ControlThread:
     def finish_sending(self) -> None:
         self._loop.call_soon_threadsafe(self._server.finish_sending)
 
-    async def all_gone(self) -> frozenset[int]:
-        return await self._run(self._server.all_gone()) if self.thread.is_alive() else frozenset()
+    async def all_gone(self, timeout_s: float | None = None) -> frozenset[int]:
+        return await self._run(self._server.all_gone(timeout_s)) if self.thread.is_alive() else frozenset()
 
     async def close(self) -> None:
         if self.thread.is_alive():

@@ -209,12 +209,11 @@ class Door:
 class Announce:
     """Rank -> server: what it has read of the model so far, before and after it loads. digests: by name (config, the
     model's small files, ...), which must be equal on all ranks; samples: of folders of weights, by part, see
-    engine/identity.py. `name`: of the rank that has read it, if another one sends it."""
+    engine/identity.py."""
 
     type: Literal["announce"] = field(default="announce", kw_only=True)
     digests: Annotated[dict[ShortText, Annotated[str, MaxLen(256)]], MaxLen(64)]
     samples: Annotated[dict[ShortText, Sample], MaxLen(4)] = field(default_factory=dict)
-    name: Name = ""
 
 
 @dataclass(frozen=True, slots=True)

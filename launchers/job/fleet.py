@@ -135,28 +135,31 @@ class Fleet:
 
     def options(self, replica: int, *, restart: bool) -> JobOptions:
         """A replica's options: times, sizes and addresses."""
-        daemon = self.deployment.daemon
-        usual = JobTimeouts()
-        timeouts = replace(
-            usual,
-            load_stall_s=daemon.load_timeout,
-            suspect_s=min(usual.suspect_s, daemon.heartbeat_timeout / 2),
-            dead_s=daemon.heartbeat_timeout,
-            silence_s=max(usual.silence_s, daemon.heartbeat_timeout),
-        )
-        host = self.control_host()
-        return JobOptions(
-            self.deployment.parallel.world.one_replica(),
-            replica=replica,
-            control_host=host,
-            ports=ports_at(self.deployment, host),
-            restart=restart,
-            standby=restart and daemon.standby > 0,
-            max_failures=daemon.max_restarts,
-            timeouts=timeouts,
-            hosts=self.names,
-            words=self._words,
-        )
+        options = job_options(self.deployment, replica, self.control_host(), restart=restart)
+        return replace(options, hosts=self.names, words=self._words)
+
+
+def job_options(deployment: Deployment, replica: int, control_host: str, *, restart: bool) -> JobOptions:
+    """What the deployment says of a replica's job. restart, control_host: see JobOptions."""
+    daemon = deployment.daemon
+    usual = JobTimeouts()
+    timeouts = replace(
+        usual,
+        load_stall_s=daemon.load_timeout,
+        suspect_s=min(usual.suspect_s, daemon.heartbeat_timeout / 2),
+        dead_s=daemon.heartbeat_timeout,
+        silence_s=max(usual.silence_s, daemon.heartbeat_timeout),
+    )
+    return JobOptions(
+        deployment.parallel.world.one_replica(),
+        replica=replica,
+        control_host=control_host,
+        ports=ports_at(deployment, control_host),
+        restart=restart,
+        standby=restart and daemon.standby > 0,
+        max_failures=daemon.max_restarts,
+        timeouts=timeouts,
+    )
 
 
 def replica_specs(

@@ -1,5 +1,6 @@
-"""One launch of a job, from mpirun's start to its last process's exit: control server, keeper, deadlines. rank_board.py
-interprets messages, replica.py decides whether to launch again.
+"""One launch of a job, from mpirun's start to its last process's exit: control server, keeper, deadlines. The ranks may
+have been started from outside (`OuterRanks`). rank_board.py interprets messages, replica.py decides whether to launch
+again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import socket
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ... import __version__
@@ -36,10 +39,22 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 LAST_WORDS_S = 2.0
+LEAVING_S = 10.0
+"""For ranks that this process has not started to leave the channel after Shutdown."""
 _LINE_LIMIT = 8192
 
 
 LauncherOutput = News | messages.Tokens | messages.Running | RankHeartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRanks:
+    """The ranks of a launch inside an outer mpirun, srun or torchrun, which starts and ends them."""
+
+    seats: tuple[str, ...]
+    """The host of each rank."""
+    meet: Callable[[str, bytes], None]
+    """Tells them the channel's address and secret."""
 
 
 class LaunchOwner(Protocol):
@@ -56,7 +71,7 @@ class Launch:
     def __init__(
         self,
         owner: LaunchOwner,
-        command: LaunchCommand,
+        command: LaunchCommand | OuterRanks,
         config_json: str,
         options: JobOptions,
         standby: bool = False,
@@ -72,7 +87,7 @@ class Launch:
         welcome = messages.Welcome(
             config_json, options.replica, options.world.size, __version__, standby, options.timeouts.silence_s
         )
-        self._secret_hex, self._serving = secret.hex(), serving
+        self._secret, self._serving = secret, serving
         self._server = ControlThread(self, secret, welcome, options.control_host, options.ports)
         self._board = RankBoard(
             options.world,
@@ -102,7 +117,11 @@ class Launch:
         command = self._command
         try:
             address = await self._server.start()
-            environment = {**command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret_hex}
+            if isinstance(command, OuterRanks):
+                self._tasks = [asyncio.create_task(self._watch())]
+                command.meet(address, self._secret)
+                return None
+            environment = {**command.env, ENV_ADDRESS: address, ENV_SECRET: self._secret.hex()}
             self._scratch = tempfile.mkdtemp(prefix="laddertron-")
             self._keeper = await asyncio.create_subprocess_exec(
                 *under_keeper(command.argv, self._options.kill_grace_s, self._scratch, stop=command.stop),
@@ -113,12 +132,12 @@ class Launch:
         except (OSError, RuntimeError) as error:  # RuntimeError: no thread
             await self.end(orderly=False)
             return no_launch(error)
-        log.info("launched %s", self._command.argv[0], extra={"pid": self._keeper.pid})
+        log.info("launched %s", command.argv[0], extra={"pid": self._keeper.pid})
         reading = asyncio.create_task(self._read_output(self._keeper))
-        exiting = asyncio.create_task(self._wait_for_exit(self._keeper, reading))
+        exiting = asyncio.create_task(self._wait_for_exit(self._keeper, reading, os.path.basename(command.argv[0])))
         self._tasks = [reading, exiting, asyncio.create_task(self._watch())]
         if command.agent and self._options.hosts is not None:
-            self._tasks.append(asyncio.create_task(self._ask_missing(self._options.hosts, address)))
+            self._tasks.append(asyncio.create_task(self._ask_missing(command, self._options.hosts, address)))
         return None
 
     def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
@@ -127,7 +146,7 @@ class Launch:
     @property
     def healthy(self) -> bool:
         """True if it has begun, no rank is suspected, and there is no evidence of its end."""
-        return self._keeper is not None and self._board.healthy and not self._ending
+        return bool(self._tasks) and self._board.healthy and not self._ending
 
     @property
     def failing(self) -> bool:
@@ -198,10 +217,14 @@ class Launch:
     async def end(self, *, orderly: bool) -> str | None:
         """Ends every process of the launch and waits until they have exited; returns a description of those that could
         not be killed, or None. `orderly`: first sends Shutdown and waits for at most `shutdown_s`; ranks that are
-        loading do not read it."""
+        loading do not read it. Outer ranks always get it, and LEAVING_S to leave the channel: what started them ends
+        the others."""
         self._ending, self._asked_at = True, time.monotonic()
         options = self._options
-        if self._keeper is not None:
+        stuck = list[str]()
+        if isinstance(self._command, OuterRanks):
+            self.send(messages.Shutdown())
+        elif self._keeper is not None:
             if orderly:
                 self.send(messages.Shutdown())
                 await self._exits_within(options.shutdown_s)
@@ -210,9 +233,9 @@ class Launch:
             self._server.finish_sending()
             if not await self._exits_within(options.kill_grace_s + options.gone_s):
                 self._keeper.kill()  # it is suspended, or waits for a process that cannot be killed
-        stuck = await self._kill_known()
-        for rank in await self._server.all_gone():
-            log.warning("%s: no end of its connection was seen: by now it ended itself", self._board.name(rank))
+            stuck = await self._kill_known()
+        for rank in await self._server.all_gone(LEAVING_S if isinstance(self._command, OuterRanks) else None):
+            log.warning("%s: no end of its connection was seen", self._board.name(rank))
         await self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -301,12 +324,11 @@ class Launch:
                 self._trouble.set()
             self.owner.on_launch_output(item, node)
 
-    async def _ask_missing(self, names: HostNames, control: str) -> None:
+    async def _ask_missing(self, command: LaunchCommand, names: HostNames, control: str) -> None:
         """Asks the hosts of missing ranks whether they reach this one, so that a blocked port is not waited for."""
         await asyncio.sleep(missing.AFTER_S)
         hosts = {host: rank for rank, host in self._board.missing() if host and not names.is_here(host)}
-        command, options = self._command, self._options
-        where = options.control_host, options.ports
+        where = self._options.control_host, self._options.ports
         try:
             answers = await asyncio.to_thread(missing.ask, command.agent, command.python, [*hosts], *where, control)
         except OSError as error:
@@ -348,11 +370,10 @@ class Launch:
                 self._start_output.take(text)
             self._options.words.take(text, self._options.replica)
 
-    async def _wait_for_exit(self, keeper: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
+    async def _wait_for_exit(self, keeper: asyncio.subprocess.Process, reading: asyncio.Task[None], name: str) -> None:
         status = await keeper.wait()
         await asyncio.wait([reading], timeout=1.0)  # the last output often has the reason
         self._exited.set()
-        name = os.path.basename(self._command.argv[0])
         ours = self._ending and (
             status == -signal.SIGTERM or time.monotonic() > self._asked_at + self._options.kill_grace_s
         )

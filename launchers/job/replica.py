@@ -23,7 +23,7 @@ from ...engine.request import ModelLimits, Request
 from ..compose.mpi import LaunchCommand
 from ..control.messages import Cancel, Drain, Loading, Ready, Running, Standing, StopChoice, Submit, Tokens
 from .detect import SAME_FILES, Evidence, JobFailure, RestartPolicy, bad_node, by_a_request, no_launch
-from .job_launch import Launch, LauncherOutput
+from .job_launch import Launch, LauncherOutput, OuterRanks
 from .options import JobOptions
 from .rank_board import Recovered, Suspect
 
@@ -56,11 +56,11 @@ class JobHooks:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """The arguments of a replica's launches. `command` composes the launch command without the given excluded hosts;
-    it raises ValueError if too few are left. `identity`: of the model that is served; ranks that read another one are
-    refused."""
+    """The arguments of a replica's launches. `command` composes the launch command without the given excluded hosts, or
+    gives the ranks that an outer launcher has started; it raises ValueError if too few are left. `identity`: of the
+    model that is served; ranks that read another one are refused."""
 
-    command: Callable[[frozenset[str]], LaunchCommand]
+    command: Callable[[frozenset[str]], LaunchCommand | OuterRanks]
     config_json: str
     options: JobOptions
     hooks: JobHooks = field(default_factory=JobHooks)

@@ -1,180 +1,101 @@
 """`laddertron run` inside an outer mpirun, srun or torchrun. Rank 0 runs the driver's event loop in a second thread,
-which controls the first rank of every replica over the control channel. A lost rank ends the whole mpirun; a later run
-resumes.
+which controls every rank over its replica's control channel. A lost rank ends the whole mpirun; a later run resumes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ... import __version__
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
-from ...engine.identity import ModelIdentity, from_owner
-from ...engine.job import Culprit, EngineJob, JobListener, JobState, RankHeartbeat
-from ...engine.request import Request
+from ...engine.job import EngineJob
 from ...models.config.json_fields import Refusal
 from ...topology.comm.bootstrap import Bootstrap
 from ...topology.placement.identity import Identity
-from ..compose.ports import ports_at
-from ..control import messages
-from ..control.control import ControlServer, new_secret
 from ..control.control_client import ControlClient
-from ..job.detect import SAME_FILES
+from ..job.detect import JobFailure
+from ..job.fleet import job_options
+from ..job.job_launch import LEAVING_S, OuterRanks
+from ..job.replica import JobHooks, Replica, ReplicaSpec
 from .network import local_address
 from .rank import run_rank, start_bootstrap
 from .rank_status import Status
 from .shared_memory import require_shared_memory
+from .worker import report
 
-LEAVING_S = 10.0
-LOOPBACK = "127.0.0.1"
+REPORT_S = 3 * LEAVING_S
+"""For which a failed rank waits for rank 0's report of the run."""
 T = TypeVar("T")
 Drive = Callable[[Sequence[EngineJob]], Awaitable[int]]
 
 
-class ReplicaJob:
-    """EngineJob of one replica over its first rank's connection; see engine/job.py. `send` sends messages to that rank,
-    `dump` returns its part of `bundle`."""
-
-    launch = 1
-
-    def __init__(
-        self, send: Callable[[messages.ServerMessage], None], dump: Callable[[], dict[str, Any]] = dict
-    ) -> None:
-        self._send, self._dump = send, dump
-        self.state = JobState("stopped")
-        self._listener: JobListener | None = None
-        self._node, self._pid, self._closed = "", 0, False
-        self.identity: ModelIdentity | None = None
-
-    async def start(self, listener: JobListener) -> None:
-        self._listener = listener  # the rank may have reported a state already
-        self._set(JobState("starting") if self.state.phase == "stopped" else self.state)
-
-    def submit(self, request: Request) -> None:
-        if self.state.phase != "ready":
-            raise RuntimeError(f"the job is {self.state.phase}, it takes requests only when ready")
-        self._send(messages.Submit(request))
-
-    def cancel(self, request_id: str) -> None:
-        self._send(messages.Cancel(request_id))
-
-    def stop_choice(self, request_id: str, choice: int, n_tokens: int) -> None:
-        self._send(messages.StopChoice(request_id, choice, n_tokens))
-
-    async def drain(self, timeout_s: float) -> bool:
-        if self._listener is None:
-            return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._listener.idle(self.launch)
-        except TimeoutError:
-            return False
-        return self.state.phase != "failed"
-
-    async def close(self) -> None:
-        self._closed = True
-        self._send(messages.Shutdown())
-
-    async def bundle(self) -> dict[str, Any]:
-        return {"dumps": {"0": self._dump()}}
-
-    def take(self, message: messages.RankMessage) -> None:
-        match message:
-            case messages.Hello():
-                self._node, self._pid = message.hostname, message.pid
-            case messages.Tokens(events):
-                if self._listener is not None:
-                    self._listener.on_tokens(list(events))
-            case messages.Running(started, parked):
-                if self._listener is not None:
-                    self._listener.on_running(started, parked)
-            case messages.Beat():
-                if self._listener is not None:
-                    report = RankHeartbeat(0, self._node, self._pid, message.step, time.time(), message.rows)
-                    self._listener.on_report(report)
-            case messages.Loading(_, detail):
-                self._set(JobState("loading", reason=detail))
-            case messages.Announce(digests, samples, name):
-                differs = self.identity and from_owner(self.identity, 0, digests, samples)
-                if differs:
-                    self.fail(
-                        f"{name or f'rank 0 on {self._node}'}: {differs.text} from the model of the run: {SAME_FILES}"
-                    )
-            case messages.Ready(limits) if self.state.phase != "failed":
-                self._set(JobState("ready", limits=limits))
-            case messages.Failure(text):
-                self.fail(text)
-            case _:
-                pass
-
-    def gone(self, reason: str) -> None:
-        if not self._closed and self.state.phase != "failed":  # a failed rank has reported the reason
-            self.fail(f"its first rank left{f': {reason}' if reason else ''}")
-
-    def fail(self, reason: str) -> None:
-        self._set(JobState("failed", reason=reason, culprit=Culprit(0, self._node), exit_code=1))
-        if self._listener is not None:
-            self._listener.on_lost(self.launch, reason, by_request=True)
-
-    def _set(self, state: JobState) -> None:
-        self.state = state
-        if self._listener is not None:
-            self._listener.on_state(state)
+class DeploymentDiffers(Refusal):
+    """Ranks were started with different deployments."""
 
 
-class Replicas:
-    """All replicas (`jobs`), on rank 0's event loop."""
+def outer_replicas(
+    deployment: Deployment,
+    hosts: Sequence[str],
+    failed: Callable[[int, JobFailure], object],
+    meet: Callable[[int, str, bytes], None],
+) -> list[Replica]:
+    """The replicas of an outer mpirun. hosts: by rank; `failed` is called with a replica's failure, `meet` with the
+    address and secret of its channel. Raises ValueError."""
+    config, size = _config(deployment), deployment.parallel.world.replica_size
+    address = deployment.daemon.control_host or local_address(deployment, hosts)
 
-    def __init__(self, deployment: Deployment, host: str, dump: Callable[[], dict[str, Any]] = dict) -> None:
-        count = deployment.parallel.replicas
-        self.secret = new_secret()
-        self._server = ControlServer(
-            self,
-            self.secret,
-            messages.Welcome(deploy.digest(deployment), 0, count, __version__),
-            host,
-            ports=ports_at(deployment, host),
-        )
-        send = self._server.send
-        self.jobs = [ReplicaJob(partial(send, rank=rank), dump if rank == 0 else dict) for rank in range(count)]
+    def spec(replica: int) -> ReplicaSpec:
+        seats = tuple(hosts[replica * size : (replica + 1) * size])
 
-    async def start(self) -> str:
-        """Starts the channel and returns its address. Raises OSError."""
-        return await self._server.start()
+        def ranks(excluded: frozenset[str]) -> OuterRanks:
+            if excluded:
+                raise ValueError(
+                    f"no host replaces {', '.join(sorted(excluded))}: an outer launcher has started the ranks"
+                )
+            return OuterRanks(seats, partial(meet, replica))
 
-    async def end(self) -> None:
-        """Shuts down every engine and waits for the ranks to disconnect."""
-        for job in self.jobs:
-            await job.close()
-        await self._server.all_gone(LEAVING_S)
-        await self._server.close()
+        options = job_options(deployment, replica, address, restart=False)
+        return ReplicaSpec(ranks, config, options, JobHooks(partial(failed, replica)))
 
-    def on_message(self, rank: int, message: messages.RankMessage) -> None:
-        self.jobs[rank].take(message)
+    return [Replica(spec(replica)) for replica in range(deployment.parallel.replicas)]
 
-    def on_gone(self, rank: int, reason: str) -> None:
-        self.jobs[rank].gone(reason)
+
+def _config(deployment: Deployment) -> str:
+    return json.dumps(deploy.to_json(deployment))
 
 
 class _Driver:
-    """Runs `drive` on an event loop in its own thread; `meeting`: the channel's address and secret."""
+    """Runs `drive` on an event loop in its own thread."""
 
-    def __init__(self, deployment: Deployment, host: str, status: Status, drive: Drive) -> None:
-        self._deployment, self._host, self._status, self._drive = deployment, host, status, drive
-        self.meeting: Future[str] = Future()
+    def __init__(
+        self,
+        deployment: Deployment,
+        hosts: Sequence[str],
+        failed: Callable[[int, JobFailure], object],
+        drive: Drive,
+    ) -> None:
+        self._drive = drive
+        self._channels: dict[int, str] = {}
+        self.channels: Future[list[str]] = Future()
+        """By replica, `address secret`; [] if `drive` ended without starting each."""
         self.exit_status = 1
+        self._jobs = outer_replicas(deployment, hosts, failed, self._meet)
         self._thread = threading.Thread(target=self._run, name="driver")
         self._thread.start()
+
+    def _meet(self, replica: int, address: str, secret: bytes) -> None:
+        self._channels[replica] = f"{address} {secret.hex()}"
+        if len(self._channels) == len(self._jobs):
+            self.channels.set_result([self._channels[at] for at in range(len(self._jobs))])
 
     def join(self, timeout_s: float | None = None) -> int:
         self._thread.join(timeout_s)
@@ -183,25 +104,26 @@ class _Driver:
     def _run(self) -> None:
         try:
             self.exit_status = asyncio.run(self._work())
-        except BaseException as error:
-            if not self.meeting.done():
-                self.meeting.set_exception(error)
-            else:
-                traceback.print_exc()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            if not self.channels.done():
+                self.channels.set_result([])
 
     async def _work(self) -> int:
-        replicas = Replicas(self._deployment, self._host, self._status.dump)
-        self.meeting.set_result(f"{await replicas.start()} {replicas.secret.hex()}")
         try:
-            return await self._drive(replicas.jobs)
+            return await self._drive(self._jobs)
         finally:
-            await replicas.end()
+            for job in self._jobs:
+                await job.close()
 
 
-def run_inside(deployment: Deployment, identity: Identity, drive: Drive) -> int:
-    """Runs this rank in an outer mpirun; rank 0 also runs `drive`. Returns the exit status; an error exits at once
-    with 1."""
-    return among_ranks(identity, lambda: _run_rank(deployment, identity, drive))
+def run_inside(
+    deployment: Deployment, identity: Identity, failed: Callable[[int, JobFailure], object], drive: Drive
+) -> int:
+    """Runs this rank in an outer mpirun; rank 0 also runs `drive`. Returns the exit status, unless it is not 0: then it
+    exits. `failed`: called with a replica's failure."""
+    return among_ranks(identity, lambda: _run_rank(deployment, identity, failed, drive))
 
 
 def among_ranks(identity: Identity, work: Callable[[], T]) -> T:
@@ -216,48 +138,50 @@ def among_ranks(identity: Identity, work: Callable[[], T]) -> T:
     os._exit(1)
 
 
-def _run_rank(deployment: Deployment, identity: Identity, drive: Drive) -> int:
-    status, several = Status(), deployment.parallel.replicas > 1
-    bootstrap: Bootstrap | None = None
-    host = LOOPBACK
-    if several:
-        require_shared_memory(identity, os.environ)
-        bootstrap = start_bootstrap(deployment, identity)
-        nodes = [name.decode() for name in bootstrap.all_gather(identity.node.encode())]
-        host = local_address(deployment, nodes) if identity.rank == 0 else ""
-    driver = _Driver(deployment, host, status, drive) if identity.rank == 0 else None
-    meeting = driver.meeting.result() if driver is not None else ""
-    if bootstrap is not None:
-        meeting = bootstrap.all_gather(meeting.encode())[0].decode()
-    replica, place = deployment.parallel.world.replica_of(identity.rank)
-    if place != 0:
-        run_rank(deployment, identity, None, status, bootstrap=bootstrap, reports_for_all=True)
-        return 0
-    try:
-        _lead(deployment, identity, status, bootstrap, replica, meeting)
-    except BaseException:
-        if driver is not None:
-            driver.join(LEAVING_S)  # it reports the lost lines
-        raise
-    code = driver.join() if driver is not None else 0
-    if several and code != 0:  # the other ranks may never reach MPI_Finalize
+def _run_rank(
+    deployment: Deployment, identity: Identity, failed: Callable[[int, JobFailure], object], drive: Drive
+) -> int:
+    require_shared_memory(identity, os.environ)
+    bootstrap = start_bootstrap(deployment, identity)
+    hosts = [name.decode() for name in bootstrap.all_gather(identity.node.encode())]
+    driver = _Driver(deployment, hosts, failed, drive) if identity.rank == 0 else None
+    channels = [] if driver is None else driver.channels.result()
+    channels = json.loads(bootstrap.all_gather(json.dumps(channels).encode())[0])
+    works = not channels or _work_for(deployment, identity, channels, bootstrap)
+    if driver is not None:
+        code = driver.join()
+    elif works:
+        code = 0
+    else:
+        code = 1
+        threading.Event().wait(REPORT_S)  # rank 0 reports the reason, and then its exit ends this process
+    if code != 0:  # other ranks may never reach MPI_Finalize
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join(LEAVING_S)  # it writes the failure's bundle
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
 
 
-def _lead(
-    deployment: Deployment, identity: Identity, status: Status, bootstrap: Bootstrap | None, replica: int, meeting: str
-) -> None:
-    address, secret = meeting.split()
-    client = ControlClient(address, bytes.fromhex(secret), replica, identity.local_rank, status.beat, status.dump)
+def _work_for(deployment: Deployment, identity: Identity, channels: Sequence[str], bootstrap: Bootstrap) -> bool:
+    """Runs the rank for the owner of its replica until its Shutdown; False if it failed, which it has reported."""
+    replica, place = deployment.parallel.world.replica_of(identity.rank)
+    address, text = channels[replica].split()
+    secret, status = bytes.fromhex(text), Status()
+    client = ControlClient(address, secret, place, identity.local_rank, status.beat, status.dump)
+    works = True
     try:
-        if client.config != deploy.digest(deployment):
-            raise ValueError(f"the deployment on {identity.node} is another than rank 0's: use the same file and --set")
-        run_rank(deployment, identity, client, status, bootstrap=bootstrap, reports_for_all=True)
+        if client.config != _config(deployment):
+            raise DeploymentDiffers(
+                f"the deployment on {identity.node} is another than rank 0's: use the same file and --set on each rank"
+            )
+        run_rank(deployment, identity, client, status, secret, bootstrap)
     except BaseException as error:
-        client.fail(f"rank {identity.rank} on {identity.node}: {type(error).__name__}: {error}")
-        raise
-    finally:
-        client.close()
+        report(error, client)
+        while not client.shutdown_announced:
+            client.poll(None)
+        works = False
+    client.close()
+    return works

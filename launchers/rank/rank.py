@@ -35,7 +35,6 @@ from ..compose.ports import ENV_PORTS, ports_at
 from ..compose.rank_mapping import ENV_CORES, ENV_SEATS, bind, cores_here, expected
 from ..control import messages
 from ..control.reach import listening, peers_of, reach
-from .agreement import agree
 from .load_tuning import backend_here, tuned_choice
 from .network import local_address, sockets_refused, use_route
 from .rank_status import HealthWatch, Status, loading_words, make_look
@@ -125,12 +124,9 @@ def join_group(
 
 
 @contextlib.contextmanager
-def meet_ranks(deployment: Deployment, identity: Identity, channel: Channel | None, secret: bytes) -> Iterator[None]:
+def meet_ranks(deployment: Deployment, identity: Identity, channel: Channel, secret: bytes) -> Iterator[None]:
     """Waits until every rank is there, and tests that this one reaches the other hosts; answers their tests inside the
     block. Raises Unreached."""
-    if channel is None:
-        yield
-        return
     channel.send_state(messages.Loading(0.1, "waiting for every rank to start"))
     hosts = channel.wait_for_ranks()
     if len(set(hosts)) < 2 or len(hosts) != identity.size:
@@ -278,18 +274,15 @@ def _digests(deployment: Deployment) -> dict[str, str]:
 def run_rank(
     deployment: Deployment,
     identity: Identity,
-    channel: Channel | None,
+    channel: Channel,
     status: Status,
     secret: bytes = b"",
     bootstrap: Bootstrap | None = None,
     standby: bool = False,
-    reports_for_all: bool = False,
 ) -> None:
     """Runs until Shutdown (rank 0 of the group) or the last plan (the others). `standby`: waits on the channel for Load
-    (or Shutdown) before loading weights. `reports_for_all`: only rank 0 has a channel. Raises the error that stops it.
-    """
-    say: Callable[[messages.StateMessage], None]
-    say = channel.send_state if channel is not None else lambda message: None
+    (or Shutdown) before loading weights. `bootstrap`: one that was started already. Raises the error that stops it."""
+    say = channel.send_state
     if standby:
         require_memory(available_bytes(Sysfs()), identity.local_size)
     else:
@@ -304,8 +297,7 @@ def run_rank(
     from ...engine.step.share import has_room
 
     device = choose_device(deployment, identity)
-    mine = device.type, current_tier(), str(torch.get_num_threads())
-    status.computes_with = (mine,)
+    status.computes_with = device.type, current_tier(), str(torch.get_num_threads())
     status.health = HealthWatch(make_look(Sysfs(), identity.local_rank == 0, gpu_uuid(device)))
     status.health.start()
     with meet_ranks(deployment, identity, channel, secret):
@@ -316,7 +308,7 @@ def run_rank(
         joined = join_group(deployment, identity, secret, bootstrap)
     with joined as communicator:
         status.communicator, weights_file = communicator, -1
-        if standby and channel is not None:
+        if standby:
             communicator.set_timeout(deployment.daemon.load_timeout)
             sharers = identity.local_size
             retained_fd = stand_by(
@@ -336,20 +328,13 @@ def run_rank(
             salt,
         )
         digests = _digests(deployment) | {"model config": config_digest(built.config)}
-        announces = [messages.Announce(digests, built.samples)]
-        if reports_for_all:
-            announces = agree(communicator, deployment, identity.node, announces[0])
-            status.computes_with = tuple(
-                tuple(row.decode().split()) for row in communicator.collect(" ".join(mine).encode())
-            )
         for warning in built.warnings if communicator.leads else ():
             log.warning("%s", warning)
         status.count_experts(built.runner.model, built.config)
         # Exempt all existing objects from garbage collection, which would delay a step.
         gc.collect()
         gc.freeze()
-        for announce in announces:
-            say(announce)
+        say(messages.Announce(digests, built.samples))
         ready = messages.Ready(built.limits, built.weights_file)
         if communicator.leads:
             _serve(built, communicator, channel, status, ready)
@@ -358,11 +343,7 @@ def run_rank(
             follow(built.runner, communicator.plans, status.progress)
 
 
-def _serve(
-    built: Built, communicator: Communicator, channel: Channel | None, status: Status, ready: messages.Ready
-) -> None:
-    if channel is None:
-        raise RuntimeError("rank 0 has no channel to take requests from")
+def _serve(built: Built, communicator: Communicator, channel: Channel, status: Status, ready: messages.Ready) -> None:
     engine = Engine(
         Scheduler(built.scheduler_limits),
         built.runner,

@@ -97,8 +97,8 @@ class Status:
     latencies: Latencies = field(default_factory=Latencies)
     experts: ExpertRows | None = None
     health: HealthWatch | None = None
-    computes_with: tuple[tuple[str, ...], ...] = ()
-    """Device, CPU tier and number of threads, once known, of each rank that this rank reports for."""
+    computes_with: tuple[str, ...] = ()
+    """Device, CPU tier and number of threads, once known."""
 
     def count_experts(self, model: LlamaModel, config: ModelConfig) -> None:
         """Starts counting rows by expert, if layers of this rank's stage have experts; `config`: of all stages. The
@@ -115,7 +115,8 @@ class Status:
         if since is None:
             since, tokens = p.turn_since, 0
         rows = [MetricRow("last_step_timestamp_seconds", (), p.finished_at)] if p.step else []
-        rows += (MetricRow("rank_info", labels, 1.0) for labels in self.computes_with)
+        if self.computes_with:
+            rows.append(MetricRow("rank_info", self.computes_with, 1.0))
         collectives, waiting = 0, ""
         if communicator is not None:
             collectives, waiting = communicator.ledger.place()

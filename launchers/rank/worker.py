@@ -43,25 +43,29 @@ def main() -> int:
     client = ControlClient(address, secret, identity.rank, identity.local_rank, status.beat, status.dump)
     try:
         _run(client, identity, status, secret)
-    except CommunicationError as error:
-        # The exit of another rank breaks this one's collectives: that rank's error is the cause.
-        peer = error.rank if isinstance(error, CollectiveTimeout) else -1
-        client.fail(f"{type(error).__name__}: {error}", consequence=True, unreached=peer)
-        os._exit(1)
-    except Unreached as error:
-        client.fail(str(error), unreached=error.rank)
-        os._exit(1)
-    except Refusal as refusal:
-        client.fail(str(refusal), refused=True)  # an error of the model or configuration, clear without a traceback
-        os._exit(1)
     except BaseException as error:
-        few = few_descriptors() if isinstance(error, OSError) and error.errno == errno.EMFILE else ""
-        client.fail(f"{error}: {few}" if few else traceback.format_exc())
-        traceback.print_exc()
-        sys.stderr.flush()
+        report(error, client)
         os._exit(1)
     client.close()
     return 0
+
+
+def report(error: BaseException, client: ControlClient) -> None:
+    """Reports over the channel why this rank fails."""
+    match error:
+        case CommunicationError():
+            # The exit of another rank breaks this one's collectives: that rank's error is the cause.
+            peer = error.rank if isinstance(error, CollectiveTimeout) else -1
+            client.fail(f"{type(error).__name__}: {error}", consequence=True, unreached=peer)
+        case Unreached():
+            client.fail(str(error), unreached=error.rank)
+        case Refusal():  # an error of the model or configuration, clear without a traceback
+            client.fail(str(error), refused=True)
+        case _:
+            few = few_descriptors() if isinstance(error, OSError) and error.errno == errno.EMFILE else ""
+            client.fail(f"{error}: {few}" if few else "".join(traceback.format_exception(error)))
+            traceback.print_exception(error)
+            sys.stderr.flush()
 
 
 def _run(client: ControlClient, identity: Identity, status: Status, secret: bytes) -> None:

@@ -33,7 +33,6 @@ from ....topology.hardware.fabric import counted
 from ....topology.placement.identity import Identity, IdentityError, identify, require_world
 from ...control.first_process import twice_within_s
 from ...job.bundle import FailureBundles
-from ...job.detect import JobFailure
 from ..errors import FAILED, OK, USAGE, UsageError, ended_by
 from ..fabric_source import set_option
 from ..run_view import ConsoleLog, RunView, default_errors, progress_console, say, say_error, summary_table
@@ -127,15 +126,8 @@ def launched_jobs(deployment: Deployment) -> Sequence[EngineJob]:
     return [Replica(spec) for spec in replica_specs(deployment, bundles_of(deployment).failed, restart=False)]
 
 
-async def drive(
-    jobs: Sequence[EngineJob],
-    prepared: Prepared,
-    arguments: Arguments,
-    console: Console,
-    bundles: FailureBundles | None = None,
-) -> int:
-    """The run itself; the exit code. Signals are handled where this is the main thread (elsewhere mpirun's are).
-    `bundles`: for jobs that write none themselves when one fails."""
+async def drive(jobs: Sequence[EngineJob], prepared: Prepared, arguments: Arguments, console: Console) -> int:
+    """The run itself; the exit code. Signals are handled where this is the main thread (elsewhere mpirun's are)."""
     deployment = prepared.deployment
     for job in jobs:
         job.identity = prepared.identity
@@ -185,13 +177,6 @@ async def drive(
     if summary.stopped and caught and summary.reason is None:
         console.print(summary_table(summary))
         return _interrupted(arguments, caught[0], console)
-    failed = next((job.state for job in jobs if job.state.phase == "failed"), None)
-    if bundles is not None and failed is not None:
-        failure = JobFailure("rank_error", summary.reason or "", failed.culprit, failed.exit_code)
-        bundles_of_jobs = [await job.bundle() for job in jobs]
-        await asyncio.to_thread(
-            bundles.write, {"replicas": bundles_of_jobs} if len(bundles_of_jobs) > 1 else bundles_of_jobs[0], failure
-        )
     return report(summary, arguments, console)
 
 
@@ -249,13 +234,13 @@ def run_among_ranks(arguments: Arguments, loaded: LoadedDeployment, identity: Id
         if identity.rank == 0:
             raise UsageError(str(error)) from error
         return USAGE
+    failed = bundles_of(deployment).failed
     if identity.rank != 0:
-        return run_inside(deployment, identity, lambda jobs: asyncio.sleep(0, 0))
+        return run_inside(deployment, identity, failed, lambda jobs: asyncio.sleep(0, 0))
     text, model = read_text(loaded), read_identity(deployment)
     prepared = Prepared(deployment, text, open_files(arguments, deployment, console, model), model)
     try:
-        bundles = bundles_of(deployment)
-        return run_inside(deployment, identity, lambda jobs: drive(jobs, prepared, arguments, console, bundles))
+        return run_inside(deployment, identity, failed, lambda jobs: drive(jobs, prepared, arguments, console))
     finally:
         prepared.files.close()
 

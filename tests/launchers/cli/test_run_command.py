@@ -3,7 +3,6 @@ interrupted, killed and resumed."""
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import io
 import json
@@ -19,20 +18,11 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from fake_job import FakeJob
-from laddertron.engine.config.load import read
 from laddertron.engine.openai.batch_input import check_line
-from laddertron.engine.request import ModelLimits
 from laddertron.engine.run.progress import FailureCause, LayerTime, RankKind, Snapshot, Summary
 from laddertron.launchers.cli.__main__ import main
 from laddertron.launchers.cli.commands.run import (
     Arguments,
-    Prepared,
-    bundles_of,
-    drive,
-    open_files,
-    read_identity,
-    read_text,
     report,
 )
 from laddertron.launchers.cli.run_view import ConsoleLog, RunView, clock, default_errors, plain_line, summary_table
@@ -321,7 +311,7 @@ def test_a_killed_rank_ends_the_run_and_resume_under_mpirun_finishes_it(tmp_path
 @pytest.mark.slow
 def test_four_ranks_that_mpirun_maps_as_it_likes(tmp_path: Path) -> None:
     """Open MPI 5 maps four ranks by core and numbers them so on their node, rank 1 as local rank 2: all lines are
-    answered as by one rank. The summary counts the ranks, though rank 0 alone reports."""
+    answered as by one rank. The summary counts the ranks."""
     answers = []
     for count in (4, 1):
         (folder := tmp_path / str(count)).mkdir()
@@ -338,28 +328,16 @@ def test_four_ranks_that_mpirun_maps_as_it_likes(tmp_path: Path) -> None:
     assert sorted(answers[0]) == ["r-0", "r-1", "r-2", "r-3"]
 
 
-@pytest.mark.parametrize("die_after", [3, None])
-def test_a_job_among_the_ranks_leaves_a_bundle_when_it_fails(tmp_path: Path, die_after: int | None) -> None:
-    """Nobody supervises under an outer mpirun: the run itself writes what rank 0 knows; nothing if all went well."""
-    asked = Asked(tmp_path, 6)
-    loaded = read(str(DEMO), asked.sets)
-    arguments = Arguments(str(DEMO), asked.input, asked.output, default_errors(asked.output), False, False, ())
-    model = read_identity(loaded.deployment)
-    files = open_files(arguments, loaded.deployment, Console(), model)
-    prepared = Prepared(loaded.deployment, read_text(loaded), files, model)
-    bundles, console = bundles_of(loaded.deployment), Console(file=io.StringIO())
-
-    async def story() -> int:
-        job = FakeJob(ModelLimits(512, 100_000, 1, 4096), die_after=die_after)
-        return await drive([job], prepared, arguments, console, bundles)
-
-    try:
-        assert asyncio.run(story()) == (0 if die_after is None else 1)
-    finally:
-        prepared.files.close()
-    found = verdicts(tmp_path / "data")
-    assert len(found) == (0 if die_after is None else 1)
-    assert all(line.startswith("rank_error: ") for line in found)
+def test_a_rank_of_an_outer_mpirun_with_another_deployment_is_named(tmp_path: Path) -> None:
+    """The run ends before a line is answered, and its reason comes before mpirun ends the ranks."""
+    asked = Asked(tmp_path, 4)
+    command = [sys.executable, "-m", "laddertron.launchers.cli", *asked.words]
+    outer = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "1", *command]
+    process = start([*outer, ":", "-np", "1", *command, "--set", "engine.max_num_seqs=7"])
+    output = process.communicate(timeout=2 * HANG_S)[1]
+    assert process.returncode == 1, output
+    assert re.search(r"error: rank 1 \(node .*\): the deployment on .* is another than rank 0's: use the same", output)
+    assert asked.answers() == []
 
 
 INTERRUPTIBLE = """

@@ -188,7 +188,7 @@ def test_a_rank_without_memory_does_not_stand_by(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rank, "available_bytes", lambda sysfs: 500 << 20)
     monkeypatch.setattr(rank, "set_threads", lambda deployment, identity: pytest.fail("it went on"))
     with pytest.raises(StandbyRefused, match="2 ranks here need 300 MiB each, 500 MiB are free"):
-        run_rank(deployment("any"), replace(ME, local_size=2), None, Status(), standby=True)
+        run_rank(deployment("any"), replace(ME, local_size=2), Channel(), Status(), standby=True)
 
 
 @pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "a", "MASTER_PORT": "x"}])

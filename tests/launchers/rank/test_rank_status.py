@@ -208,8 +208,8 @@ def test_a_choice_put_back_does_not_park_its_request() -> None:
 
 def test_a_rank_says_what_it_computes_with_once_it_knows() -> None:
     assert not [row for row in Status().beat().rows if row.series == "rank_info"]
-    rows = Status(computes_with=(("cpu", "avx2", "4"),) * 2).beat().rows
-    assert rows.count(MetricRow("rank_info", ("cpu", "avx2", "4"), 1.0)) == 2
+    rows = Status(computes_with=("cpu", "avx2", "4")).beat().rows
+    assert MetricRow("rank_info", ("cpu", "avx2", "4"), 1.0) in rows
 
 
 @pytest.mark.parametrize(
