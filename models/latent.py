@@ -103,8 +103,8 @@ class LatentAttention(TorchAttention):
             cos, sin = cos[self.absorbed], sin[self.absorbed]
         super().prepare(layout, cos, sin)
         if self.sparse:
-            each = np.diff(np.asarray(layout.query_start))
-            self._sequences = upload(np.repeat(np.arange(len(each)), each), layout.block_table.device)
+            lengths = np.diff(np.asarray(layout.query_start))
+            self._sequences = upload(np.repeat(np.arange(len(lengths)), lengths), layout.block_table.device)
 
     def _chunk(self, layout: StepLayout, i: int, cos: Tensor, sin: Tensor) -> Chunk:
         rows, length = slice(layout.query_start[i], layout.query_start[i + 1]), layout.kv_len[i]

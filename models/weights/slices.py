@@ -428,11 +428,11 @@ def expected_shapes(config: ModelConfig, predictor: Stage | None = None) -> dict
     shapes[norm] = (config.hidden_size,)
     if not config.tied_embeddings:
         shapes[head] = (config.vocab_size, config.hidden_size)
-    for whole, layer, stored in _whole_layers(config, predictor):
-        for row, suffix, tensor in _tensors(whole.config, layer, whole.expert_ids):
-            name = _named(whole.config, tensor, stored)
-            rows = shapes.get(name, (0,))[0] + len(_AXES[row.rows](whole))
-            columns = () if row.columns is None or suffix == "bias" else (len(_AXES[row.columns](whole)),)
+    for shard, layer, stored in _whole_layers(config, predictor):
+        for row, suffix, tensor in _tensors(shard.config, layer, shard.expert_ids):
+            name = _named(shard.config, tensor, stored)
+            rows = shapes.get(name, (0,))[0] + len(_AXES[row.rows](shard))
+            columns = () if row.columns is None or suffix == "bias" else (len(_AXES[row.columns](shard)),)
             shapes[name] = (*columns, rows) if row.transposed else (rows, *columns)
     return shapes
 

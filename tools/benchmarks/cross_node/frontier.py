@@ -51,7 +51,7 @@ def trained(wiring: str, seed: int, tokens: int) -> float:
     folder = MODELS / f"{wiring}-{seed}-{tokens}"
     if not (folder / "training.json").exists():
         words = ["train", "-o", str(folder), "--wiring", wiring, "--seed", str(seed), "--tokens", str(tokens)]
-        words += ["--dtype", "bfloat16", "--threads", "1", *WIRINGS[wiring]]
+        words += ["--threads", "1", *WIRINGS[wiring]]
         subprocess.run([sys.executable, "-m", "laddertron.launchers.cli", *words], check=True)
     return math.log(json.loads((folder / "training.json").read_text())["held_out_perplexity"])
 
