@@ -1,17 +1,19 @@
 """The layer behind the model's own that predicts one token more (multi-token prediction, MTP, arXiv 2412.19437). Row p
 joins the model's state of position p, after the final norm, and the embedding of the token at p + 1, and predicts the
 token at p + 2; with its own output as the state of p + 1 and a draft it predicts the next one. Its keys and values have
-the model's positions. The model's embedding and head serve it too.
+the model's positions. The model's embedding and head serve it too, unless its
+ranks are others than the model's: those of one node.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..topology.comm.collectives import Later, Pending
+from ..topology.comm.collectives import Collective, Later, Pending
 from .attention import AttentionBackend, StepLayout
 from .config.shapes import Sharing
 from .cuda.fp8 import StoredProducts
@@ -32,31 +34,39 @@ class PredictorWeights(LayerWeights):
 
 
 class Predictor(LlamaModel):
-    """One rank's share of the predicting layer, split over the ranks as the model's layers are."""
+    """One rank's share of the predicting layer, split over the model's ranks or over those of one node."""
 
     def __init__(
-        self, model: LlamaModel, stage: Stage, ops: TorchOps, stored: StoredProducts | None, everywhere: bool
+        self,
+        model: LlamaModel,
+        stage: Stage,
+        shard: RankShard,
+        all_reduce: Collective,
+        ops: TorchOps,
+        stored: StoredProducts | None,
+        everywhere: bool,
     ) -> None:
         """model: the last stage, with `states`. stage: of models/stages.py's predictor_stage; it embeds if the model
-        does not. ops: without retained pages. The rest as the model has it."""
-        shard = model.shard
+        does not. shard, all_reduce: of the ranks that it is split over. ops: without retained pages. The rest as the
+        model has it."""
         super().__init__(
             stage,
             Cut(shard.size, shard.rank),  # type: ignore[arg-type]  # of a group only size and rank are used
-            model.all_reduce,
+            all_reduce,
             ops,
             dtype=model.dtype,
             device=model.rotary.cos.device,
             positions=1,
-            replicate_embedding=model.replicate_embedding,
+            replicate_embedding=model.replicate_embedding and not shard.samples,
             stored=stored,
             everywhere=everywhere,
             sharing=Sharing(shard.spread, shard.per_node),
             node_reduce=model.dense_reduce,
+            keeps_states=True,
         )
         self.rotary = model.rotary
-        self._embedded = model._embed if model.shard.embeds else super()._embed
-        self._logits_of = model.logits_of
+        self._embedded = super()._embed if self.shard.embeds else model._embed
+        self._logits_of = self.logits_of if self.shard.samples else model.logits_of
         self._given = torch.empty(0)
 
     def _layer_weights(self, layer: int, layers: Layers) -> nn.Module:
@@ -68,6 +78,9 @@ class Predictor(LlamaModel):
         )
         self._join = prepare(layer.join, self.ops)
         return super()._prepared(layer, down_name)
+
+    def _logits(self, ends: Sequence[Tensor], rows: object) -> Tensor:
+        return ends[0]  # `predict` chooses the rows
 
     def _embed(self, tokens: Tensor) -> Pending:
         embedding, states = self._embedded(tokens), self._given

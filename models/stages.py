@@ -56,11 +56,12 @@ def make_stages(config: ModelConfig, layers: Sequence[int]) -> tuple[Stage, ...]
     )
 
 
-def predictor_stage(config: ModelConfig, embeds: bool) -> Stage:
-    """The predicting layer of a model, as a stage that does not sample, because the model's own head does. embeds: it
-    has rows of the embedding, because the model's last stage has none. Raises ShapeError if the model has none."""
+def predictor_stage(config: ModelConfig, embeds: bool, samples: bool = False) -> Stage:
+    """The predicting layer of a model as a stage. embeds: it has rows of the embedding, because the model's last stage
+    has none. samples: of embedding and head, because its ranks are not the model's. Raises ShapeError if the model has
+    none."""
     first = 0 if config.layout == "shortcut" else config.num_layers
-    return Stage(predictor_of(config), 0 if embeds else 1, 3, first)
+    return Stage(predictor_of(config), 0 if embeds or samples else 1, 1 if samples else 3, first)
 
 
 def _chooses(config: ModelConfig, layer: int) -> bool:
@@ -169,7 +170,8 @@ class RankShard:
 
     @staticmethod
     def of(stage: Stage, size: int, rank: int, sharing: Sharing = WHOLE) -> RankShard:
-        return RankShard(stage.config, size, rank, stage if stage.count > 1 else None, *sharing)
+        apart = stage.count > 1 or stage.first_layer > 0
+        return RankShard(stage.config, size, rank, stage if apart else None, *sharing)
 
     @property
     def dense_size(self) -> int:

@@ -60,6 +60,7 @@ def connect(
     closers.append(plans.close)
     groups, limits = TorchGroups(), list[Callable[[float], None]]()
     node_reduce: Collective | None = None
+    node_gathers: Gather = AloneGather()
     takes = _takes(options, choose)
     try:
         if options.process_groups or backend in ("gloo", "nccl"):
@@ -84,7 +85,9 @@ def connect(
         if options.emulation is not None:
             all_reduce = Emulated(all_reduce, options.emulation, ledger)
         if options.node_group:
-            node_reduce = _node_collective(bootstrap, layout, options, backend, groups, ledger, closers, limits)
+            node_reduce, node_gathers = _node_collectives(
+                bootstrap, layout, options, backend, groups, ledger, closers, limits
+            )
         if not options.overlap:
             all_reduce = Blocking(all_reduce)
             node_reduce = node_reduce and Blocking(node_reduce)
@@ -100,11 +103,23 @@ def connect(
             limit(seconds)
 
     return Communicator(
-        rank, layout, backend, all_reduce, gathers, plans, ledger, groups, closers, set_timeouts, pipeline, node_reduce
+        rank,
+        layout,
+        backend,
+        all_reduce,
+        gathers,
+        plans,
+        ledger,
+        groups,
+        closers,
+        set_timeouts,
+        pipeline,
+        node_reduce,
+        node_gathers,
     )
 
 
-def _node_collective(
+def _node_collectives(
     bootstrap: Bootstrap,
     layout: GroupLayout,
     options: CommOptions,
@@ -113,20 +128,23 @@ def _node_collective(
     ledger: Ledger,
     closers: list[Callable[[], None]],
     limits: list[Callable[[float], None]],
-) -> Collective:
-    """The all-reduce of the group's ranks on this node; adds to closers and limits what it needs of them."""
+) -> tuple[Collective, Gather]:
+    """The all-reduce of the group's ranks on this node, and without NCCL their gather; adds to closers and limits what
+    it needs of them."""
     if backend == "nccl":
         from .comm.nccl import nccl_collective
 
         inside = groups.subgroups.get("intra")
-        return Alone() if inside is None else nccl_collective(inside, ledger, "node", options.deterministic)
+        reduce = Alone() if inside is None else nccl_collective(inside, ledger, "node", options.deterministic)
+        return reduce, AloneGather()
     node = _join_node(bootstrap, layout, options, backend)
     if node is None:
-        return Alone()
+        return Alone(), AloneGather()
     closers.insert(0, node.close)
     limits.append(node.set_timeout)
     ledger.add_source(lambda: node.entries("node"), node.records, node.place)
-    return transport.NativeCollective(node, _inside(options))
+    inner = transport.NativeGather(node, layout.per_node)
+    return transport.NativeCollective(node, _inside(options)), inner
 
 
 def _join_node(

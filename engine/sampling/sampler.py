@@ -265,14 +265,19 @@ class Sampler:
 
     def exchange(self, parts: list[Array]) -> list[Array]:
         """Gathers several arrays at once: each part [...] is returned as [tp, ...]."""
-        flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
-        everyone = self._gather(np.concatenate(flat))
-        out, at = [], 0
-        for part, piece in zip(parts, flat, strict=True):
-            own = np.ascontiguousarray(everyone[:, at : at + len(piece)])
-            out.append(own.view(part.dtype).reshape(len(everyone), *part.shape))
-            at += len(piece)
-        return out
+        return exchanged(self._gather, parts)
+
+
+def exchanged(gather: Callable[[Array], Array], parts: list[Array]) -> list[Array]:
+    """Gathers several arrays at once from the ranks of `gather`: each part [...] is returned as [ranks, ...]."""
+    flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
+    everyone = gather(np.concatenate(flat))
+    out, at = [], 0
+    for part, piece in zip(parts, flat, strict=True):
+        own = np.ascontiguousarray(everyone[:, at : at + len(piece)])
+        out.append(own.view(part.dtype).reshape(len(everyone), *part.shape))
+        at += len(piece)
+    return out
 
 
 def _digest(

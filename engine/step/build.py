@@ -32,7 +32,7 @@ from ...topology.hardware import cpu_tier
 from ...topology.sum_check import check_sums
 from ..config.schema import Deployment, EngineConfig, ParallelConfig
 from ..request import ModelLimits
-from ..sampling.drafts import DraftDraws, PromptLookUp, Proposer
+from ..sampling.drafts import PromptLookUp, Proposer
 from ..sampling.grammar import Grammars, GrammarSlots, NoGrammars
 from ..sampling.sampler import OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
@@ -193,7 +193,9 @@ def build(
         start_log.say(f"drawn ids: {why}")
     sampler = _sampler(share, deployment, model, communicator, device, on_device)
     pipeline = communicator.pipeline
-    proposer = _proposer(share, keys, model, cache, sampler) if keys.speculation and share.shard.samples else None
+    proposer = None
+    if keys.speculation and share.shard.samples:
+        proposer = _proposer(share, keys, model, cache, sampler, communicator)
     check_unchanged(share.stamps)
     # NOTE: other attention may read what a step that is checked later left after a sequence's end.
     overlaps = device.type == "cuda" and isinstance(attention, Capturable)
@@ -237,7 +239,14 @@ def build(
     return Built(runner, share.config, model_limits, limits, tuple(warnings), share.samples, retained_fd)
 
 
-def _proposer(share: ModelShare, keys: EngineConfig, model: LlamaModel, cache: KVCache, sampler: Sampler) -> Proposer:
+def _proposer(
+    share: ModelShare,
+    keys: EngineConfig,
+    model: LlamaModel,
+    cache: KVCache,
+    sampler: Sampler,
+    communicator: Communicator,
+) -> Proposer:
     """What makes drafts, on ranks that sample."""
     if share.draft is None and share.predictor is None:
         return PromptLookUp()
@@ -247,9 +256,7 @@ def _proposer(share: ModelShare, keys: EngineConfig, model: LlamaModel, cache: K
         cache.draft_cache = made.cache
         return made
     assert share.predictor is not None
-    ids, exchange = share.shard.vocab, sampler.exchange
-    draws = DraftDraws(share.config.vocab_size, ids, slots, model.rotary.cos.device, sampler.grammars, exchange)
-    predicting = share.predictor.load(model, blocks, size, share.kv_dtype, draws)
+    predicting = share.predictor.load(model, blocks, size, share.kv_dtype, slots, sampler, communicator)
     cache.draft_cache = predicting.cache
     return predicting
 
@@ -291,7 +298,8 @@ def _announce(share: ModelShare, deployment: Deployment, device: torch.device, s
             f"weights: {len(skipped)} tensors that predict more than one token are not used ({skipped[0]}, …)"
         )
     if share.predictor is not None:
-        start_log.say(f"drafts: by the layer that predicts further tokens, {share.predictor.bytes >> 20} MiB")
+        where = "whole on each node" if share.predictor.in_node else "split over the group"
+        start_log.say(f"drafts: by the layer that predicts further tokens, {where}, {share.predictor.bytes >> 20} MiB")
     warnings = [*share.warnings, *(() if stored is None else stored.warnings)]
     if deterministic and device.type != "cpu":
         warnings.append(
@@ -323,6 +331,8 @@ def _check(
     )
     if share.draft is not None:
         check_alike(communicator, "engine.draft_model", "draft")
+    if share.predictor is not None and share.predictor.in_node:
+        check_alike(communicator, "engine.speculation=mtp", "draft")
     if share.sharing.per_node:
         check_alike(communicator, "parallel.dense_path=node", "choose experts")
     if share.config.latent is not None and share.config.latent.index is not None:

@@ -71,6 +71,8 @@ class MemoryKeys:
     """The draft model, whole on every rank that samples; None: prompt look-up, or no drafts."""
     predictor: ModelConfig | None = None
     """The predicting layer, as a model of one layer, if that drafts."""
+    predictor_ranks: int = 0
+    """The number of ranks of a node, if each node has the whole predicting layer."""
     deterministic: bool = False
     """Whether all-reduces use a fixed order of summation."""
     standby: bool = False

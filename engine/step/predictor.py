@@ -7,6 +7,7 @@ digests by which blocks are shared (engine/schedule/sequence.py). Rows of drafts
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,9 +23,10 @@ from ...models.predictor import Predictor
 from ...models.stages import RankShard, Stage
 from ...models.weights.load import NOTHING
 from ...models.weights.mapping import Source
-from ...topology.comm.groups import Deterministic
+from ...topology.comm.groups import Communicator, Deterministic
 from ..batch import Batch, Chunk, in_order
 from ..sampling.drafts import DraftDraws, Layout
+from ..sampling.sampler import Sampler, exchanged
 
 
 class PredictorShare:
@@ -38,10 +40,14 @@ class PredictorShare:
         dtype: torch.dtype,
         weights: str,
         deterministic: Deterministic,
+        node_size: int = 0,
     ) -> None:
-        """model: the rank's share of the last stage. weights: as `model.weights`."""
-        self._stage, self._source, self._deterministic = stage, source, deterministic
+        """model: the rank's share of the last stage. weights: as `model.weights`. node_size: the number of ranks of a
+        node, if each node has the whole layer."""
+        self._stage, self._source, self._deterministic, self.in_node = stage, source, deterministic, node_size > 0
         self._shard = RankShard(stage.config, model.size, model.rank, stage, model.spread, model.per_node)
+        if self.in_node:
+            self._shard = RankShard(stage.config, node_size, model.rank % node_size, stage)
         device = torch.device("cpu")
         self._ops = make_ops(device, dtype, weights, deterministic)
         self._stored: StoredProducts | None = make_stored_products(source, self._shard, device, deterministic, weights)
@@ -52,11 +58,25 @@ class PredictorShare:
         return block_bytes(self._shard, block_size, kv_dtype)
 
     def load(
-        self, model: LlamaModel, num_blocks: int, block_size: int, kv_dtype: torch.dtype, draws: DraftDraws
+        self,
+        model: LlamaModel,
+        num_blocks: int,
+        block_size: int,
+        kv_dtype: torch.dtype,
+        max_slots: int,
+        sampler: Sampler,
+        communicator: Communicator,
     ) -> PredictorDrafts:
+        reduce, exchange, ids = model.all_reduce, sampler.exchange, model.shard.vocab
+        if self.in_node and communicator.node_reduce is not None:
+            gathers, ids = communicator.node_gathers, self._shard.vocab
+            reduce = communicator.node_reduce
+            exchange = partial(exchanged, lambda payload: gathers.start(payload).wait())
         everywhere = self._deterministic == "everywhere"
-        predictor = Predictor(model, self._stage, self._ops, self._stored, everywhere)
+        predictor = Predictor(model, self._stage, self._shard, reduce, self._ops, self._stored, everywhere)
         predictor.load(self._source, verify=NOTHING)
+        vocab_size, device = model.config.vocab_size, model.rotary.cos.device
+        draws = DraftDraws(vocab_size, ids, max_slots, device, sampler.grammars, exchange)
         return PredictorDrafts(model, predictor, num_blocks, block_size, kv_dtype, draws, bool(self._deterministic))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ...models.config.model_config import ModelConfig, from_folder
+from ...models.config.predictor import whole_in_node
 from ...models.config.shapes import Sharing, check_everywhere, check_shapes, share
 from ...models.config.wiring import check_split, choose_wiring
 from ...models.cuda.fp8 import StoredProducts
@@ -107,7 +108,12 @@ def make_share(
         layers = choose_layers(config, parallel.world.stages, parallel.pipeline_layers)
         stage = make_stages(config, layers)[communicator.pipeline.stage]
     shard = RankShard.of(stage, communicator.size, communicator.rank, sharing)
-    last = predictor_stage(config, not shard.embeds) if engine.speculation == "mtp" else None
+    last, node_size = None, 0
+    if engine.speculation == "mtp":
+        nodes, per_node = len(communicator.layout.nodes), communicator.layout.per_node
+        if communicator.node_reduce is not None and whole_in_node(config, dtype.itemsize, nodes, per_node):
+            node_size = per_node
+        last = predictor_stage(config, not shard.embeds, node_size > 0)
     source = open_source(Path(keys.path), shard, config, deployment.dummy_seed, last)
     draft = None if engine.draft_model is None else DraftWeights(Path(engine.draft_model), config, dtype, length)
     sources = {MODEL: source} if draft is None else {MODEL: source, DRAFT: draft.source}
@@ -127,7 +133,7 @@ def make_share(
     draft = draft if shard.samples else None
     predictor: PredictorShare | None = None
     if last is not None and shard.samples and device.type == "cpu":
-        predictor = PredictorShare(last, shard, source, dtype, keys.weights, parallel.deterministic)
+        predictor = PredictorShare(last, shard, source, dtype, keys.weights, parallel.deterministic, node_size)
     needed += sum(drafter.bytes for drafter in (draft, predictor) if drafter is not None)
     return ModelShare(
         config,

@@ -63,8 +63,9 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
     if deployment.launch.bind_to == PLACEMENT and cpu_quota() is None:
         # the cores are this rank's own: with a second one its transport may spin while the rank computes
         options["spin_us"] = 20.0 if len(os.sched_getaffinity(0)) > 1 else 0.0
+    backend = backend_here(deployment)
     return CommOptions(
-        backend=backend_here(deployment),
+        backend=backend,
         collective=keys.collective,
         emulation=emulated_link(keys),
         overlap=keys.overlap,
@@ -72,7 +73,7 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
         address=address,
         ports=ports_at(deployment, address),
         secret=secret,
-        node_group=keys.dense_path == "node",
+        node_group=keys.dense_path == "node" or (deployment.engine.speculation == "mtp" and backend == "native"),
         **options,
     )
 

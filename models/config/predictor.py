@@ -16,6 +16,20 @@ _LAYOUTS: dict[Layout, Layout] = {
     "shortcut": "shortcut_predictor",
 }
 
+EXTRA_READ = 64 << 20
+"""Bytes that a rank reads from its memory in about the time of four messages over Ethernet, at nominal rates."""
+
+
+def whole_in_node(config: ModelConfig, itemsize: int, nodes: int, per_node: int) -> bool:
+    """Whether each node of a group of `nodes` x `per_node` ranks has the whole predicting layer, with embedding and
+    head, at `itemsize` bytes an element: no message between nodes then drafts, where split over the group each draft
+    costs four (embedding, two sub-blocks, the draw). It is whole if what a rank then reads more for a draft takes less
+    time than these. Raises ShapeError."""
+    layer = predictor_of(config)
+    inputs = layer.vocab_size + 3 * layer.ffn_size_used + 2 * layer.hidden_size
+    read = layer.attention_parameters + inputs * layer.hidden_size
+    return nodes > 1 and itemsize * read * (nodes - 1) <= EXTRA_READ * nodes * per_node
+
 
 def predictor_of(config: ModelConfig) -> ModelConfig:
     """The predicting layer of a model: with experts if any layer has them instead of its MLP, and with an index of its

@@ -59,6 +59,31 @@ def test_it_drafts_what_transformers_drafts(ranks: Ranks, family: str, size: int
     assert_drafts(folder, next(result for result in results if result["drafts"]), 200)
 
 
+@pytest.mark.parametrize(
+    ("family", "size", "per_node", "stages"),
+    [
+        ("deepseek_v3", 2, 1, 1),
+        *(pytest.param(family, 4, 2, 1, marks=pytest.mark.slow) for family in ("glm_moe_dsa", "longcat_flash")),
+        pytest.param("glm4_moe", 4, 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_each_node_drafts_alone(
+    ranks: Ranks, family: str, size: int, per_node: int, stages: int, tmp_path: Path
+) -> None:
+    """Nodes have the whole layer, with embedding and head: the same drafts, and no more messages between nodes
+    than without any."""
+    folder = predictors.save(tmp_path / "m", family)
+    args = {"folder": str(folder), "prompts": checkpoints.prompts(2), "stages": stages, "per_node": per_node}
+    args["max_tokens"] = 16
+    none, *_ = ranks(size, "predictor_cases:drafts", args | {"every": 1 << 30}, timeout_s=240.0)
+    first, *others = ranks(size, "predictor_cases:drafts", args, timeout_s=240.0)
+    assert first["answers"] == none["answers"]
+    assert 0 < first["messages"] <= none["messages"]
+    drafted = [result["drafts"] for result in (first, *others) if result["drafts"]]
+    assert drafted == [drafted[0]] * (size // stages)
+    assert_drafts(folder, {"drafts": drafted[0]}, 100)
+
+
 @pytest.mark.parametrize(("family", "every"), [("deepseek_v3", 1), ("deepseek_v3", 7), ("glm_moe_dsa", 3)])
 def test_shared_and_preempted_blocks_hold_its_rows_too(ranks: Ranks, family: str, every: int, tmp_path: Path) -> None:
     """Prompts in pieces, with beginnings in common that end at a block's end and differ in the next token; two choices
@@ -115,7 +140,7 @@ def test_it_changes_no_answer(
     """Greedy, filtered and plain sampling, penalties, log-probabilities, prompts scored, several choices, stop ids,
     grammars, shared prefixes, chunked prompts, blocks for less than the running sequences: every id, score and end is
     the one that comes without drafts."""
-    how = {"family": "deepseek_v3", "dtype": "float32", "most": 24} | how
+    how = dict[str, Any](family="deepseek_v3", dtype="float32", most=24) | how
     folder = predictors.save(tmp_path / "m", how.pop("family"), calm=0.1, dtype=how.pop("dtype"))
     plain = answers(run_seed, ranks, size, folder, stages=stages, **how)
     drafted = answers(run_seed, ranks, size, folder, stages=stages, speculation="mtp", **how)

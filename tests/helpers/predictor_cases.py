@@ -22,6 +22,7 @@ def drafts(
     folder: str,
     prompts: list[list[int]],
     stages: int = 1,
+    per_node: int | None = None,
     engine: dict[str, Any] | None = None,
     blocks: int = 1 << 20,
     most: int = speculation.MOST,
@@ -31,8 +32,8 @@ def drafts(
 ) -> dict[str, Any]:
     """Of a rank: for every step with drafts the known ids, then the drafts. Of rank 0: ids by request and choice, and
     counters. Every decode gets `most` drafts, or one out of `every` decodes; at most `blocks` blocks hold keys and
-    values. poisoned: an id whose embedding is NaN."""
-    opened = rank.connect(None, CommOptions(), stages=stages)
+    values. per_node: ranks of a node, if each node has the whole layer. poisoned: an id whose embedding is NaN."""
+    opened = rank.connect(per_node, CommOptions(node_group=per_node is not None), stages=stages)
     asked = count()
 
     def wanted(*_: Any) -> int:
@@ -72,6 +73,7 @@ def drafts(
             "drafts": made,
             "finite": all(bool(tensor.isfinite().all()) for tensor in cached),
             "answers": answers,
+            "messages": sum(entry.count for entry in communicator.ledger.entries() if entry.link == "net"),
             "steps": progress.step,
             "preemptions": stats["num_preemptions_total"],
             "hits": stats["prefix_cache_hits_total"],

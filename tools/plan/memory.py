@@ -146,6 +146,7 @@ def memory(
     """The memory of one rank of a group of `size` that has all layers or, in a pipeline of `stages`, those of the
     largest stage and one of the embedding and head."""
     c, shard = config, RankShard(config, size, 0, None, *sharing)
+    apart = 0 < keys.predictor_ranks < size
     layers = -(-c.num_layers // stages)
     linear, other, kv = BYTES[stored.weights], BYTES[stored.values], BYTES[stored.kv]
     d, dim = c.hidden_size, c.head_dim
@@ -175,7 +176,7 @@ def memory(
     # A tied head is the embedding's shard; with a replicated embedding the head is stored separately.
     head = rows if shard.has_head(keys.replicate_embedding) else 0
     if stages > 1:
-        both = keys.predictor is not None  # which embeds what the last stage samples
+        both = keys.predictor is not None and not apart  # it embeds what the last stage samples
         embedding, head = embedding + head if both else max(embedding, head), 0
     head *= c.lanes.count if c.lanes is not None and c.lanes.head == "lane" else 1
     scaled, scale_bytes = {"qkv": outputs, "o": d, "gate_up": 2 * shard.ffn_size, "down": d}, 4
@@ -204,8 +205,9 @@ def memory(
         per_token += int(RankShard(draft, 1, 0).cached_elements * other)
     if keys.predictor is not None:
         one, plain = replace(stored, wide=stored.wide[-1:]), replace(keys, predictor=None)
-        layer = memory(keys.predictor, size, one, plain, device_bytes, sharing=sharing)
-        ends = layer.parts["weights: embedding"] + layer.parts["weights: head"]
+        ranks, shared = (keys.predictor_ranks, WHOLE) if apart else (size, sharing)
+        layer = memory(keys.predictor, ranks, one, replace(plain, replicate_embedding=False), device_bytes, 1, shared)
+        ends = 0 if apart else layer.parts["weights: embedding"] + layer.parts["weights: head"]
         parts["weights: predicting layer"] = layer.weight_bytes - ends + int((2 * d + 2) * d * other)
         per_token += layer.kv_bytes_per_token
     reserve = 0

@@ -20,7 +20,7 @@ from ...launchers.cli.fabric_source import backend_of, lay_out, read_fabric, sui
 from ...models.config.known_models import PUBLISHED, assumed_fp8, by_folder, half_ladder, known, published_fp8
 from ...models.config.model_config import ModelConfig, from_folder
 from ...models.config.parts import make_wiring
-from ...models.config.predictor import predictor_of
+from ...models.config.predictor import predictor_of, whole_in_node
 from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
 from ...models.config.shapes import ShapeError, check_draft, check_shapes, replicates_embedding, share, splits
 from ...models.config.wiring import choose_wiring
@@ -118,6 +118,8 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     quantises = published or (asked.fp8 and gpu)
     weights = d.model.weights if d.model.weights != "stored" else means.title.lower() if quantises else values
     stored = StoredTypes(weights, values, kv, _kept_here(wide, config, means, fabric) if gpu else wide, means)
+    predictor = _predictor(loaded, config)
+    alone = predictor is not None and whole_in_node(config, int(BYTES[values]), shape.nodes, shape.per_node)
     keys = MemoryKeys(
         max_num_seqs=d.engine.max_num_seqs,
         max_num_batched_tokens=d.engine.max_num_batched_tokens,
@@ -136,7 +138,8 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         and not (_multiplies_fp8(fabric) and means.activations),
         drafts=MOST if d.engine.speculation else 0,
         draft_model=_draft_model(loaded, config),
-        predictor=_predictor(loaded, config),
+        predictor=predictor,
+        predictor_ranks=shape.per_node if alone else 0,
         standby=d.daemon.standby > 0,
     )
     backend = backend_of(d, shape)

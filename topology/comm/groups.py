@@ -13,7 +13,7 @@ import numpy as np
 
 from ..hardware.ports import ANY_PORT
 from ..link_cost import WHOLE_BYTES, Emulation
-from .collectives import Collective, DeviceGather, Gather
+from .collectives import AloneGather, Collective, DeviceGather, Gather
 from .ledger import Ledger
 from .lines import PlanChannel
 
@@ -37,7 +37,7 @@ class CommOptions:
     (Communicator.set_timeout changes it). `spin_us`: how long a waiter polls before it sleeps; None: 20, or 0 with
     fewer than two cores per rank of a node. `chunk_bytes`: bytes of a large message that a node sends to another at
     once. `secret`: of the launch, part of the connections' key. `node_group`: whether the ranks of a node also have an
-    all-reduce of their own."""
+    all-reduce and a gather of their own."""
 
     backend: BackendName = "auto"
     collective: CollectiveName = "auto"
@@ -99,14 +99,16 @@ class Communicator:
         set_timeout: Callable[[float], None],
         pipeline: Pipeline | None = None,
         node_reduce: Collective | None = None,
+        node_gathers: Gather | None = None,
     ) -> None:
-        """pipeline: connects this stage with the others. node_reduce: the all-reduce over this rank's node; None
-        without CommOptions.node_group."""
+        """pipeline: connects this stage with the others. node_reduce, node_gathers: over this rank's node; None and of
+        this rank alone without CommOptions.node_group."""
         self.rank, self.size, self.layout, self.backend = rank, layout.size, layout, backend
         self.all_reduce, self.plans, self.ledger = all_reduce, plans, ledger
         self.tp, self.subgroups = groups.tp, groups.subgroups
         self.pipeline, self._set_timeout, self.node_reduce = pipeline, set_timeout, node_reduce
         self.gathers, self._closers, self._end_groups = gathers, closers, groups.end
+        self.node_gathers = node_gathers or AloneGather()
         self._first: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property

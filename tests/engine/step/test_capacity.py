@@ -35,6 +35,7 @@ from laddertron.engine.step.memory import (
 from laddertron.models.attention import KVCache
 from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import ModelConfig, make_wiring
+from laddertron.models.config.predictor import whole_in_node
 from laddertron.models.cuda.flashinfer import FlashInferAttention
 from laddertron.models.cuda.workspace import WRAPPER_BYTES, partial_bytes, workspace_bytes
 from laddertron.models.stages import RankShard, predictor_stage
@@ -219,6 +220,23 @@ def test_the_predicting_layer_is_counted(name: str) -> None:
         assert counted.weight_bytes - plain.weight_bytes == pytest.approx(2 * (elements + embedding), rel=1e-6)
         cached = 2 * RankShard(stage.config, 1, 0).cached_elements
         assert counted.kv_bytes_per_token - plain.kv_bytes_per_token == cached
+
+
+def test_the_predicting_layer_is_whole_in_a_node_where_that_costs_less_than_its_messages() -> None:
+    """16 ranks of a small one read more in less time than four messages take, DeepSeek-V3's do not; each rank of a node
+    of one then has all of the layer, embedding and head."""
+    large = known("deepseek-v3")
+    small = replace(large, hidden_size=1024, vocab_size=8192, experts=None)
+    assert whole_in_node(small, 2, 2, 8)
+    assert not whole_in_node(small, 2, 1, 16)
+    assert not whole_in_node(large, 2, 2, 8)
+    stage = predictor_stage(large, embeds=False)
+    keys = MemoryKeys(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=8192)
+    drafting = replace(keys, predictor=stage.config, predictor_ranks=1)
+    own = expected_shapes(large, stage).items() - expected_shapes(large).items()
+    elements = sum(math.prod(shape) for _, shape in own) + 2 * large.vocab_size * large.hidden_size
+    plain, counted = (memory(large, 2, StoredTypes(), each, H100) for each in (keys, drafting))
+    assert counted.weight_bytes - plain.weight_bytes == pytest.approx(2 * elements, rel=1e-4)
 
 
 @pytest.mark.parametrize(
