@@ -1,6 +1,7 @@
-"""Measures one GPU with one command (`make gpu`): its environment, the tests that need it, decoding (compared with
-transformers, in fp8, with top_p), prompts and mixed steps, one rank's shard compared with the published speeds, and the
-prediction of `plan` for each. Kernels are compiled first, outside the measurements.
+"""Measures one GPU with one command (`make gpu`): its environment, NCCL between ranks that share it and their jobs
+compared with one rank's, the tests that need it, decoding (compared with transformers, in fp8, with top_p), prompts and
+mixed steps, one rank's shard compared with the published speeds, and the prediction of `plan` for each. Kernels are
+compiled before, outside the measurements.
 
     python tools/benchmarks/gpu_day.py                         under nine minutes on an H100; no network
     python tools/benchmarks/gpu_day.py --only shard --again    these parts again
@@ -75,9 +76,10 @@ def parts(device: str, tiny: bool) -> list[Part]:
         for kind in [p.name.split()[0]]
     ]
     return [
+        Part("ranks", (str(HERE / "gpu" / "gpu_ranks.py"), "--device", device), 125),
+        Part("jobs of ranks", (str(HERE / "gpu" / "gpu_jobs.py"), *where), 240),
         *[part for part in compiled if not tiny or part.name == "compile shard 70b"],
         *measured,
-        Part("ranks", (str(HERE / "gpu" / "gpu_ranks.py"), "--device", device), 125),
         Part("transformers", (*decode, *few, "--engines", "transformers"), 100),
         *[Part(f"prompts of {n}", (*decode, *few[:2], *one, "--prompt", n), 60) for n in prompts],
     ]
@@ -133,9 +135,9 @@ def markdown(results_so_far: Mapping[str, Any]) -> str:
         out += ["", *table("model | weights | step | ms", cells)]
     if shards:
         out += ["", shard_table(shards)]
-    ranks = [line for name, line in lines if name == "ranks"]
+    ranks = [line for name, line in lines if name in ("ranks", "jobs of ranks")]
     if ranks:
-        out += ["", *table("two ranks on one GPU | measured", ((line["part"], json.dumps(line)) for line in ranks))]
+        out += ["", *table("ranks that share a GPU | measured", ((line["part"], json.dumps(line)) for line in ranks))]
     return "\n".join([*out, "", *bars(decodes, shards), ""])
 
 
