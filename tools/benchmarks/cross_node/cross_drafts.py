@@ -56,8 +56,9 @@ def asked(job: BenchJob, batch: int, level: int = 0) -> Row:
     token of a sequence."""
     mix = random_mix(batch, (PROMPT, PROMPT), (ANSWER, ANSWER), None, SHAPE["vocab_size"], 0)
     first = [item.prompt[0] - item.prompt[0] % len(ACCEPTED) + level for item in mix]
-    items = [((at, *item.prompt[1:]), item.generate, 0.0) for at, item in zip(first, mix, strict=True)]
-    run, tokens = job.ask("mix", items=items), batch * (ANSWER - 1)
+    answer = ANSWER // (1 + batch // 32)
+    items = [((at, *item.prompt[1:]), answer, 0.0) for at, item in zip(first, mix, strict=True)]
+    run, tokens = job.ask("mix", items=items), batch * (answer - 1)
     rounds = 1 - run["accepted"] / tokens
     return {
         "rate": sum(1 / seconds for seconds in run["between_s"]),
