@@ -18,6 +18,7 @@ from typing import Any
 
 import checkpoints
 import lane_checkpoints
+import predictors
 import pytest
 import scripted_model
 from job_tools import MPIRUN
@@ -67,6 +68,12 @@ def phase(night: Night) -> str:
 
 def failures(night: Night) -> list[dict[str, Any]]:
     return [event for event in night.events("failure") if "replica" in event]
+
+
+def metric(night: Night, name: str) -> float:
+    """A counter of the only replica."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{night.port}/metrics", timeout=60) as answer:
+        return float(re.findall(rf"(?m)^laddertron_{name}_total.* (\S+)$", answer.read().decode())[0])
 
 
 def a_start(night: Night) -> float:
@@ -161,7 +168,8 @@ def test_streams_outlive_their_ranks(night: Night) -> None:
     night.argv += ["--set", "parallel.deterministic=true"]
     night.start()
     night.ready()
-    asked = {name: (path, {"max_tokens": 180, "return_digest": True, **body}) for name, (path, body) in STREAMS.items()}
+    longest = {"max_tokens": 220, "n": 3, "return_digest": True}  # else drafts end them before the third kill
+    asked = {name: (path, body | longest) for name, (path, body) in STREAMS.items()}
     calm = {name: StreamReader(night.port, *one) for name, one in asked.items()}
     for stream in calm.values():
         stream.join()
@@ -222,9 +230,7 @@ def test_a_grammar_after_reasoning_outlives_its_ranks(tmp_path: Path, drafts: tu
             assert stream.said == undisturbed.said
             text = stream.said[0]["text"].partition("thought 59, ")[2]
             assert re.fullmatch('"([a-z]{3}, ){30}"', text), text
-        with urllib.request.urlopen(f"http://127.0.0.1:{night.port}/metrics", timeout=60) as answer:
-            metrics = answer.read().decode()
-        assert float(re.findall(r"(?m)^laddertron_num_preemptions_total.* (\S+)$", metrics)[0]) > 0, metrics
+        assert metric(night, "num_preemptions") > 0
         assert night.stop() == 0
     finally:
         night.close()
@@ -281,6 +287,7 @@ def test_a_mixed_batch_outlives_a_rank_of_either_stage(tmp_path: Path, rank: int
 
 TENSOR, SPREAD = ("parallel.expert_layout=tensor",), ("parallel.expert_layout=spread",)
 STANDBY = ("daemon.standby=1", "engine.kv_cache_memory=16MiB")
+MTP = ("engine.speculation=mtp",)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +301,7 @@ STANDBY = ("daemon.standby=1", "engine.kv_cache_memory=16MiB")
             ("deepseek_v3", STANDBY, 0),
             ("longcat_flash", SPREAD + STANDBY, 1),
             ("lanes", STANDBY, 0),
+            *[("deepseek_v3", MTP, 1), ("glm4_moe", STAGED + MTP, 1)],
         ],
     ],
     ids=lambda value: "-".join(word.rpartition("=")[2] for word in value) if isinstance(value, tuple) else None,
@@ -301,10 +309,12 @@ STANDBY = ("daemon.standby=1", "engine.kv_cache_memory=16MiB")
 def test_streams_and_a_batch_outlive_a_rank_of_a_family(
     tmp_path: Path, family: str, sets: tuple[str, ...], rank: int
 ) -> None:
-    """A rank with experts, latents or lanes is killed while three streams and a batch run; a standby, if there is one,
-    takes over. Each stream has the text and the digests of an undisturbed run, each line one answer, and lines with
-    equal prompts the same one before the loss and after it."""
+    """A rank with experts, latents or lanes is killed while three streams and a batch run, also amid drafts of the
+    predicting layer; a standby, if there is one, takes over. Each stream has the text and the digests of an undisturbed
+    run, each line one answer, and lines with equal prompts the same one before the loss and after it."""
     save = lane_checkpoints.save if family == "lanes" else partial(checkpoints.save, recipe=family)
+    if MTP[0] in sets:
+        save = partial(predictors.save, family=family, calm=0.1)
     folder = save(tmp_path / "model", max_position_embeddings=512)
     keys = (*sets, "parallel.deterministic=true", f"model.path={folder}")
     night = Night(tmp_path, real=True, sets=keys)
@@ -336,6 +346,7 @@ def test_streams_and_a_batch_outlive_a_rank_of_a_family(
         until("the batch's end", lambda: night.batch(batch)["status"] == "completed", 180, 0.1)
         (failure,) = failures(night)
         assert failure["rank"] == rank
+        assert (metric(night, "spec_decode_num_draft_tokens") > 0) == (MTP[0] in sets)
         assert [event["standby"] for event in night.events("recovered")] == [STANDBY[0] in sets]
         rows = night.rows(night.batch(batch), "output")
         assert sorted(row["custom_id"] for row in rows) == sorted(f"line-{n}" for n in range(LINES))
