@@ -14,9 +14,8 @@ enum { WORD = 8, PACKED_MOST = FLOATS == 4 ? 4 : 6, PACKED_FEW = FLOATS == 4 ? 1
 
 INLINE int64_t code_bytes(const int form, int64_t codes) { return form == E4M3 ? codes : codes / 2; }
 
-/* The weights of half a panel, of input k of the 8 from `line` on. */
+/* The weights of half a panel, of input k of the 8 from `line` on, `widened_unit` times too large. */
 INLINE TARGET plain widened_codes(const int form, const char *line, const int k, const int half) {
-    plain v;
     plain_bits words;
     if (form == E4M3) {
         const uint8_t *codes = (const uint8_t *)line + k * PLAIN_PANEL + half * FLOATS;
@@ -24,32 +23,42 @@ INLINE TARGET plain widened_codes(const int form, const char *line, const int k,
         /* As fp16, whose exponents are 8 larger: a value is 1/256 of the code's. */
 #if FLOATS == 16
         const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes));
-        v = _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbfff)));
+        return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbfff)));
 #else
         const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)codes));
-        v = _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbfff)));
+        return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbfff)));
 #endif
 #else
+        plain v;
         for (int l = 0; l < FLOATS; l++) v[l] = widen_half((uint16_t)((codes[l] & 0x80) << 8 | (codes[l] & 0x7f) << 7));
-#endif
         return v;
+#endif
     }
     memcpy(&words, line + half * sizeof words, sizeof words);
 #if defined(OF) && FLOATS == 16
     const __m512 table = form == INT4 ? _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1)
                                       : _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6);
     return _mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, 4 * k), table);
+#elif defined(OF)
+    /* The code, or twice E2M1's value as a byte, in the upper bits of an integer. */
+    if (form == INT4) return __builtin_convertvector((plain_ints)(words << (28 - 4 * k) & 0xf0000000u), plain);
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    words = (plain_bits)_mm256_shuffle_epi8(table, (__m256i)(words >> k % 2 * 4 & 0x0f0f0f0fu));
+    return __builtin_convertvector((plain_ints)(words << (24 - k / 2 * 8) & 0xff000000u), plain);
 #else
     if (form == INT4) return __builtin_convertvector((plain_ints)(words << (28 - 4 * k)) >> 28, plain);
-#ifdef OF
-    v = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6), (__m256i)(words >> (4 * k)));
-#else
     static const float table[8] = {0, .5f, 1, 1.5f, 2, 3, 4, 6};
+    plain v;
     for (int l = 0; l < FLOATS; l++) v[l] = table[words[l] >> (4 * k) & 7];
-#endif
     return (plain)((plain_bits)v | (words << (28 - 4 * k) & 0x80000000u));
 #endif
 }
+
+#if defined(OF) && FLOATS == 8
+INLINE float widened_unit(const int form) { return form == INT4 ? 0x1p28f : form == E2M1 ? 0x1p25f : 1.f; }
+#else
+INLINE float widened_unit(const int form) { return 1.f; }
+#endif
 
 /* Of one group of `count` inputs from `from` on: total [B][T][2] += scale * (sum - zero * the sum of x), for T tokens (a constant)
  * and B panels. */
@@ -57,14 +66,17 @@ INLINE TARGET void packed_group(const int form, const int T, const int B, const 
                                 int64_t from, int64_t count, plain *total) {
     const int64_t groups = p->inputs / p->group, bytes = code_bytes(form, WORD * PLAIN_PANEL), stride = code_bytes(form, p->inputs * PLAIN_PANEL);
     const char *weight = (const char *)p->weight + (block * PLAIN_PANELS + panel) * stride + from / WORD * bytes;
+    const int64_t edge = stride - AHEAD - from / WORD * bytes; /* from there on, what is fetched ahead is behind all panels */
     plain sum[PACKED_MOST][2];
 #pragma GCC unroll 16
     for (int n = 0; n < B * T; n++) sum[n][0] = sum[n][1] = (plain){0};
     for (int64_t i = 0; i < count; i += WORD, weight += bytes) {
+        const char *ahead = weight + (i / WORD * bytes >= edge ? (B - 1) * stride : 0);
 #pragma GCC unroll 4
-        for (int b = 0; b < B; b++) fetch_ahead(weight + b * stride, bytes);
+        for (int b = 0; b < B; b++) fetch_ahead(ahead + b * stride, bytes);
 #pragma GCC unroll 8
-        for (int k = 0; k < WORD; k++)
+        for (int n = 0; n < WORD; n++) {
+            const int k = n % 4 * 2 + n / 4; /* even inputs, then odd ones: E2M1's table is applied to both halves of bytes */
 #pragma GCC unroll 4
             for (int b = 0; b < B; b++) {
                 const plain low = widened_codes(form, weight + b * stride, k, 0), high = widened_codes(form, weight + b * stride, k, 1);
@@ -75,6 +87,7 @@ INLINE TARGET void packed_group(const int form, const int T, const int B, const 
                     sum[b * T + t][1] = plain_add(sum[b * T + t][1], high, v);
                 }
             }
+        }
     }
     float inputs[PACKED_MOST];
     for (int t = 0; t < T && p->zero; t++) {
@@ -89,6 +102,7 @@ INLINE TARGET void packed_group(const int form, const int T, const int B, const 
             const plain scale = plain_load(p->scale_type, p->scale, at);
             for (int t = 0; t < T; t++) {
                 const int n = b * T + t;
+                sum[n][half] *= 1 / widened_unit(form);
                 if (p->zero) {
                     plain zero;
                     for (int l = 0; l < FLOATS; l++) zero[l] = p->zero[at + l];
