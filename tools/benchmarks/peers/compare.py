@@ -3,6 +3,7 @@
     python tools/benchmarks/peers/compare.py --peers transformers,openvino --tp 1,2 --repeats 5
     python tools/benchmarks/peers/compare.py --model qwen3-moe --peers vllm,transformers --tp 1 --repeats 3
     python tools/benchmarks/peers/compare.py --peers "" --tp 1 --deterministic false,true,everywhere --repeats 3
+    python tools/benchmarks/peers/compare.py --model qwen3-moe --peers "" --tp 1 --weights bf16,int4,mxfp4 --batch 1
     LADDERTRON_CPU_TIER=avx2 python tools/benchmarks/peers/compare.py --peers transformers --tp 1
 
 Figures are medians with the least and the most. A CPU tier that is forced holds laddertron's and torch's kernels alike.
@@ -32,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from common import UNFIT, environment, spread, table  # noqa: E402
-from peers.model import SIZES, written  # noqa: E402
+from peers.model import SIZES, packed, written  # noqa: E402
 
 BUILD = HERE.parents[2] / "build" / "peers"
 NEEDS = {
@@ -84,17 +85,19 @@ class Peer:
         self._log.close()
 
 
-def ours(tp: int, deterministic: str, folder: Path, threads: int) -> BenchJob:
+def ours(tp: int, deterministic: str, weights: str, folder: Path, threads: int) -> BenchJob:
     """laddertron's own ranks, which share the threads."""
     engine = EngineConfig(
         device="cpu", max_num_seqs=64, kv_cache_memory=512 << 20, enable_prefix_caching=False,
         threads=max(1, threads // tp),
     )  # fmt: skip
     value = DETERMINISTIC[deterministic]
+    path = folder if weights == "bf16" else packed(folder, weights)
     deployment = Deployment(
-        ModelSection(str(folder), dtype="bfloat16"), ParallelConfig(tp, deterministic=value), engine=engine
+        ModelSection(str(path), dtype="bfloat16"), ParallelConfig(tp, deterministic=value), engine=engine
     )
-    return BenchJob(deployment, f"laddertron, tp {tp}{f', deterministic {deterministic}' if value else ''}")
+    options = f"{f', {weights}' * (path != folder)}{f', deterministic {deterministic}' if value else ''}"
+    return BenchJob(deployment, f"laddertron, tp {tp}{options}")
 
 
 def main() -> None:
@@ -103,6 +106,7 @@ def main() -> None:
     parser.add_argument("--peers", default="transformers,vllm,openvino,deepspeed")
     parser.add_argument("--tp", default="1,2", help="of laddertron")
     parser.add_argument("--deterministic", default="false", help=f"of laddertron: {', '.join(DETERMINISTIC)}")
+    parser.add_argument("--weights", default="bf16", help="of laddertron: bf16, int4, mxfp4")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--generate", type=int, default=64)
@@ -113,8 +117,10 @@ def main() -> None:
     cases = [Case(int(batch), args.prompt, args.generate) for batch in args.batch.split(",")]
     with ExitStack() as stack:
         jobs: list[tuple[str, Job]] = []
-        for tp, value in product(args.tp.split(","), args.deterministic.split(",")):
-            job = stack.enter_context(ours(int(tp), value, folder, args.threads))
+        for tp, value, weights in product(
+            *(option.split(",") for option in (args.tp, args.deterministic, args.weights))
+        ):
+            job = stack.enter_context(ours(int(tp), value, weights, folder, args.threads))
             jobs.append((job.name, job))
         for name in filter(None, args.peers.split(",")):
             try:
