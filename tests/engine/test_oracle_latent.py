@@ -7,13 +7,14 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import checkpoints
 import pytest
 import torch
 from laddertron.models.config.latent import Expansion
 from laddertron.models.config.model_config import from_folder
-from test_oracle import TOLERANCE, assert_greedy, reference_logits, transformers_logits
+from test_oracle import TOLERANCE, Logits, assert_greedy, reference_logits, transformers_logits
 from test_oracle_experts import LAYOUTS, ask, checkpoint
 
 __all__ = ["checkpoint"]
@@ -31,6 +32,23 @@ def random_index(family: str, words: dict[str, Any], chance: random.Random) -> d
     types = {"indexer_types": layers} if family == "glm_moe_dsa" else {}
     sizes = {"index_n_heads": 24, "index_head_dim": rotated + chance.choice((0, 2, 16))}
     return words | sizes | types | {"index_topk": chance.choice((1, 7, 16, 100)), "num_key_value_heads": 8}
+
+
+def first_near_tie(logits: Logits, ids: list[int]) -> int:
+    """The first position at which a rounding may change the positions that transformers' indexers choose."""
+    topk, first = torch.Tensor.topk, len(ids)
+
+    def choose(scores: torch.Tensor, k: int, **options: Any) -> Any:
+        nonlocal first
+        if scores.shape == (1, len(ids), len(ids)) and k < len(ids):
+            best = topk(scores[0], k + 1, dim=-1).values
+            near = best[:, k - 1] - best[:, k] < 1e-5 * best[:, 0].abs()
+            first = min([first, *(k + near[k:].nonzero().flatten()).tolist()])
+        return topk(scores, k, **options)
+
+    with patch.object(torch.Tensor, "topk", choose), torch.inference_mode():
+        logits(ids)
+    return first
 
 
 def random_config(family: str, chance: random.Random) -> dict[str, Any]:
@@ -182,7 +200,10 @@ def test_random_schedules_answer_as_the_reference_does(
         with torch.inference_mode():
             scores = logits(prompt + answer)[len(prompt) - 1 : -1]
         gaps = scores.amax(-1) - scores[torch.arange(len(answer)), torch.tensor(answer)]
-        assert float(gaps.max()) < TOLERANCE, f"{prompt}: {answer}"
+        if wrong := (gaps >= TOLERANCE).nonzero().flatten().tolist():
+            position = len(prompt) - 1 + wrong[0]
+            assert first_near_tie(logits, prompt + answer) <= position, f"{prompt}: {answer}, position {position}"
+            gaps = gaps[: wrong[0] + 1]
         excused, positions = excused + int((gaps > 0).sum()), positions + len(answer)
     print(f"{excused} of {positions} positions excused")
     assert excused * 1000 <= max(1000, positions)
