@@ -126,7 +126,7 @@ EnvName = Annotated[str, Word(r"[A-Za-z_][A-Za-z0-9_]{0,127}", "a variable's nam
 Device = Annotated[str, Word(r"[A-Za-z0-9][A-Za-z0-9_.@:-]{0,63}", "a device's name")]
 ToolFormat = Literal[
     "auto", "none", "hermes", "longcat", "qwen3_coder", "glm", "deepseek_v32", "deepseek_v31", "deepseek_v3", "kimi",
-    "mistral", "llama",
+    "mistral", "llama", "gpt_oss",
 ]  # fmt: skip
 Port = Annotated[int, Range(0, 65535)]
 PortRange = Annotated[str, Word(r"[1-9][0-9]{3,4}-[1-9][0-9]{3,4}", "a range of ports, such as 40000-40100")]
@@ -152,7 +152,7 @@ class ModelSection:
     allow_dummy: bool = False
     tool_format: ToolFormat = "auto"
     allow_special_tokens_in_content: bool = True
-    reasoning_format: Literal["auto", "none", "think", "kimi", "mistral", "longcat", "seed"] = "auto"
+    reasoning_format: Literal["auto", "none", "think", "kimi", "mistral", "longcat", "seed", "gpt_oss"] = "auto"
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,8 @@ class Trigger:
     def _text(self, token: int) -> bytes | None:
         """What a token adds to the text that is parsed; None for special tokens that are no marks."""
         raw = self._vocabulary.raw[token]
-        return None if self._vocabulary.tokenizer.is_special_token(token) and raw not in self._marks else raw
+        special = self._vocabulary.tokenizer.is_special_token(token)
+        return None if special and not any(raw in mark for mark in self._marks) else raw
 
     def _take(self, at: Position, text: bytes, tokens: tuple[int, ...] | None) -> Position:
         """tokens: of the text, None if it is a part of one."""

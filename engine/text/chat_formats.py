@@ -86,6 +86,7 @@ TOOL_FORMATS: dict[str, ToolSyntax] = {
     "mistral": _objects(
         "[TOOL_CALLS]", more=r"(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*|(?=\{))"
     ),
+    "gpt_oss": ToolSyntax(("<|channel|>commentary to=functions.",), (), False, ("<|call|>",)),
     "llama": ToolSyntax((), _objects("<|python_tag|>").headers, marks=("<|python_tag|>",)),
     "array": _objects(),
 }  # fmt: skip
@@ -97,8 +98,16 @@ REASONING_FORMATS: dict[str, tuple[str, str]] = {
     "mistral": ("[THINK]", "[/THINK]"),
     "longcat": ("<longcat_think>", "</longcat_think>"),
     "seed": ("<seed:think>", "</seed:think>"),
+    "gpt_oss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
 }
 """The marks around reasoning, which the prompt or the answer opens."""
+
+CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+"""Of gpt_oss, whose answers are messages that name their channel, and the function if they are calls."""
+CHANNEL_HEADS = ("<|channel|>", " to=functions.", "<|start|>assistant")
+"""With which a message begins."""
+CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 
 
 def marks_of(tool_format: str | None, reasoning: str | None) -> frozenset[str]:
@@ -107,6 +116,8 @@ def marks_of(tool_format: str | None, reasoning: str | None) -> frozenset[str]:
     if tool_format is not None:
         syntax = TOOL_FORMATS[tool_format]
         marks |= {*syntax.opens, *syntax.closes, *syntax.marks, "[ARGS]", "[CALL_ID]"}
+    if "gpt_oss" in (tool_format, reasoning):
+        marks |= {*CHANNEL_MARKS}
     return frozenset(marks)
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .chat_formats import REASONING_FORMATS, TOOL_FORMATS
+from .chat_formats import CHANNEL, CHANNEL_HEADS, REASONING_FORMATS, RECIPIENT, TOOL_FORMATS
 from .detokenizer import Detokeniser, OutputText, held_back
 
 Part = dict[str, Any]
@@ -80,6 +80,7 @@ class ChatParts:
         self.unparsed = 0
         """Texts that look like a call and are none."""
         self._held = ""
+        self._at_head = True  # of a message of a channel
         self._said = False  # there is content
         self._blank = ""  # before what may be a call: of a call it is no content
         self._strip = False  # remove line breaks after reasoning
@@ -90,7 +91,7 @@ class ChatParts:
         self._closed = False  # a mark closed the last call: what follows is content
         self._unended = False  # the answer ends within pairs
         self._types: ParameterTypes = {}
-        self._thinking = thinking
+        self._thinking, self._channels = thinking, "gpt_oss" in (tool_format, reasoning)
         self._state = self._content if reasoning is None else self._begin
 
     @property
@@ -126,7 +127,7 @@ class ChatParts:
         call = min((i for i in map(self._held.find, opens) if i >= 0), default=-1) if at < 0 else -1
         if at >= 0 or (call >= 0 and last):
             text, self._held = self._held[: max(at, call)], self._held[call if at < 0 else at + len(self._close) :]
-            self._strip, self._state = True, self._content
+            self._strip, self._state, self._at_head = True, self._content, True
             return {"reasoning_content": text} if text else {}
         cut = call if call >= 0 else len(self._held) - (0 if last else held_back(self._held, (self._close, *opens)))
         text, self._held = self._held[:cut], self._held[cut:]
@@ -138,8 +139,12 @@ class ChatParts:
             self._strip = not self._held
         if not self._held:
             return None
+        if self._channels and self._at_head:
+            return self._head(last)
         if self._forced:
             return self._forced_arguments()
+        if self._channels and self._syntax in (None, TOOL_FORMATS["gpt_oss"]):
+            return self._message(last)
         if self._syntax is None:
             return self._plain(last)
         if not self._syntax.opens:
@@ -156,6 +161,41 @@ class ChatParts:
         if starts:
             self._start_call()
         return {"content": text} if text else {} if starts else None
+
+    def _head(self, last: bool) -> Part | None:
+        """What stands before a message of a channel; a grammar may have left it out."""
+        head, mark, rest = self._held.partition("<|message|>")
+        if not self._held.startswith(CHANNEL_HEADS):
+            if not last and any(begin.startswith(self._held) for begin in CHANNEL_HEADS):
+                return None
+            self._at_head = False
+            return {}
+        if not mark:
+            return self._plain(last) if last else None
+        recipient, channel = RECIPIENT.search(head), CHANNEL.search(head)
+        self._at_head = False
+        if recipient is not None:
+            if recipient[1] not in self._tools:
+                self.unparsed += 1
+                return self._plain(last)
+            self._held, self._scan, self._scanned, self._value_text = rest, _Value(), 0, ""
+            self._state = self._arguments
+            return self._made(recipient[1], "")
+        self._held = rest
+        if channel is not None and channel[1] == "analysis":
+            self._state = self._reasoning
+        return {}
+
+    def _message(self, last: bool) -> Part | None:
+        """The text of a message, to the mark that ends it."""
+        ends = ("<|end|>", "<|start|>assistant")
+        cut = min((i for i in map(self._held.find, ends) if i >= 0), default=-1)
+        if cut < 0:
+            cut = len(self._held) - (0 if last else held_back(self._held, ends))
+            text, self._held = self._held[:cut], self._held[cut:]
+            return {"content": text} if text else None
+        text, self._held, self._at_head = self._held[:cut], self._held[cut:].removeprefix("<|end|>"), True
+        return {"content": text} if text else {}
 
     def _plain(self, last: bool) -> Part | None:
         text, self._held, self._state = self._held, "", self._plain
@@ -335,7 +375,7 @@ class ChatParts:
         elif rest.startswith(syntax.opens or "{") or (syntax.objects and rest.startswith("{")):
             self._start_call()
         else:
-            self._state = self._content if syntax.opens else self._plain
+            self._state, self._at_head = self._content if syntax.opens else self._plain, True
         return {}
 
     def _forced_arguments(self) -> Part:

@@ -102,6 +102,9 @@ def write(tool_format: str, calls: list[tuple[str, Any]]) -> str:
             for n, (name, given) in enumerate(calls)
         ]
         return f"<|tool_calls_section_begin|>{''.join(said)}<|tool_calls_section_end|>"
+    if tool_format == "gpt_oss":
+        head, more = "<|start|>assistant<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"
+        return "".join(f"{head}{name}{more}{dumped(given)}<|call|>" for name, given in calls)
     if tool_format == "deepseek_v32":
         body = "".join(dsml(name, given) for name, given in calls)
         return f"<｜DSML｜function_calls>\n{body}</｜DSML｜function_calls>"
@@ -237,13 +240,39 @@ def test_a_call_that_is_written_oddly_is_not_lost(
     assert (message["content"] or "") == content
 
 
+ANALYSIS = "<|channel|>analysis<|message|>"
+NEXT = "<|end|><|start|>assistant"
+CALL = '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("said", "tool_format", "message"),
+    [
+        (f"{ANALYSIS}hm{NEXT}<|channel|>final<|message|>Hi", None, {"content": "Hi", "reasoning_content": "hm"}),
+        ("<|channel|>final<|message|>Hi <b>", "gpt_oss", {"content": "Hi <b>"}),
+        (f"{ANALYSIS}hm{NEXT}<|channel|>fin", "gpt_oss", {"content": "<|channel|>fin", "reasoning_content": "hm"}),
+        ("<|channel|>commentary<|message|>Hi<|end|><|start|>", None, {"content": "Hi<|start|>"}),
+        ('{"a": 1}', "gpt_oss", {"content": '{"a": 1}'}),  # as a grammar makes it
+        (f"{ANALYSIS}hm{NEXT}{CALL}", "gpt_oss", [{"a": 1}]),
+        (f' to=functions.now<|channel|>commentary json<|message|>{{"a": 1}}<|call|>{NEXT}{CALL}', "gpt_oss",
+         [{"a": 1}, {"a": 1}]),
+        (f"<|channel|>commentary<|message|>So{NEXT}{ANALYSIS}b{NEXT}{CALL}}}<|call|>", "gpt_oss", [{"a": 1}]),
+        (f'{ANALYSIS}hm{NEXT}[{{"name": "now", "parameters": {{}}}}]', "array", [{}]),
+    ],
+)  # fmt: skip
+def test_messages_of_channels(said: str, tool_format: str | None, message: Any, run_seed: int) -> None:
+    """gpt-oss: reasoning, calls and content are messages; those of content lose their heads only."""
+    read = read_alike(said, run_seed, tool_format=tool_format, reasoning="gpt_oss")
+    assert ([given for _, given in calls_of(read)] if isinstance(message, list) else read) == message
+
+
 @pytest.mark.parametrize("reasoning", REASONING_FORMATS)
 def test_reasoning_of_each_format(reasoning: str, run_seed: int) -> None:
     opens, closes = REASONING_FORMATS[reasoning]
     for thinking, text, message in (
         (False, f" {opens}a{closes}\n\nb", {"content": "b", "reasoning_content": "a"}),
         (False, opens[:4], {"content": opens[:4]}),
-        (False, f"a {closes} b", {"content": f"a {closes} b"}),
+        (False, f"a {closes} b", {"content": f"a {closes} b".replace("<|end|>", "")}),  # which ends a message
         (True, f"a{closes}b", {"content": "b", "reasoning_content": "a"}),
         (True, f"\n{opens}a{closes}b", {"content": "b", "reasoning_content": "a"}),
         (True, opens[:4], {"content": "", "reasoning_content": opens[:4]}),
