@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from ..config.rules import is_loopback
 from ..config.schema import Deployment
@@ -42,6 +43,9 @@ from .store.store import Store, StoreOptions, StoreUnavailable
 from .usage import Usage
 
 log = logging.getLogger(__name__)
+
+_READABLE = ("retry-after", "x-laddertron-not-enforced", "x-request-id")
+"""Headers that a page of another origin may read."""
 
 _WATCH_SECONDS = 1.0
 _FAILING_SECONDS = 20.0  # after a failure of the engine, time for the failed batches to get their files
@@ -122,8 +126,9 @@ class Daemon:
             )
             version = self.parts.version
             app = make_app(self.services, version, keys, metrics_listener is None, self._local_names(listener))
-            origins = list(daemon.cors_origins)
-            served = CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"]) if origins else app
+            served: ASGIApp = app
+            if daemon.cors_origins:
+                served = CORSMiddleware(app, daemon.cors_origins, ("*",), ("*",), expose_headers=_READABLE)
             server = make_server(served, options)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             if metrics_listener is not None:

@@ -197,6 +197,13 @@ class Answer:
             rest["prompt_logprobs"] = self._scored(0)
         return {**rest, **self._prompt_ids(0)}
 
+    @property
+    def parts(self) -> list[Part]:
+        """The first choice's parts, in the order of its text."""
+        choice = self._choices[0]
+        text = "".join(choice.parts)
+        return choice.chat_parts if self.divided else [{"content": text}] if text else []
+
     def begun(self, choice: int) -> bool:
         """True if `chunks` has returned the role, or the echo, of a choice."""
         return self._choices[choice].begun

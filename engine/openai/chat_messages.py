@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, PlainValidator, TypeAdapter, model_validator
+from pydantic import BeforeValidator, ConfigDict, PlainValidator, TypeAdapter, model_validator
 
 from .errors import ApiError
 from .validators import Refused, StrictModel, array, ignored, invalid, kind_of, show, text
@@ -39,7 +39,7 @@ class TextPart(StrictModel):
 
 _TEXT_KINDS = ("text", "input_text", "output_text")
 _NOT_TEXT = ("annotations", "cache_control", "logprobs")  # what clients and other servers add to a text part
-_Parts = Annotated[tuple[TextPart, ...], array(MAX_PARTS, 1)]
+_Parts = Annotated[tuple[TextPart, ...], array(MAX_PARTS)]
 _PARTS: TypeAdapter[tuple[TextPart, ...]] = TypeAdapter(_Parts)
 Content = str | list[dict[str, str]] | None
 
@@ -50,14 +50,14 @@ def _content(value: Any) -> Content:
         return value
     if type(value) is not list:
         raise invalid(f" is {kind_of(value)}; a string or an array of text parts is expected", "invalid_type")
-    return [part.model_dump() for part in _PARTS.validate_python([_as_text(part) for part in value])]
+    return [part.model_dump() for part in _PARTS.validate_python([_as_text(part) for part in value])] if value else ""
 
 
 def _as_text(part: Any) -> Any:
     """A part of the Responses API, and a refusal, as the text part that they are to a template."""
     if type(part) is dict and part.get("type") in _TEXT_KINDS:
         return {name: given for name, given in part.items() if name not in _NOT_TEXT} | {"type": "text"}
-    if type(part) is dict and part.keys() == {"type", "refusal"} and part["type"] == "refusal":
+    if type(part) is dict and part.keys() - {*_NOT_TEXT} == {"type", "refusal"} and part["type"] == "refusal":
         return {"type": "text", "text": part["refusal"]}
     return part
 
@@ -70,6 +70,10 @@ def text_of(content: Content) -> str:
     return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
+def _text_of_none(value: Any) -> Any:
+    return "" if value is None else value
+
+
 class _Lenient(StrictModel):
     """A part of an assistant's turn, which servers send with fields of their own: unknown ones are ignored."""
 
@@ -78,7 +82,7 @@ class _Lenient(StrictModel):
 
 class CalledFunction(_Lenient):
     name: Annotated[str, text(64, 1)]
-    arguments: Annotated[str, text(1 << 28)]
+    arguments: Annotated[Annotated[str, text(1 << 28)], BeforeValidator(_text_of_none)] = ""
 
 
 class ToolCall(_Lenient):
@@ -106,15 +110,30 @@ class Message(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _without_unknown(cls, value: Any) -> Any:
-        unknown = unknown_fields(value)
-        return {name: given for name, given in value.items() if name not in unknown} if unknown else value
+        if not (unknown := unknown_fields(value)):
+            return value
+        taken = {name: given for name, given in value.items() if name not in unknown}
+        if type(content := value.get("content")) is list:
+            taken["content"] = [
+                {name: part[name] for name in part if name not in unknown} if (unknown := _unknown_in(part)) else part
+                for part in content
+            ]
+        return taken
 
 
 def unknown_fields(message: Any) -> set[str]:
-    """The fields of an assistant's turn that other servers send; they are ignored."""
+    """The fields of an assistant's turn and its text parts that other servers send; they are ignored."""
     if type(message) is not dict or message.get("role") != "assistant":
         return set()
-    return message.keys() - Message.model_fields.keys()
+    content = message.get("content")
+    of_parts = {f"content.{name}" for part in content for name in _unknown_in(part)} if type(content) is list else set()
+    return message.keys() - Message.model_fields.keys() | of_parts
+
+
+def _unknown_in(part: Any) -> set[str]:
+    """The unknown fields of a text part."""
+    texts = type(part) is dict and part.get("type") in (*_TEXT_KINDS, "refusal")
+    return part.keys() - {"type", "text", "refusal", *_NOT_TEXT} if texts else set()
 
 
 def as_template_takes_it(message: Message) -> dict[str, Any]:

@@ -119,13 +119,9 @@ def _error_code(error: ApiError) -> str:
 
 def whole_response(answer: Answer) -> dict[str, Any]:
     """The response of a finished answer."""
-    message = answer.response()["choices"][0]["message"]
     items = Items(answer.base_id)
-    parts: list[Part] = [{"reasoning_content": message["reasoning_content"]}] if "reasoning_content" in message else []
-    parts += [{"content": message["content"]}] if message["content"] else []
-    parts += [{"tool_calls": [call]} for call in message.get("tool_calls", ())]
     status = "incomplete" if answer.finish == "length" else "completed"
-    for part in parts:
+    for part in answer.parts:
         list(items.add(part))
     list(items.end(status))
     return response_of(answer, items.output, status)

@@ -338,7 +338,9 @@ def test_messages_are_checked_and_kept_as_sent() -> None:
         "tool_calls": [{"index": 0, "id": "c", "type": "function", "function": function, "extra": {}}],
         "provider": {"anything": 1},
     }
-    refusals = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]
+    extras = {"annotations": [], "id": "p", "index": 0}
+    refusals = [{"type": "text", "text": "a", **extras}, {"type": "refusal", "refusal": "no", **extras}]
+    silent = {"id": "c", "function": {"name": "f", "arguments": None}}
     body = chat(
         messages=[
             {"role": "developer", "content": "d", "name": "n"},
@@ -346,6 +348,7 @@ def test_messages_are_checked_and_kept_as_sent() -> None:
             answer,
             {"role": "assistant", "content": None, "refusal": "never"},
             {"role": "assistant", "content": refusals},
+            {"role": "assistant", "content": [], "tool_calls": [silent, {**silent, "function": {"name": "f"}}]},
             {"role": "assistant", "content": None, "reasoning_content": "hm"},
         ]
     )
@@ -356,9 +359,12 @@ def test_messages_are_checked_and_kept_as_sent() -> None:
         {"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": [call]},
         {"role": "assistant", "content": "never"},
         {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "no"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{**call, "function": {"name": "f", "arguments": ""}}] * 2},
         {"role": "assistant", "content": "", "reasoning_content": "hm"},
     )
-    assert body.ignored_fields == 1
+    assert body.ignored_fields == 3
+    with pytest.raises(ApiError, match=r"unknown field 'messages\[0\]\.content\[0\]\.id'"):
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a", "id": "p"}]}])
     with pytest.raises(ApiError, match=r"unknown field 'messages.*provider'"):
         chat(messages=[{"role": "user", "content": "x", "provider": 1}])
 
@@ -604,7 +610,7 @@ def test_top_p_of_zero_is_the_most_likely_token() -> None:
 def test_bounds_are_those_of_the_field_itself() -> None:
     """A content of too many parts names the limit of parts, not that of messages."""
     parts = [{"type": "text", "text": "a"}] * 5000
-    with pytest.raises(ApiError, match="1 to 4096 are allowed"):
+    with pytest.raises(ApiError, match="0 to 4096 are allowed"):
         chat(messages=[{"role": "user", "content": parts}])
 
 

@@ -43,6 +43,7 @@ class Weather(pydantic.BaseModel):
 
 CALL = '<tool_call>{"name": "Weather", "arguments": {"city": "Rome"}}</tool_call>'
 ANSWERS = {"plain": "Hello", "thinks": "<think>hm</think>So", "calls": f"<think>hm</think>So{CALL}{CALL}"}
+ANSWERS["mixed"] = f"So{CALL}and{CALL}"
 TOOL: Any = {"type": "function", "name": "Weather", "parameters": Weather.model_json_schema(), "strict": True}
 
 
@@ -55,7 +56,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 def daemon(tmp_path_factory: pytest.TempPathFactory, text: TextModel) -> Iterator[Served]:
     script = {}
     for name, answer in ANSWERS.items():
-        tools = ({"function": {"name": "Weather"}},) if name == "calls" else None
+        tools = ({"function": {"name": "Weather"}},) if CALL in answer else None
         prompt = text.encode_chat([{"role": "user", "content": name}], ChatOptions(variables={"tools": tools}))
         script[tuple(prompt)] = (*text.encode(answer, add_special_tokens=False), 1)
     folder = deployment(tmp_path_factory.mktemp("daemon"))
@@ -68,7 +69,7 @@ def jsonl(lines: Iterable[dict[str, Any]]) -> bytes:
 
 
 def fields_of(name: str) -> dict[str, Any]:
-    tools = {"tools": [TOOL], "parallel_tool_calls": True} if name == "calls" else {}
+    tools = {"tools": [TOOL], "parallel_tool_calls": True} if CALL in ANSWERS[name] else {}
     return {"model": NAME, "input": name, "max_output_tokens": 300, **tools}
 
 
@@ -77,12 +78,12 @@ def test_whole_and_streamed_responses_are_equal(daemon: Served, name: str) -> No
     """The package's stream accumulates the same items from the events, whose numbers rise by one."""
     client = daemon.client()
     whole = client.responses.create(**fields_of(name))
-    assert (whole.status, whole.output_text) == ("completed", "Hello" if name == "plain" else "So")
-    kinds = {"plain": ["message"], "thinks": ["reasoning", "message"]}
+    assert (whole.status, whole.output_text) == ("completed", {"plain": "Hello", "mixed": "Soand"}.get(name, "So"))
+    kinds = {"plain": ["message"], "thinks": ["reasoning", "message"], "mixed": ["message", "function_call"] * 2}
     kinds["calls"] = [*kinds["thinks"], "function_call", "function_call"]
     assert [item.type for item in whole.output] == kinds[name]
     assert whole.usage is not None
-    assert (whole.usage.output_tokens_details.reasoning_tokens > 0) == (name != "plain")
+    assert (whole.usage.output_tokens_details.reasoning_tokens > 0) == ("<think>" in ANSWERS[name])
     with client.responses.stream(**fields_of(name)) as stream:
         events = list(stream)
         last = stream.get_final_response()
@@ -98,7 +99,7 @@ def test_whole_and_streamed_responses_are_equal(daemon: Served, name: str) -> No
             part.pop("parsed", None)
     assert bare[0] == bare[1]
     calls = [event for event in events if event.type == "response.function_call_arguments.done"]
-    assert [call.arguments for call in calls] == ['{"city": "Rome"}'] * (2 if name == "calls" else 0)
+    assert [call.arguments for call in calls] == ['{"city": "Rome"}'] * ANSWERS[name].count(CALL)
 
 
 def test_a_response_can_be_parsed_and_sent_back(daemon: Served, text: TextModel) -> None:

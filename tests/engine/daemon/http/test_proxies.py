@@ -57,6 +57,7 @@ def test_a_preflight_is_answered_before_keys_and_only_to_the_page(daemon: Served
     assert asked(daemon, "GET", "/v1/models", origin=PAGE).status == 401
     models = asked(daemon, "GET", "/v1/models", origin=PAGE, authorization=f"Bearer {secret[1]}")
     assert (models.status, models.getheader("access-control-allow-origin")) == (200, PAGE)
+    assert "retry-after" in (models.getheader("access-control-expose-headers") or "")
 
 
 def test_another_model_is_not_found_by_its_code(daemon: Served, secret: tuple[Path, str]) -> None:
