@@ -151,7 +151,8 @@ def test_the_daemon_outlives_a_replica(nodes: Callable[[int], Cluster], tmp_path
         """Without the keepers, whose command lines name what they keep."""
         known = running(cluster)
         own = ranks_on(cluster, node, "laddertron.launchers.rank.worker")
-        return [pid for pid in own if known.get(pid, "").split()[1:] == ["-m", "laddertron.launchers.rank.worker"]]
+        words = ["-P", "-m", "laddertron.launchers.rank.worker"]
+        return [pid for pid in own if known.get(pid, "").split()[1:] == words]
 
     with serving(cluster, job, tmp_path) as log:
         submit = cluster.start(0, [*CLI, "batch", "submit", str(job.input), "--wait", "-o", str(job.output)], QUIET)
