@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,10 @@ def calibrated(folder: Path, name: str, per_head: bool = False, layers: int = 3)
     return folder
 
 
+def replaced(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    return lambda tensors: tensors | {name: value}
+
+
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_a_tensor_s_scale(tmp_path: Path, name: str) -> None:
     folder = calibrated(tmp_path / "m", name)
@@ -91,7 +96,7 @@ def test_none_and_refusals(tmp_path: Path) -> None:
     folder = calibrated(tmp_path / "whole", "{0}_scale")
     key = ATTENTION.format(1) + "k_scale"
     for value, rule in ((torch.ones(3), "one number or 4"), (torch.tensor(0.0), "a scale is above 0 and finite")):
-        checkpoints.edit_tensors(folder, lambda tensors, value=value: tensors | {key: value})
+        checkpoints.edit_tensors(folder, replaced(key, value))
         with pytest.raises(CheckpointError, match=rule):
             read_kv_scales(open_source(folder, shard), shard)
     assert main(["shard", str(folder), "--tp", "1"]) == 0
