@@ -148,8 +148,8 @@ def _compressed_tensors(words: ConfigFields) -> Quantisation:
                 f"{'asymmetric ' * zeros}{kind} by {strategy} is not read; {'' if code == 'int4' else 'symmetric '}"
                 f"{expected} by {' or '.join(strategies)} is"
             )
-        if weights.data.get("actorder") in (True, "group"):
-            raise weights.fail("actorder='group' (columns in the order of weight_g_idx) is not read; static order is")
+        if str(order := weights.data.get("actorder")).lower() not in ("none", "false", "weight", "static"):
+            raise weights.fail(f"actorder={order!r} (columns in the order of weight_g_idx) is not read; 'static' is")
         activations = activations and "input_activations" in group
         forms.add((_sharing(weights, strategy, _GROUPS.get(scale)), zeros))
     if len(forms) > 1:

@@ -267,7 +267,7 @@ def test_scales_keep_their_stored_type(tmp_path: Path, scales: str) -> None:
         ({"num_bits": 8}, "8-bit int by group"),
         ({"group_size": 24}, "group_size=24"),
         ({"strategy": "tensor"}, "by tensor"),
-        ({"actorder": "group"}, "weight_g_idx"),
+        *[({"actorder": order}, "weight_g_idx") for order in ("group", "GROUP", "dynamic", True)],
         ({"type": "float"}, "4-bit float"),
     ],
 )
