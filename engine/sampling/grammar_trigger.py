@@ -121,7 +121,7 @@ class Trigger:
         """What a token adds to the text that is parsed; None for special tokens that are no marks."""
         raw = self._vocabulary.raw[token]
         special = self._vocabulary.tokenizer.is_special_token(token)
-        return None if special and not any(raw in mark for mark in self._marks) else raw
+        return None if special and not (raw and any(raw in mark for mark in self._marks)) else raw
 
     def _take(self, at: Position, text: bytes, tokens: tuple[int, ...] | None) -> Position:
         """tokens: of the text, None if it is a part of one."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...models.attention import block_bytes
 from ...models.attention_choice import make_attention, make_cache
+from ...models.cpu.kernels import Kernels
 from ...models.cuda.fp8 import StoredProducts
 from ...models.llama import LlamaModel
 from ...models.ops_choice import make_ops, make_stored_products
@@ -44,7 +45,10 @@ class PredictorShare:
     ) -> None:
         """model: the rank's share of the last stage. weights: as `model.weights`. node_size: the number of ranks of a
         node, if each node has the whole layer."""
-        self._stage, self._source, self._deterministic, self.in_node = stage, source, deterministic, node_size > 0
+        self._stage, self._source, self.in_node = stage, source, node_size > 0
+        # nodes that draft by themselves must draft alike, whatever their numbers of threads
+        deterministic = deterministic or (self.in_node and Kernels.find() is not None)
+        self._deterministic: Deterministic = deterministic
         self._shard = RankShard(stage.config, model.size, model.rank, stage, model.spread, model.per_node)
         if self.in_node:
             self._shard = RankShard(stage.config, node_size, model.rank % node_size, stage)

@@ -16,7 +16,7 @@ class ToolSyntax:
     there to the arguments; `objects`: whether a call is a JSON object with name and arguments, of which several may
     follow one mark; `closes`: marks that may follow a call; `marks`: further marks, which are special tokens in some
     tokenizers. Arguments are JSON, or pairs: `pair` matches one, which `pair_close` ends, `open_pair` the last one
-    without it, and `end` what ends them."""
+    without it, and `end` what ends them. A search for `pair_close` is quick where `pair` is not."""
 
     opens: tuple[str, ...]
     headers: tuple[re.Pattern[str], ...]
@@ -25,7 +25,7 @@ class ToolSyntax:
     marks: tuple[str, ...] = ()
     pair: re.Pattern[str] | None = None
     open_pair: re.Pattern[str] | None = None
-    pair_close: str = ""
+    pair_close: re.Pattern[str] | None = None
     end: str = ""
 
 
@@ -51,7 +51,7 @@ def _pairs(opens: tuple[str, ...], header: str, pair: str, close: str, end: str,
     value = rf"\s*{pair}(?P<value>(?:(?!{after}).)*?)"
     closed, unclosed = rf"{re.escape(close)}(?=\s*(?:{following}))", rf"(?=\s*(?:{ends}))"
     strict, lax = (re.compile(value + rest, re.DOTALL) for rest in (closed, unclosed))
-    return ToolSyntax(opens, (re.compile(header),), False, closes, (), strict, lax, close, end)
+    return ToolSyntax(opens, (re.compile(header),), False, closes, (), strict, lax, re.compile(closed), end)
 
 
 _V3_BEGIN, _V3_CALL, _V3_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"

@@ -20,6 +20,7 @@ _SURPLUS = re.compile(r"[\s}\],;`]*")
 _MORE = re.compile(r'\s*,\s*"')
 _LITERAL = re.compile(r"[^\s,\[}\]<]+(?=[\s,\[}\]<])")
 _NEAR = 64  # white space and marks that may follow a pair
+_BLANKS = 256  # so many are content, whatever follows
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -151,7 +152,7 @@ class ChatParts:
             return self._beginning(last)
         starts = [i for i in map(self._held.find, self._syntax.opens) if i >= 0]
         cut = min(starts) if starts else len(self._held) - (0 if last else held_back(self._held, self._syntax.opens))
-        blank = not self._said and not self._held[:cut].strip(_BLANK)
+        blank = not self._said and cut < _BLANKS and not self._held[:cut].strip(_BLANK)
         if blank and not (starts or last):
             return None
         text, self._held = self._held[:cut], self._held[cut:]
@@ -311,7 +312,7 @@ class ChatParts:
             return None
         value, self._state = self._value_text, self._after
         if value.startswith('"') and self._scan.ended:
-            value = json.loads(value)
+            value = _text_of(value)
         return self._more("{}" if value in ("null", "") else value)
 
     def _next_pair(self, last: bool) -> Part | None:
@@ -326,7 +327,8 @@ class ChatParts:
             self._state, self._scanned = self._after, 0
             return self._more("}" if self._pairs else "{}")
         near, self._scanned = max(0, self._scanned - _NEAR), len(self._held)
-        if not last and syntax.pair_close not in self._held[near:]:
+        assert syntax.pair_close is not None
+        if not last and not syntax.pair_close.search(self._held, near):
             return None
         match = syntax.pair.match(self._held)
         if match is None and last and not self._unended and syntax.open_pair is not None:
@@ -398,6 +400,16 @@ class ChatParts:
         return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": arguments}}]}
 
 
+def _text_of(string: str) -> str:
+    """The text of a JSON string; the argument itself if it is none, or has a lone surrogate, which no text has."""
+    try:
+        text = str(json.loads(string, strict=False))
+        text.encode()
+    except ValueError:
+        return string
+    return text
+
+
 def _unquoted(name: str) -> str:
     try:
         return str(json.loads(f'"{name}"'))
@@ -416,7 +428,7 @@ def _typed(text: str, types: Sequence[str]) -> str:
     written = _PYTHON_WORDS.get(text.strip(), text)
     try:
         value = json.loads(written, strict=False)
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     kind = "null" if value is None else _JSON_TYPES[type(value)]

@@ -12,8 +12,9 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from ...engine.config import load as deploy
 from ...engine.config.schema import Deployment
@@ -32,6 +33,8 @@ from .rank_status import Status
 from .shared_memory import require_shared_memory
 from .worker import report
 
+MEET_S, SILENCE_S = 30.0, 60.0
+"""For which the ranks wait in one gather for the channels, and then for a message of their owner."""
 REPORT_S = 3 * LEAVING_S
 """For which a failed rank waits for rank 0's report of the run."""
 T = TypeVar("T")
@@ -64,6 +67,9 @@ def outer_replicas(
             return OuterRanks(seats, partial(meet, replica))
 
         options = job_options(deployment, replica, address, restart=False)
+        # the owner's thread shares rank 0's interpreter, which imports and the start of a device hold up
+        patient = replace(options.timeouts, silence_s=max(options.timeouts.silence_s, SILENCE_S))
+        options = replace(options, timeouts=patient)
         return ReplicaSpec(ranks, config, options, JobHooks(partial(failed, replica)))
 
     return [Replica(spec(replica)) for replica in range(deployment.parallel.replicas)]
@@ -87,7 +93,6 @@ class _Driver:
         self._channels: dict[int, str] = {}
         self.channels: Future[list[str]] = Future()
         """By replica, `address secret`; [] if `drive` ended without starting each."""
-        self.exit_status = 1
         self._jobs = outer_replicas(deployment, hosts, failed, self._meet)
         self._thread = threading.Thread(target=self._run, name="driver")
         self._thread.start()
@@ -97,18 +102,27 @@ class _Driver:
         if len(self._channels) == len(self._jobs):
             self.channels.set_result([self._channels[at] for at in range(len(self._jobs))])
 
-    def join(self, timeout_s: float | None = None) -> int:
-        self._thread.join(timeout_s)
-        return self.exit_status
+    def published(self, timeout_s: float) -> list[str] | None:
+        """`channels`, None if they are not known after so long."""
+        try:
+            return self.channels.result(timeout_s)
+        except TimeoutError:
+            return None
+
+    def join(self) -> None:
+        """Returns once the run has ended well."""
+        self._thread.join()
 
     def _run(self) -> None:
+        code = 1
         try:
-            self.exit_status = asyncio.run(self._work())
+            code = asyncio.run(self._work())
         except BaseException:
             traceback.print_exc()
-        finally:
-            if not self.channels.done():
-                self.channels.set_result([])
+        if code != 0:
+            _exit(code)  # the main thread may wait for another rank, for ever
+        if not self.channels.done():
+            self.channels.set_result([])
 
     async def _work(self) -> int:
         try:
@@ -121,8 +135,8 @@ class _Driver:
 def run_inside(
     deployment: Deployment, identity: Identity, failed: Callable[[int, JobFailure], object], drive: Drive
 ) -> int:
-    """Runs this rank in an outer mpirun; rank 0 also runs `drive`. Returns the exit status, unless it is not 0: then it
-    exits. `failed`: called with a replica's failure."""
+    """Runs this rank in an outer mpirun; rank 0 also runs `drive`. Returns 0, or exits with another status. `failed`:
+    called with a replica's failure."""
     return among_ranks(identity, lambda: _run_rank(deployment, identity, failed, drive))
 
 
@@ -145,24 +159,27 @@ def _run_rank(
     bootstrap = start_bootstrap(deployment, identity)
     hosts = [name.decode() for name in bootstrap.all_gather(identity.node.encode())]
     driver = _Driver(deployment, hosts, failed, drive) if identity.rank == 0 else None
-    channels = [] if driver is None else driver.channels.result()
-    channels = json.loads(bootstrap.all_gather(json.dumps(channels).encode())[0])
+    channels: list[str] | None = None
+    while channels is None:  # rank 0 may read finished lines for longer than a bootstrap waits
+        own = None if driver is None else driver.published(MEET_S)
+        channels = json.loads(bootstrap.all_gather(json.dumps(own).encode())[0])
     works = not channels or _work_for(deployment, identity, channels, bootstrap)
     if driver is not None:
-        code = driver.join()
-    elif works:
-        code = 0
-    else:
-        code = 1
+        driver.join()
+    elif not works:
         threading.Event().wait(REPORT_S)  # rank 0 reports the reason, and then its exit ends this process
-    if code != 0:  # other ranks may never reach MPI_Finalize
-        for thread in threading.enumerate():
-            if not thread.daemon and thread is not threading.current_thread():
-                thread.join(LEAVING_S)  # it writes the failure's bundle
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+        _exit(1)
+    return 0
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends this process, and with it the outer mpirun: other ranks may never reach MPI_Finalize."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread not in (threading.current_thread(), threading.main_thread()):
+            thread.join(LEAVING_S)  # it writes the failure's bundle
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _work_for(deployment: Deployment, identity: Identity, channels: Sequence[str], bootstrap: Bootstrap) -> bool:

@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,10 @@ def join_group(
         log.warning("MPI, gloo and NCCL listen outside of launch.port_range: only `laddertron launch` restricts them")
     require_transport(deployment, backend_here(deployment), len(layout.nodes) > 1)
     choose = tuned_choice(deployment, bootstrap, nodes, layout)
-    return connect(bootstrap, layout, comm_options(deployment, address, secret), choose, stages)
+    options = comm_options(deployment, address, secret)
+    if len(set(nodes)) == 1 and deployment.parallel.dense_path != "node":
+        options = replace(options, node_group=False)  # of drafts alone, which the group itself makes there
+    return connect(bootstrap, layout, options, choose, stages)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .model_config import Layout, ModelConfig
 from .parts import make_wiring
-from .shapes import ShapeError
+from .shapes import ShapeError, splits
 
 _LAYOUTS: dict[Layout, Layout] = {
     "huggingface": "predictor",
@@ -23,12 +23,13 @@ EXTRA_READ = 64 << 20
 def whole_in_node(config: ModelConfig, itemsize: int, nodes: int, per_node: int) -> bool:
     """Whether each node of a group of `nodes` x `per_node` ranks has the whole predicting layer, with embedding and
     head, at `itemsize` bytes an element: no message between nodes then drafts, where split over the group each draft
-    costs four (embedding, two sub-blocks, the draw). It is whole if what a rank then reads more for a draft takes less
-    time than these. Raises ShapeError."""
+    costs four (embedding, two sub-blocks, the draw). It is whole if it splits over a node's ranks, and what a rank then
+    reads more for a draft takes less time than these. Raises ShapeError."""
     layer = predictor_of(config)
     inputs = layer.vocab_size + 3 * layer.ffn_size_used + 2 * layer.hidden_size
     read = layer.attention_parameters + inputs * layer.hidden_size
-    return nodes > 1 and itemsize * read * (nodes - 1) <= EXTRA_READ * nodes * per_node
+    quicker = itemsize * read * (nodes - 1) <= EXTRA_READ * nodes * per_node
+    return nodes > 1 and quicker and splits(layer, per_node)
 
 
 def predictor_of(config: ModelConfig) -> ModelConfig:

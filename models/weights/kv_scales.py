@@ -41,7 +41,9 @@ def read_kv_scales(source: Source, shard: RankShard) -> tuple[Tensor, Tensor] | 
 
 def _names(source: Source, shard: RankShard, layer: int) -> tuple[str, str]:
     """The tensors with the scales of a layer's keys and values; "" for none."""
-    attention = sources_of(shard, layer, "qkv")[0].rsplit(".", 2)[0]
+    if not (projections := sources_of(shard, layer, "qkv")):  # of lanes, whose tensors have no names by layer
+        return "", ""
+    attention = projections[0].rsplit(".", 2)[0]
 
     def name(letter: str) -> str:
         names = (f"{attention}.{name.format(letter)}" for name in _NAMES)

@@ -230,6 +230,9 @@ def test_the_predicting_layer_is_whole_in_a_node_where_that_costs_less_than_its_
     assert whole_in_node(small, 2, 2, 8)
     assert not whole_in_node(small, 2, 1, 16)
     assert not whole_in_node(large, 2, 2, 8)
+    uneven = replace(known("glm-4.6"), hidden_size=1024, vocab_size=8192, experts=None)  # 8 KV heads, 96 heads
+    assert whole_in_node(uneven, 2, 3, 8)
+    assert not whole_in_node(uneven, 2, 2, 12)  # 24 ranks share 8 KV heads evenly, 12 of a node do not
     stage = predictor_stage(large, embeds=False)
     keys = MemoryKeys(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=8192)
     drafting = replace(keys, predictor=stage.config, predictor_ranks=1)

@@ -299,13 +299,38 @@ def test_a_call_ends_reasoning_that_has_no_closing_mark(run_seed: int) -> None:
     assert message == {"content": "no", "reasoning_content": f"hm {call} or"}
 
 
-def test_a_long_call_costs_what_its_length_does() -> None:
+@pytest.mark.parametrize(
+    ("tool_format", "text", "arguments"),
+    [
+        ("hermes", r'<tool_call>{"name": "now", "arguments": "C:\dir"}</tool_call>', r'"C:\dir"'),
+        ("hermes", r'<tool_call>{"name": "now", "arguments": "\ud800"}</tool_call>', r'"\ud800"'),
+        ("gpt_oss", r' to=functions.now<|message|>"C:\dir"<|call|>', r'"C:\dir"'),
+        ("qwen3_coder", r'<function=now><parameter=a>"\ud800"</parameter></function>', r'{"a": "\"\\ud800\""}'),
+    ],
+)
+def test_arguments_that_no_text_can_have_are_passed_on(
+    tool_format: str, text: str, arguments: str, run_seed: int
+) -> None:
+    """Strings with an escape that JSON has not, or half a character: the client gets them as the model wrote them."""
+    (call,) = read_alike(text, run_seed, tool_format=tool_format)["tool_calls"]
+    assert call["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("part", ["}{", "</parameter>x", "</arg_value>x"])
+def test_a_long_call_costs_what_its_length_does(part: str) -> None:
     """Nothing is read again at each token: the scan continues where it stopped."""
     for tool_format in ("llama", "qwen3_coder", "glm"):
-        text = write(tool_format, [("weather", {"city": "}{" * 20_000})])
+        text = write(tool_format, [("weather", {"city": part * 20_000})])
         parser = ChatParts(str, tool_format, parameter_types(TOOLS))
         parts = [part for at in range(0, len(text), 4) for part in parser.push(text[at : at + 4], at + 4 >= len(text))]
-        assert calls_of(message_of(parts)) == [("weather", {"city": "}{" * 20_000})]
+        assert calls_of(message_of(parts)) == [("weather", {"city": part * 20_000})]
+
+
+def test_white_space_without_end_is_content(run_seed: int) -> None:
+    """What may stand before a call is kept back, up to a bound."""
+    assert read_alike("\n" * 300, run_seed, tool_format="hermes") == {"content": "\n" * 300}
+    parser = ChatParts(str, "hermes", parameter_types(TOOLS))
+    assert [parser.push("\n" * 200), parser.push("\n" * 100)] == [[], [{"content": "\n" * 300}]]
 
 
 # whole answers

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from laddertron.launchers.job.replica import Replica
 from laddertron.launchers.rank import outer_job
 from laddertron.launchers.rank.outer_job import outer_replicas, run_inside
 from laddertron.topology.placement.identity import Identity
+from waiting import HANG_S
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LIMITS = ModelLimits(max_model_len=64, vocab_size=32, max_num_seqs=4, kv_tokens=256)
@@ -163,10 +167,21 @@ def test_ranks_that_have_read_different_weights_never_answer() -> None:
 
 
 class One:
-    """The bootstrap of a world of one."""
+    """The bootstrap of a world of one; `rounds`: set after the third gather."""
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+        self.rounds = threading.Event()
 
     def all_gather(self, payload: bytes) -> list[bytes]:
+        self.payloads.append(payload)
+        if len(self.payloads) == 3:
+            self.rounds.set()
         return [payload]
+
+
+ALONE = deploy.load(CONFIGS / "demo.yaml", ["parallel.tensor_parallel_size=1"])
+FIRST = Identity(size=1, rank=0, local_rank=0, local_size=1, node="here", launcher="openmpi")
 
 
 def test_no_rank_works_for_a_run_that_needs_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +195,49 @@ def test_no_rank_works_for_a_run_that_needs_no_model(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(outer_job, "start_bootstrap", lambda deployment, identity: One())
     monkeypatch.setattr(outer_job, "run_rank", unexpected)
-    alone = deploy.load(CONFIGS / "demo.yaml", ["parallel.tensor_parallel_size=1"])
-    identity = Identity(size=1, rank=0, local_rank=0, local_size=1, node="here", launcher="openmpi")
-    assert run_inside(alone, identity, lambda replica, failure: None, drive) == 0
+    assert run_inside(ALONE, FIRST, lambda replica, failure: None, drive) == 0
+
+
+def test_ranks_wait_in_rounds_while_rank_0_reads_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than one gather of a store may take."""
+    one = One()
+
+    async def drive(jobs: Any) -> int:
+        await asyncio.to_thread(one.rounds.wait)
+        return 0
+
+    monkeypatch.setattr(outer_job, "start_bootstrap", lambda deployment, identity: one)
+    monkeypatch.setattr(outer_job, "MEET_S", 0.01)
+    assert run_inside(ALONE, FIRST, lambda replica, failure: None, drive) == 0
+    assert one.payloads[1:3] == [b"null", b"null"]
+    assert one.payloads[-1] == b"[]"
+
+
+STUCK = """
+import sys, threading
+from laddertron.launchers.rank import outer_job
+from test_outer import ALONE, FIRST, One
+async def drive(jobs):
+    bundle = threading.Timer(0.5, print, ("bundle written",), {"flush": True})
+    bundle.start()
+    return 3
+class Stuck(One):
+    def all_gather(self, payload):
+        if self.payloads:
+            threading.Event().wait()  # for a rank that never comes
+        return super().all_gather(payload)
+outer_job.start_bootstrap = lambda deployment, identity: Stuck()
+outer_job.run_inside(ALONE, FIRST, lambda replica, failure: None, drive)
+"""
+
+
+def test_a_run_that_failed_ends_although_rank_0_waits_for_another() -> None:
+    """With its own status, after what the failure writes."""
+    folders = [
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[1] / "job"),
+        str(Path(__file__).parents[2] / "helpers"),
+    ]
+    script = f"import sys; sys.path[:0] = {folders}\n{STUCK}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=HANG_S)
+    assert (done.returncode, done.stdout) == (3, "bundle written\n"), done.stderr

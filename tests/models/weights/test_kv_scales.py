@@ -10,6 +10,7 @@ from typing import Any
 
 import checkpoints
 import fake_flashinfer
+import lane_checkpoints
 import pytest
 import torch
 from laddertron.engine.step import build
@@ -82,6 +83,13 @@ def test_a_rank_has_its_heads_and_a_stage_its_layers(tmp_path: Path) -> None:
     scales = read_kv_scales(open_source(folder, shard, config), shard)
     assert scales is not None
     assert scales[0].tolist() == [[layer + by for by in BY_HEAD] for layer in (1, 2)]
+
+
+def test_lanes_have_none(tmp_path: Path) -> None:
+    """Their tensors are named by lane."""
+    folder = lane_checkpoints.save(tmp_path / "lanes")
+    shard = RankShard(from_folder(folder), 1, 0)
+    assert read_kv_scales(open_source(folder, shard), shard) is None
 
 
 def test_none_and_refusals(tmp_path: Path) -> None:
