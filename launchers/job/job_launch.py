@@ -217,8 +217,8 @@ class Launch:
     async def end(self, *, orderly: bool) -> str | None:
         """Ends every process of the launch and waits until they have exited; returns a description of those that could
         not be killed, or None. `orderly`: first sends Shutdown and waits for at most `shutdown_s`; ranks that are
-        loading do not read it. Outer ranks always get it, and LEAVING_S to leave the channel: what started them ends
-        the others."""
+        loading do not read it. Outer ranks always get it, and some seconds to leave the channel: what started them
+        ends the others."""
         self._ending, self._asked_at = True, time.monotonic()
         options = self._options
         stuck = list[str]()
@@ -234,8 +234,11 @@ class Launch:
             if not await self._exits_within(options.kill_grace_s + options.gone_s):
                 self._keeper.kill()  # it is suspended, or waits for a process that cannot be killed
             stuck = await self._kill_known()
-        for rank in await self._server.all_gone(LEAVING_S if isinstance(self._command, OuterRanks) else None):
-            log.warning("%s: no end of its connection was seen", self._board.name(rank))
+        if isinstance(self._command, OuterRanks):
+            await self._server.all_gone(LEAVING_S if orderly else LAST_WORDS_S)
+        else:
+            for rank in await self._server.all_gone():
+                log.warning("%s: no end of its connection was seen: by now it ended itself", self._board.name(rank))
         await self._server.close()
         for task in self._tasks:
             task.cancel()
