@@ -275,7 +275,7 @@ class Runner:
         tokens = self.tokens[slot_of, positions]
         if self.pending_step is not None:
             tokens = np.where(self._due[slot_of] == positions, fed_by(slot_of), tokens)
-        whole = self.page_table
+        recorded = self.page_table
         query_start = [0, *np.cumsum(counts).tolist()]
         rows = [
             row
@@ -287,8 +287,8 @@ class Runner:
             chained=decode > 1 and bool((slots[1:decode] == slots[: decode - 1]).any()),
             query_start=query_start,
             kv_len=ends.tolist(),
-            block_table=place(self.blocks[slots, : -(-int(ends.max()) // self.size)]) if whole is None else whole,
-            rows=None if whole is None else slots,
+            block_table=place(self.blocks[slots, : -(-int(ends.max()) // self.size)]) if recorded is None else recorded,
+            rows=None if recorded is None else slots,
             blocks=place(self.blocks[slot_of, positions // self.size]),
             offsets=place(positions % self.size),
             decode=decode,

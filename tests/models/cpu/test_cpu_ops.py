@@ -221,7 +221,9 @@ def test_huge_pages_give_zeros_that_do_not_overlap() -> None:
 
 def cache_of(blocks: int, kv_heads: int, block_size: int, dim: int, dtype: torch.dtype) -> Any:
     stored = [normal(blocks, kv_heads, block_size, dim, dtype=dtype) for _ in range(2)]
-    return SimpleNamespace(block_size=block_size, num_blocks=blocks, keys=stored[:1], values=stored[1:], write=None)
+    return SimpleNamespace(
+        block_size=block_size, num_blocks=blocks, keys=stored[:1], values=stored[1:], write=None, scales=None
+    )
 
 
 SHAPES = [  # heads, KV heads, dim, rotary dims, block size, window, QK norm

@@ -1,7 +1,7 @@
 """Quality against speed of the wirings: Llamas of the demo's shape (configs/demo), trained alike from several seeds,
 and decoded tokens/s of a Llama of 150M over two nodes that tests/cluster makes on this machine, at fixed L/c.
 
-    python tools/benchmarks/cross_node/frontier.py            half an hour of two quiet cores; as root
+    python tools/benchmarks/cross_node/frontier.py            half an hour or more of two quiet cores; as root
     python tools/benchmarks/cross_node/frontier.py --write    and renews the section of docs/layouts.md, figure and data
 
 A trained model stays in build/frontier, and an interrupted call continues with the next one. Another wiring enters by a
@@ -41,7 +41,7 @@ WIRINGS: dict[str, tuple[str, ...]] = {
 Track model (arXiv 2602.07306) of two tracks and blocks of two layers."""
 LAYERS = SHAPE["num_hidden_layers"]
 SILENT, BATCH, RATIOS = "no-communication", 1, (0.3, 0.6, 1.2)
-TOKENS = 1_600_000
+TOKENS = 400_000
 PUBLISHED = {"1B": (18.54, 18.42), "3B": (14.48, 14.90)}
 """WikiText perplexity of standard and ladder, trained alike (arXiv 2501.06589)."""
 

@@ -95,9 +95,9 @@ def main() -> int:
             except (RuntimeError, KeyError, subprocess.TimeoutExpired) as error:
                 different, seconds, fault = -1, 0.0, str(error)
         failed |= different != 0
-        said = {"fault": fault} if fault else {"lines": len(alone[model]), "different": different}
+        result = {"fault": fault} if fault else {"lines": len(alone[model]), "different": different}
         tokens = TOKENS * len(alone.get(model, {}))
-        print(json.dumps({"part": name, "tokens": tokens, "seconds": round(seconds, 1)} | said), flush=True)
+        print(json.dumps({"part": name, "tokens": tokens, "seconds": round(seconds, 1)} | result), flush=True)
     return int(failed)
 
 
