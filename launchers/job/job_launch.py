@@ -145,8 +145,8 @@ class Launch:
 
     @property
     def healthy(self) -> bool:
-        """True if it has begun, no rank is suspected, and there is no evidence of its end."""
-        return bool(self._tasks) and self._board.healthy and not self._ending
+        """True if no rank is suspected, and there is no evidence of its end."""
+        return self._board.healthy and not self._ending
 
     @property
     def failing(self) -> bool:
