@@ -283,26 +283,28 @@ class GroupedExperts:
         tiles = pairs // tile + min(count, pairs)
         starts, owners, order, places = (chosen.new_empty(size) for size in (count + 1, tiles, pairs, pairs))
         group[(count,)](starts, owners, order, places, chosen, pairs, tiles, EXPERTS=count, ROWS=tile, BLOCK=_SCANNED)
-        shape = {"WIDTH": width, "INNER": inner, "ROWS": tile, "COLUMNS": _COLUMNS, "DEPTH": _DEPTH}
+        shape = {"WIDTH": width, "INNER": inner, "ROWS": tile, "DEPTH": _DEPTH}
         most = min(pairs, expert_pairs(width, inner, x.element_size()))
         raised, products, out = x.new_empty((most, inner)), x.new_empty((most, width)), torch.empty_like(x)
         sums = weight if most == pairs else x.new_empty(x.shape, dtype=torch.float32)
         first, second = self._up, self._down
+        # E2M1 of both gate and up, widened beside 64 rows, would need more registers than compute capability 8.0 has
+        columns = _COLUMNS // 2 if first.code == "e2m1" and tile == max(TILES) else _COLUMNS
         (up_bias, down_bias), (alpha, limit) = self._biases, self._clamped or (0.0, 0.0)
         for begin in range(0, pairs, most):
             end = min(pairs, begin + most)
             # A place p is in a tile from p // tile - 1 to p // tile plus the number of the expert.
             skipped = max(0, begin // tile - 1)
             used = min(tiles, (end - 1) // tile + min(count, end)) - skipped
-            up[(used, triton.cdiv(inner, _COLUMNS))](
+            up[(used, triton.cdiv(inner, columns))](
                 raised, x, first.weight, first.scale, first.zero, x if up_bias is None else up_bias, starts, owners,
                 order, begin, end, skipped, alpha, limit, SLOTS=k, SCALES=first.scales, CODE=first.code,
-                CLAMPED=up_bias is not None, **shape,
+                CLAMPED=up_bias is not None, COLUMNS=columns, **shape,
             )  # fmt: skip
             down[(used, triton.cdiv(width, _COLUMNS))](
                 products, raised, second.weight, second.scale, second.zero, x if down_bias is None else down_bias,
                 starts, owners, begin, end, skipped, SCALES=second.scales, CODE=second.code,
-                BIASED=down_bias is not None, **shape,
+                BIASED=down_bias is not None, COLUMNS=_COLUMNS, **shape,
             )  # fmt: skip
             add_up[(len(x), triton.cdiv(width, _SCANNED))](
                 out, sums, products, places, chosen, weight, begin, end, pairs, WIDTH=width, SLOTS=k,
