@@ -29,7 +29,7 @@ from cross_layouts import at_ratios  # noqa: E402
 from laddertron.tools.plan.published import SPEEDUPS  # noqa: E402
 from laddertron.tools.plan.step_simulator import law  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from two_nodes import SHAPE, Row, Site, insist, on_nodes  # noqa: E402
+from two_nodes import SHAPE, Row, Site, declaring, insist, on_nodes  # noqa: E402
 
 ROOT = HERE.parents[2]
 MODELS, DOCS = ROOT / "build" / "frontier", ROOT / "docs"
@@ -39,6 +39,8 @@ WIRINGS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What `laddertron train` needs besides --wiring; hybrid: ladder in the upper half. desync-4 synchronises as a Parallel
 Track model (arXiv 2602.07306) of two tracks and blocks of two layers."""
+DECLARED = {"parallel": None, "desync-4": 2}
+"""Those that weights must declare, and the ranks that they are for."""
 LAYERS = SHAPE["num_hidden_layers"]
 SILENT, BATCH, RATIOS = "no-communication", 1, (0.3, 0.6, 1.2)
 TOKENS = 400_000
@@ -58,7 +60,10 @@ def trained(wiring: str, seed: int, tokens: int) -> float:
 
 def speeds(site: Site, runs: int) -> Iterator[Row]:
     """See at_ratios."""
-    deployments = {wiring: site.deployment("llama", wiring) for wiring in (*WIRINGS, SILENT)}
+    deployments = {
+        wiring: site.deployment(wiring) if wiring in DECLARED else site.deployment("llama", wiring)
+        for wiring in (*WIRINGS, SILENT)
+    }
     hybrid = deployments["hybrid"]
     upper = tuple(range(LAYERS // 2, LAYERS))
     deployments["hybrid"] = replace(hybrid, model=replace(hybrid.model, ladder_layers=upper))
@@ -138,7 +143,8 @@ def main() -> None:
     with ThreadPoolExecutor(args.processes) as pool:
         results = list(pool.map(lambda pair: trained(pair[0], pair[1], args.tokens), pairs))
     losses = {w: [loss for (name, _), loss in zip(pairs, results, strict=True) if name == w] for w in WIRINGS}
-    rows = list(on_nodes(speeds, {"llama": SHAPE}, args.runs))
+    models = {"llama": SHAPE} | {wiring: declaring(SHAPE, wiring, ranks) for wiring, ranks in DECLARED.items()}
+    rows = list(on_nodes(speeds, models, args.runs))
     lines = report(losses, rows)
     print("\n".join(lines))
     if args.write:

@@ -50,12 +50,13 @@ ROOM = keys.EngineConfig(
 )  # fmt: skip
 
 
-def declaring(fields: Row, wiring: str) -> Row:
-    """config.json of the same shape for weights of this wiring."""
+def declaring(fields: Row, wiring: str, ranks: int | None = None) -> Row:
+    """config.json of the same shape for weights of this wiring; ranks: those that a desync wiring is for."""
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(fields))
         config = from_folder(Path(folder))
-    config = replace(config, wiring=make_wiring(wiring, config.num_layers), declares_wiring=True)
+    made = make_wiring(wiring, config.num_layers, tensor_parallel_size=ranks)
+    config = replace(config, wiring=made, declares_wiring=True)
     return to_dialect(config, stock_json(config, {}), dialect_of(config))
 
 
