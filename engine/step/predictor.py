@@ -123,11 +123,11 @@ class PredictorDrafts:
         self._hold(rows, length)
         due, given, size = list[Chunk](), dict[int, Tensor](), self.cache.block_size
         for chunk in chunks:
-            slot, (start, states) = chunk.slot, self._held.get(chunk.slot, (0, []))
-            end, decodes = start + sum(map(len, states)), chunk.samples and chunk.count == 1
-            if states and decodes and not counts[slot] and end // size == start // size:
-                states[-1] = states[-1].clone()  # of the whole step's
-            elif states:
+            slot, (start, pieces) = chunk.slot, self._held.get(chunk.slot, (0, []))
+            end, decodes = start + sum(map(len, pieces)), chunk.samples and chunk.count == 1
+            if pieces and decodes and not counts[slot] and end // size == start // size:
+                pieces[-1] = pieces[-1].clone()  # of the whole step's
+            elif pieces:
                 due.append(Chunk(slot, start, end - start, counts[slot] > 0 and end == length[slot] - 1))
                 given[slot] = torch.cat(self._held.pop(slot)[1])
         if not due:
