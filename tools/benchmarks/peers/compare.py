@@ -30,7 +30,7 @@ from laddertron.tools.bench.bench_measure import Job, measure
 from laddertron.topology.hardware import cpu_tier
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[2] / "tests" / "helpers")]
 
 from common import UNFIT, environment, spread, table  # noqa: E402
 from peers.model import SIZES, packed, written  # noqa: E402

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,44 +50,16 @@ def written(folder: Path) -> Path:
 
 
 def packed(folder: Path, form: str) -> Path:
-    """A copy of the folder beside it whose products' weights have 4-bit codes with a scale for 32 columns, as
+    """A copy of the folder next to it whose products have 4-bit weights with a scale for 32 columns, as
     compressed-tensors stores them; written unless it is there. form: int4 or mxfp4."""
     import torch
-    from safetensors.torch import load_file, save_file
+    from packing import FORMS, quantise
 
     to = folder.with_name(f"{folder.name}-{form}")
-    if (to / "config.json").exists():  # written last
-        return to
-    to.mkdir(exist_ok=True)
-    levels = torch.tensor([*range(-7, 8)] if form == "int4" else [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    borders = (levels[1:] + levels[:-1]) / 2
-    for file in folder.glob("*.safetensors"):
-        stored = dict[str, torch.Tensor]()
-        for name, weight in load_file(file).items():
-            if not name.endswith("_proj.weight"):
-                stored[name] = weight
-                continue
-            grouped = weight.float().view(len(weight), -1, 32)
-            largest = grouped.abs().amax(-1, keepdim=True)
-            if form == "int4":
-                scale = (largest / 7).bfloat16()
-                codes = torch.bucketize(grouped / scale.float(), borders) + 1
-            else:
-                exponent = (largest / 4).log2().floor()
-                scale = (exponent + 127).to(torch.uint8)
-                codes = torch.bucketize(grouped.abs() / exponent.exp2(), borders) + 8 * (grouped < 0)
-            codes = codes.view(len(weight), -1, 2).to(torch.uint8)
-            pairs = codes[..., 0] | codes[..., 1] << 4
-            stored[f"{name}_packed"] = pairs.view(torch.int32) if form == "int4" else pairs
-            stored[f"{name}_scale"] = scale.squeeze(-1)
-            stored[f"{name}_shape"] = torch.tensor(weight.shape)
-        save_file(stored, to / file.name)
-    for file in folder.glob("token*.json"):
-        shutil.copy(file, to)
-    kind = {"num_bits": 4, "type": "int" if form == "int4" else "float", "strategy": "group", "group_size": 32}
-    layout = {"int4": "pack-quantized", "mxfp4": "mxfp4-pack-quantized"}[form]
-    groups = {"all": {"weights": {**kind, "symmetric": True}}}
-    words = {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": words}
-    (to / "config.json").write_text(json.dumps(config))
+    if not to.exists():
+        part = to.with_name(f".{to.name}.part")
+        shutil.copytree(folder, part, dirs_exist_ok=True)
+        chosen = FORMS["int4_32" if form == "int4" else form]
+        quantise(part, chosen, lambda name: name.endswith("_proj.weight"), torch.bfloat16)
+        part.rename(to)
     return to
