@@ -46,7 +46,7 @@ class PredictorShare:
         """model: the rank's share of the last stage. weights: as `model.weights`. node_size: the number of ranks of a
         node, if each node has the whole layer."""
         self._stage, self._source, self.in_node = stage, source, node_size > 0
-        # nodes that draft by themselves must draft alike, whatever their numbers of threads
+        # nodes that draft by themselves must draft alike, with any number of threads
         deterministic = deterministic or (self.in_node and Kernels.find() is not None)
         self._deterministic: Deterministic = deterministic
         self._shard = RankShard(stage.config, model.size, model.rank, stage, model.spread, model.per_node)
@@ -72,9 +72,9 @@ class PredictorShare:
         communicator: Communicator,
     ) -> PredictorDrafts:
         reduce, exchange, ids = model.all_reduce, sampler.exchange, model.shard.vocab
-        if self.in_node and communicator.node_reduce is not None:
-            gathers, ids = communicator.node_gathers, self._shard.vocab
-            reduce = communicator.node_reduce
+        if self.in_node:
+            assert communicator.node_reduce is not None
+            reduce, gathers, ids = communicator.node_reduce, communicator.node_gathers, self._shard.vocab
             exchange = partial(exchanged, lambda payload: gathers.start(payload).wait())
         everywhere = self._deterministic == "everywhere"
         predictor = Predictor(model, self._stage, self._shard, reduce, self._ops, self._stored, everywhere)

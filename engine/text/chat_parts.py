@@ -20,7 +20,7 @@ _SURPLUS = re.compile(r"[\s}\],;`]*")
 _MORE = re.compile(r'\s*,\s*"')
 _LITERAL = re.compile(r"[^\s,\[}\]<]+(?=[\s,\[}\]<])")
 _NEAR = 64  # white space and marks that may follow a pair
-_BLANKS = 256  # so many are content, whatever follows
+_BLANKS = 256  # so many before a call are content
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -255,9 +255,7 @@ class ChatParts:
         if not self._scan.ended:
             return self._fail(last) if last else None
         try:
-            value = json.loads(self._held[start : self._scanned], strict=False)
-            # raises for values that JSON text cannot have: a lone surrogate, NaN or an infinity (1e999)
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            value = _parsed(self._held[start : self._scanned])
         except (ValueError, RecursionError):
             return self._fail(last)
         value = value["function"] if isinstance(value.get("function"), dict) else value
@@ -400,14 +398,20 @@ class ChatParts:
         return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": arguments}}]}
 
 
+def _parsed(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError, also for values that JSON text cannot have (a lone surrogate, NaN,
+    an infinity such as 1e999), and RecursionError."""
+    value = json.loads(text, strict=False)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
 def _text_of(string: str) -> str:
-    """The text of a JSON string; the argument itself if it is none, or has a lone surrogate, which no text has."""
+    """The text of a JSON string; the argument itself if it is none."""
     try:
-        text = str(json.loads(string, strict=False))
-        text.encode()
+        return str(_parsed(string))
     except ValueError:
         return string
-    return text
 
 
 def _unquoted(name: str) -> str:
@@ -427,8 +431,7 @@ def _typed(text: str, types: Sequence[str]) -> str:
         return json.dumps(text, ensure_ascii=False)
     written = _PYTHON_WORDS.get(text.strip(), text)
     try:
-        value = json.loads(written, strict=False)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        value = _parsed(written)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     kind = "null" if value is None else _JSON_TYPES[type(value)]

@@ -11,7 +11,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -58,13 +57,14 @@ class DeviceError(Refusal, ValueError):
     """The configured device is not available on this host."""
 
 
-def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOptions:
+def comm_options(deployment: Deployment, address: str, secret: bytes, spans_nodes: bool = False) -> CommOptions:
+    """spans_nodes: whether the job does."""
     keys = deployment.parallel
     options: dict[str, Any] = {}
     if deployment.launch.bind_to == PLACEMENT and cpu_quota() is None:
         # the cores are this rank's own: with a second one its transport may spin while the rank computes
         options["spin_us"] = 20.0 if len(os.sched_getaffinity(0)) > 1 else 0.0
-    backend = backend_here(deployment)
+    backend, drafts = backend_here(deployment), deployment.engine.speculation == "mtp"
     return CommOptions(
         backend=backend,
         collective=keys.collective,
@@ -74,7 +74,7 @@ def comm_options(deployment: Deployment, address: str, secret: bytes) -> CommOpt
         address=address,
         ports=ports_at(deployment, address),
         secret=secret,
-        node_group=keys.dense_path == "node" or (deployment.engine.speculation == "mtp" and backend == "native"),
+        node_group=keys.dense_path == "node" or (spans_nodes and drafts and backend == "native"),
         **options,
     )
 
@@ -122,9 +122,7 @@ def join_group(
         log.warning("MPI, gloo and NCCL listen outside of launch.port_range: only `laddertron launch` restricts them")
     require_transport(deployment, backend_here(deployment), len(layout.nodes) > 1)
     choose = tuned_choice(deployment, bootstrap, nodes, layout)
-    options = comm_options(deployment, address, secret)
-    if len(set(nodes)) == 1 and deployment.parallel.dense_path != "node":
-        options = replace(options, node_group=False)  # of drafts alone, which the group itself makes there
+    options = comm_options(deployment, address, secret, spans_nodes=len(set(nodes)) > 1)
     return connect(bootstrap, layout, options, choose, stages)
 
 

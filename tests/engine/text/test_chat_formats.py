@@ -283,7 +283,7 @@ def test_reasoning_of_each_format(reasoning: str, run_seed: int) -> None:
 
 @pytest.mark.parametrize("cut", ["<arg_value>Ro", "<arg_value>Rome</arg_value><arg_key>days</arg_key><arg_value>1"])
 def test_a_call_that_is_cut_off_within_a_value_leaves_its_arguments_open(cut: str, run_seed: int) -> None:
-    """Nobody may take them for complete ones."""
+    """So that no client takes them for complete ones."""
     message = read_alike(f"<tool_call>weather<arg_key>city</arg_key>{cut}", run_seed, tool_format="glm")
     (call,) = message["tool_calls"]
     assert call["function"]["arguments"] in ("", '{"city": "Rome"')

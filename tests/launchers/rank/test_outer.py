@@ -124,7 +124,7 @@ def test_requests_reach_both_replicas_and_tokens_come_back() -> None:
 @pytest.mark.parametrize("words", ["", "ValueError: no such layer"])
 def test_a_rank_that_leaves_is_named(words: str) -> None:
     """What its replica was asked is lost, with its own words as the reason if it had any; the other replica serves, and
-    the ranks that are left are told to end before the run does."""
+    the ranks that are left get Shutdown before the run ends."""
 
     async def story() -> None:
         pair = Pair()

@@ -113,7 +113,7 @@ def test_none_and_refusals(tmp_path: Path) -> None:
 
 def test_scales_bring_large_keys_into_fp8_s_range() -> None:
     """Keys of 1000 and more saturate without scales; with them both backends attend as over a cache in fp32, but for
-    fp8's rounding, whatever the head's scale."""
+    fp8's rounding, for each head's scale."""
     layout, scales = make_layout([1, 1, 3, 4], [7, 0, 9, 5], 4, CPU), torch.tensor([[6.0, 8.0], [16.0, 7.0]])
     dice = torch.Generator().manual_seed(5)
     qkv = torch.randn(9, 8 * 8, generator=dice)
