@@ -21,10 +21,10 @@ from prometheus_client import CollectorRegistry
 
 from .. import __version__
 from ..engine.config.load import ConfigError, Deployment, LoadedDeployment
-from ..engine.daemon.http.keys import KeyFileError, KeyRing
-from ..engine.daemon.http.logs import set_up
 from ..engine.daemon.http.server import listen
 from ..engine.daemon.http.tls import TlsFault, check_pair
+from ..engine.daemon.keys import KeyFileError, KeyRing
+from ..engine.daemon.logs import set_up
 from ..engine.daemon.service import Daemon, Parts, freeze_gc
 from ..engine.daemon.store.disk import DiskError, make_folder
 from ..engine.daemon.store.disk_watch import DiskWatch

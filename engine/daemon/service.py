@@ -30,12 +30,11 @@ from .http.app import make_app, make_probe_app
 from .http.bodies import HeldBodies
 from .http.connections import ServerOptions, connections_within
 from .http.guard import Guard
-from .http.keys import KeyRing
 from .http.probes import ProbeListener
 from .http.reservations import Reservations
 from .http.server import make_server
 from .http.state import Services
-from .key_limits import NO_LIMITS, KeyLimits
+from .keys import NO_LIMITS, KeyLimits, KeyRing
 from .store import records
 from .store.disk_watch import WatchedFiles
 from .store.open import open_store

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ..metrics.observer import Observer
 from ..openai.answers import Answer
 from ..openai.errors import ApiError
-from .key_limits import KeyLimits
+from .keys import KeyLimits
 from .store import records
 from .store.rows import Tokens
 from .store.schema import Rows

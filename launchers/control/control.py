@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar, cast
 
-from ...engine.daemon.http.logs import Sparse
+from ...engine.daemon.logs import Sparse
 from ...topology.hardware.ports import ANY_PORT, listen, require_one_address
 from ...topology.json_codec import ReadError
 from . import frames, messages

@@ -16,8 +16,8 @@ import pytest
 from fake_job import FakeJob
 from laddertron.engine.config.schema import DaemonConfig as DaemonConfig
 from laddertron.engine.config.schema import Deployment, LimitsConfig, ModelSection
-from laddertron.engine.daemon.http.keys import KeyRing
 from laddertron.engine.daemon.http.server import listen
+from laddertron.engine.daemon.keys import KeyRing
 from laddertron.engine.daemon.service import Daemon, Parts
 from laddertron.engine.daemon.store.store import StoreOptions
 from laddertron.engine.job import Culprit, JobState

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from daemon_tools import line, submit, wait_batch
-from laddertron.engine.daemon.http.keys import add_key
+from laddertron.engine.daemon.keys import add_key
 from laddertron.launchers.cli import __main__ as cli
 from openai import OpenAI
 from test_app_serve import ROOT, Process

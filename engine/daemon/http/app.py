@@ -15,12 +15,12 @@ from starlette.routing import compile_path
 
 from ...openai.errors import ApiError
 from ...openai.to_engine import wrong_model
+from ..keys import KeyRing
 from .batches import batches_router
 from .errors import failed, response_of
 from .files import files_router
 from .generate import Direct, Generator, generate_router
 from .guard import OPEN, Guard
-from .keys import KeyRing
 from .page import page_router
 from .probes import metrics_router, probes_router
 from .state import Services

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...openai.errors import ApiError
+from ..logs import Sparse
 from ..store.disk_watch import DiskWatch
-from .logs import Sparse
 
 log = logging.getLogger(__name__)
 

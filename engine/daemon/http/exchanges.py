@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...openai.errors import ApiError
+from ..keys import Key
 from .connections import spare
-from .keys import Key
 
 
 class Endable(Protocol):

@@ -22,14 +22,14 @@ from ...openai.body import TOKENIZE
 from ...openai.errors import ApiError
 from ...openai.responses import ResponseWriter
 from ...openai.schema import GENERATING, RESPONSES
+from ..keys import MAX_KEY, Key, KeyRing, digest_of
+from ..logs import Sparse
 from ..usage import Usage
 from .authority import check_local
 from .bodies import SMALL_BYTES, Unread, UnreadAnswers
 from .connections import MAX_HEADER_BYTES
 from .errors import failed, response_of, stopping
 from .exchanges import Exchanges, Place
-from .keys import MAX_KEY, Key, KeyRing, digest_of
-from .logs import Sparse
 
 log = logging.getLogger(__name__)
 audit_log = logging.getLogger("laddertron.audit")

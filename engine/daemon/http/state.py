@@ -13,12 +13,12 @@ from fastapi import Request
 
 from ..batches import Batches
 from ..core import Core
+from ..keys import Key
 from ..overview import Samples
 from ..store.store import StoreUnavailable
 from ..store.sums import Damaged
 from .bodies import HeldBodies
 from .errors import damaged, not_found, unstored
-from .keys import Key
 from .reservations import Reservations
 
 audit_log = logging.getLogger("laddertron.audit")

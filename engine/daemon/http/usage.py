@@ -11,11 +11,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from ...openai.errors import ApiError
+from ..keys import Key, KeyRing
 from ..store import records
 from ..store.store import StoreUnavailable
 from ..store.sums import Damaged
 from ..usage import DAY
-from .keys import Key, KeyRing
 from .state import Services, audit, is_admin, owner_of
 
 

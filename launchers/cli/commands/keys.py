@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ....engine.config.bind import allowed
 from ....engine.config.schema import DAY, Range, Unit
-from ....engine.daemon.http.keys import (
+from ....engine.daemon.keys import (
     Key,
     KeyFileError,
     KeyKind,

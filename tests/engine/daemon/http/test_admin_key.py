@@ -9,7 +9,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 from daemon_tools import deployment, line, served, submit, wait_batch
-from laddertron.engine.daemon.http.keys import add_key, revoke_key
+from laddertron.engine.daemon.keys import add_key, revoke_key
 from laddertron.launchers.cli.commands.keys import command
 from test_probes import get
 from tiny_text import write_folder

@@ -21,7 +21,7 @@ import pytest
 from daemon_tools import NAME, Served, deployment, line, served, submit, wait_batch
 from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.forms import FormError, FormReader, boundary_of, clean_name
-from laddertron.engine.daemon.http.keys import (
+from laddertron.engine.daemon.keys import (
     KeyFileError,
     KeyRing,
     add_key,

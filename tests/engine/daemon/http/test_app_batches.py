@@ -31,7 +31,7 @@ from daemon_tools import (
 )
 from fake_job import FakeJob
 from laddertron.engine.config.schema import LimitsConfig
-from laddertron.engine.daemon.http.keys import add_key
+from laddertron.engine.daemon.keys import add_key
 from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.store import StoreOptions
 from laddertron.engine.request import TokensEvent
@@ -629,7 +629,7 @@ def test_the_access_log_says_why_and_leaves_polling_out(
 def test_the_audit_and_the_logs_are_one_json_object_a_line(folder: Path, tmp_path: Path) -> None:
     import io
 
-    from laddertron.engine.daemon.http.logs import JsonFormatter, TextFormatter
+    from laddertron.engine.daemon.logs import JsonFormatter, TextFormatter
 
     record = logging.LogRecord("laddertron.x", logging.WARNING, "f", 1, "rank %d\nis late", (3,), None)
     record.rank, record.node = 3, "node-a"

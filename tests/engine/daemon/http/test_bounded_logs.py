@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from daemon_tools import deployment, served
-from laddertron.engine.daemon.http.keys import add_key
-from laddertron.engine.daemon.http.logs import QueuedHandler, Sparse, to_stream
+from laddertron.engine.daemon.keys import add_key
+from laddertron.engine.daemon.logs import QueuedHandler, Sparse, to_stream
 from laddertron.engine.daemon.store import store
 from laddertron.engine.daemon.store.disk_watch import DiskWatch
 from laddertron.launchers.control import control
@@ -64,7 +64,7 @@ def test_a_log_that_nobody_reads_stops_nothing() -> None:
 def test_a_process_whose_log_is_not_read_ends() -> None:
     """The pipe stays full: neither a lock nor the last flush holds the end up."""
     code = (
-        "import logging, sys; from laddertron.engine.daemon.http.logs import set_up\n"
+        "import logging, sys; from laddertron.engine.daemon.logs import set_up\n"
         "set_up(sys.stderr, 'info')\n"
         "for number in range(20_000): logging.warning('x' * 100)\n"
         "print('logged', flush=True)"

@@ -20,8 +20,8 @@ import pytest
 from daemon_tools import Served, deployment, served
 from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http import connections
-from laddertron.engine.daemon.http.keys import add_key
 from laddertron.engine.daemon.http.server import listen
+from laddertron.engine.daemon.keys import add_key
 from test_server import make_pair
 from tiny_text import write_folder
 from waiting import FOR_EVER_S, HANG_S, until

@@ -18,7 +18,7 @@ from laddertron.engine.daemon import service
 from laddertron.engine.daemon.http.connections import spare
 from laddertron.engine.daemon.http.exchanges import Exchanges, Place
 from laddertron.engine.daemon.http.guard import Guard
-from laddertron.engine.daemon.http.keys import Key, KeyRing, add_key, read_keys, revoke_key, rotate_key
+from laddertron.engine.daemon.keys import Key, KeyRing, add_key, read_keys, revoke_key, rotate_key
 from laddertron.engine.daemon.store import records
 from laddertron.engine.openai.errors import ApiError
 from test_connections import ask

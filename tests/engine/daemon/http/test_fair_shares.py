@@ -29,7 +29,7 @@ from laddertron.engine.daemon.http import generate
 from laddertron.engine.daemon.http.app import make_app
 from laddertron.engine.daemon.http.bodies import Unread, UnreadAnswers
 from laddertron.engine.daemon.http.guard import Guard
-from laddertron.engine.daemon.http.keys import add_key
+from laddertron.engine.daemon.keys import add_key
 from laddertron.engine.daemon.store import records
 from laddertron.engine.daemon.store.rows import BatchRow, FileRow
 from laddertron.engine.daemon.store.schema import Rows

@@ -16,8 +16,7 @@ import openai
 import pytest
 from daemon_tools import NAME, deployment, line, lines_of, read_keys_at_once, served, submit, wait_batch
 from fake_job import FakeJob
-from laddertron.engine.daemon.http.keys import KeyFileError, KeyRing, add_key, limit_key, read_keys, revoke_key
-from laddertron.engine.daemon.key_limits import KeyLimits
+from laddertron.engine.daemon.keys import KeyFileError, KeyLimits, KeyRing, add_key, limit_key, read_keys, revoke_key
 from laddertron.engine.daemon.store.clock import TrustedClock
 from laddertron.engine.daemon.store.rows import Tokens
 from laddertron.engine.daemon.usage import DAY, Usage, tokens_of

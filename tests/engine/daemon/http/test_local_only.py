@@ -11,7 +11,7 @@ import pytest
 from daemon_tools import NAME, Served, deployment, served
 from laddertron.engine.config.rules import is_loopback
 from laddertron.engine.daemon.http.authority import Authority, authority_of, check_local, origin_form
-from laddertron.engine.daemon.http.keys import add_key
+from laddertron.engine.daemon.keys import add_key
 from laddertron.engine.openai.errors import ApiError
 from tiny_text import write_folder
 

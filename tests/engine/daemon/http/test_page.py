@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from daemon_tools import NAME, deployment, line, served, submit, wait_batch
-from laddertron.engine.daemon.http.keys import add_key, revoke_key
 from laddertron.engine.daemon.http.page import MAX_OF_KEY, MAX_VIEWERS, Overview, page_of_daemon
+from laddertron.engine.daemon.keys import add_key, revoke_key
 from laddertron.engine.daemon.overview import (
     HISTORY_POINTS,
     RECENT_SECONDS,

@@ -17,8 +17,8 @@ from daemon_tools import LIMITS, NAME, Served, deployment, line, served, submit,
 from fake_job import FakeJob
 from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http.connections import connections_within
-from laddertron.engine.daemon.http.keys import add_key
 from laddertron.engine.daemon.http.probes import STALLED_S
+from laddertron.engine.daemon.keys import add_key
 from laddertron.engine.daemon.store import store
 from laddertron.engine.daemon.store.store import StoreOptions
 from laddertron.engine.metrics.observer import Observer

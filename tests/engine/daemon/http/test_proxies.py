@@ -12,8 +12,8 @@ from daemon_tools import LIMITS, NAME, Served, deployment, served
 from fake_job import FakeJob
 from laddertron.engine.daemon.http import generate
 from laddertron.engine.daemon.http.connections import ServerOptions
-from laddertron.engine.daemon.http.keys import add_key
 from laddertron.engine.daemon.http.server import make_server
+from laddertron.engine.daemon.keys import add_key
 from tiny_text import write_folder
 from waiting import HANG_S
 

@@ -14,8 +14,8 @@ from typing import Any
 import openai
 import pytest
 from daemon_tools import NAME, deployment, served
-from laddertron.engine.daemon.http.keys import add_key
-from laddertron.engine.daemon.http.logs import to_file
+from laddertron.engine.daemon.keys import add_key
+from laddertron.engine.daemon.logs import to_file
 from laddertron.engine.daemon.store.disk_watch import DiskWatch
 from laddertron.engine.daemon.store.store import StoreOptions
 from laddertron.engine.metrics.observer import Observer

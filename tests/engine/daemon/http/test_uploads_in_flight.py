@@ -15,9 +15,8 @@ import pytest
 from daemon_tools import Served, deployment, line, served, submit, wait_batch
 from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.http import reservations
-from laddertron.engine.daemon.http.keys import add_key, limit_key
 from laddertron.engine.daemon.http.reservations import Reservations
-from laddertron.engine.daemon.key_limits import KeyLimits
+from laddertron.engine.daemon.keys import KeyLimits, add_key, limit_key
 from laddertron.engine.daemon.store.disk import NewFile
 from laddertron.engine.daemon.store.open import open_store
 from laddertron.engine.daemon.store.store import StoreOptions

@@ -11,7 +11,7 @@ from pathlib import Path
 import first_start
 import pytest
 from disk_log import DiskLog, write_folder
-from laddertron.engine.daemon.http.keys import read_keys
+from laddertron.engine.daemon.keys import read_keys
 from laddertron.engine.daemon.store.store import StoreOptions
 from test_store import with_store
 from test_store_folder import known
@@ -66,7 +66,7 @@ def test_a_power_cut_while_an_earlier_version_made_its_store_is_accepted(tmp_pat
 def test_a_power_cut_while_a_key_is_added_loses_no_key_that_was_shown(tmp_path: Path, root: Path) -> None:
     root.mkdir()
     log, path = DiskLog(tmp_path, root), root / "etc" / "keys.json"
-    code = "import pathlib, sys; from laddertron.engine.daemon.http.keys import add_key\nfor name in 'ab': "
+    code = "import pathlib, sys; from laddertron.engine.daemon.keys import add_key\nfor name in 'ab': "
     code += "add_key(pathlib.Path(sys.argv[1]), name); open(sys.argv[2], 'a').write(f'ack {name}\\n')"
     log.run([sys.executable, "-c", code, str(path), str(log.path)], HANG_S)
     assert tried_after_cuts(log, root, lambda: {key.name for key in read_keys(path)} if path.exists() else set()) > 10

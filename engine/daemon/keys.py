@@ -1,4 +1,6 @@
-"""API keys: `sk-lt-` and 256 random bits, shown once, stored as digests, compared in constant time."""
+"""API keys and their limits: `sk-lt-` and 256 random bits, shown once, stored as digests, compared in constant time.
+Imports nothing of the extra `engine`, without which `laddertron keys` runs.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ....topology.json_codec import build, unbuild
-from ..key_limits import NO_LIMITS, KeyLimits
-from ..store.disk import NewFile, make_folder
+from ...topology.json_codec import build, unbuild
+from .store.disk import NewFile, make_folder
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,24 @@ MAX_KEY = 256
 
 class KeyFileError(ValueError):
     """The key file cannot be used; the message names it and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """Limits of one key; None: unlimited."""
+
+    requests_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    tokens_per_day: int | None = None
+    stored_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if (value := getattr(self, name)) is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"limits.{name}={value!r}: an integer above 0, or leave it out")
+
+
+NO_LIMITS = KeyLimits()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from ...job import CULPRIT
-from ..store.disk_watch import DiskWatch
+from ..job import CULPRIT
+from .store.disk_watch import DiskWatch
 
 _FLUSH_SECONDS = 1.0
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
