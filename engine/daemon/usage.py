@@ -33,7 +33,7 @@ class Usage:
     """Call `enter` and `leave` around a request and `add` after it, on the daemon's event loop."""
 
     def __init__(self, store: Store, observer: Observer, limits_of: Callable[[str], KeyLimits]) -> None:
-        self._store, self._observer, self.limits_of, self.monotonic = store, observer, limits_of, time.monotonic
+        self.store, self._observer, self.limits_of, self.monotonic = store, observer, limits_of, time.monotonic
         self._budgets: dict[str, tuple[float, float]] = {}  # allowed requests, and at what time (token bucket)
         self.in_progress: Counter[str] = Counter()
         self._day = 0
@@ -44,10 +44,10 @@ class Usage:
     async def load(self) -> None:
         day = self.today()
         damaged: list[Damaged] = []
-        for row in await self._store.read(lambda db: records.read_usage(db, None, day, damaged)):
+        for row in await self.store.read(lambda db: records.read_usage(db, None, day, damaged)):
             self._today[row["owner"]] += row["prompt_tokens"] + row["completion_tokens"]
         for wrong in damaged:
-            self._store.report(wrong)
+            self.store.report(wrong)
 
     def enter(self, owner: str, computes: bool) -> None:
         """Counts one more open request of the owner; `computes`: it generates tokens. Raises ApiError, without counting
@@ -76,7 +76,7 @@ class Usage:
     def exhausted(self, owner: str) -> float:
         """Seconds until the owner's daily tokens are reset; 0 if some are left."""
         day, most = self.today(), self.limits_of(owner).tokens_per_day
-        return (day + 1) * DAY - self._store.clock.now() if most is not None and self._today[owner] >= most else 0.0
+        return (day + 1) * DAY - self.store.clock.now() if most is not None and self._today[owner] >= most else 0.0
 
     def check_stored(self, owner: str, stored: int, more: int, in_flight: int = 0) -> None:
         """Raises ApiError if `more` bytes, with those of the owner's other uploads `in_flight`, would exceed its limit
@@ -111,7 +111,7 @@ class Usage:
                 records.add_usage(rows, owner, day, requests, tokens)
 
         try:
-            await asyncio.shield(self._store.write(work))  # once queued it is written, even if the caller is cancelled
+            await asyncio.shield(self.store.write(work))  # once queued it is written, even if the caller is cancelled
         except Exception:
             for (owner, day), (requests, tokens) in usage.items():
                 self._owe(owner, day, requests, tokens)
@@ -119,7 +119,7 @@ class Usage:
 
     def today(self) -> int:
         """Days since 1970, UTC, by the trusted clock."""
-        day = int(self._store.clock.now()) // DAY
+        day = int(self.store.clock.now()) // DAY
         if day != self._day:  # if the clock was set back, continues that day's counts
             self._day, self._today = day, self._days.setdefault(day, Counter())
             while len(self._days) > _DAYS:

@@ -101,12 +101,12 @@ class Sampler:
         self._routing: Tensor | None = None
         self._seen = b""  # result of `_routed` for the last step
         self._per_node = 1
-        self._gather = gather
-        self._slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
+        self.gather = gather
+        self.slots = SlotTable(vocab_size, shard.start, self.columns, max_slots, grammars)
         one = shares < 2
         work = make_shard(shard.start, device) if one else SharedShard(shard.start, len(shard), shares, device)
         scorer = Scorer(vocab_size, shard.start, self.columns, work, self.exchange)
-        self._tools = StepContext(work, scorer, self._slots, self._first_exchange, self.exchange, shares > 0)
+        self._tools = StepContext(work, scorer, self.slots, self._first_exchange, self.exchange, shares > 0)
         self._digest = np.zeros(8, np.uint8)
         self._under_way: _Draw | None = None
         self._on_device: DeviceDraw | None = None
@@ -128,11 +128,11 @@ class Sampler:
     def admit(self, sequence: NewSequence) -> None:
         """Fills a slot; the noise continues at output position len(tokens) - prompt_len. Raises ValueError if the slot
         is in use, or the sequence needs a grammar and grammars are unavailable."""
-        self._slots.admit(sequence)
+        self.slots.admit(sequence)
 
     def release(self, slot: int) -> None:
         """Empties a slot; no effect on an empty one."""
-        self._slots.release(slot)
+        self.slots.release(slot)
 
     def sample(self, logits_BV: Tensor, slots: Sequence[int], fed: Array | None = None) -> Sampled:
         """Samples one id for each row of logits [B, len(shard)] (model dtype or fp32, rows in the order of `slots`) and
@@ -140,13 +140,13 @@ class Sampler:
         previous row counts and sampled the draft's id. Raises DesyncError if the ranks' last ids differ."""
         if logits_BV.shape[0] != len(slots):
             raise ValueError(f"{logits_BV.shape[0]} rows of logits for {len(slots)} slots: one id a row")
-        plan = self._slots.sampling_plan(slots)
+        plan = self.slots.sampling_plan(slots)
         if self._on_device is not None:
             self._on_device.forget()
         sampled = Step(self._tools, plan, logits_BV[:, : self.columns], fed).run()
         if fed is not None:
             sampled = replace(sampled, taken=rule.taken(plan.offset, fed, sampled.ids, sampled.nonfinite))
-        self._slots.append(plan, sampled)
+        self.slots.append(plan, sampled)
         self._add_digests(sampled, logits_BV, slots)
         self._seen = self._routed()
         self._digest = _digest(self.step, plan.at, sampled.ids, fed, self._seen)
@@ -155,7 +155,7 @@ class Sampler:
 
     def drafted(self, slot: int, drafts: list[int]) -> list[int]:
         """The drafts before the first that the slot's grammar refuses."""
-        if slot not in self._slots.grammatical or self.grammars is None:
+        if slot not in self.slots.grammatical or self.grammars is None:
             return drafts
         return drafts[: self.grammars.state(slot).accepts(drafts)]
 
@@ -171,17 +171,17 @@ class Sampler:
         `sample` instead."""
         if self._on_device is None or self._under_way is not None:
             return False
-        plan = self._slots.sampling_plan(slots)
-        if len(plan.masked) or plan.offset.any() or not self._slots.digested.isdisjoint(slots):
+        plan = self.slots.sampling_plan(slots)
+        if len(plan.masked) or plan.offset.any() or not self.slots.digested.isdisjoint(slots):
             return False
-        edits = [self._slots.edits[int(slot)] for slot in plan.at[plan.edited]]
+        edits = [self.slots.edits[int(slot)] for slot in plan.at[plan.edited]]
         if any(e.bad_words for e in edits):
             return False
         logits = logits_BV[:, : self.columns]
-        read = self._on_device.start_recorded(plan, self._slots.position, self._digest) if recorded else None
+        read = self._on_device.start_recorded(plan, self.slots.position, self._digest) if recorded else None
         if read is None:
-            read = self._on_device.start(logits, plan, self._slots.position, self._digest, edits, self._routing)
-        self._slots.advance(plan)
+            read = self._on_device.start(logits, plan, self.slots.position, self._digest, edits, self._routing)
+        self.slots.advance(plan)
         self._under_way = _Draw(self.step, plan, edits, read)
         self.step += 1
         return True
@@ -219,7 +219,7 @@ class Sampler:
         return self._tools.scorer.score(logits_TV[:, : self.columns], targets.astype(np.int64), top)
 
     def _add_digests(self, sampled: Sampled, logits_BV: Tensor, slots: Sequence[int]) -> None:
-        digested = [row for row, slot in enumerate(slots) if slot in self._slots.digested]
+        digested = [row for row, slot in enumerate(slots) if slot in self.slots.digested]
         if not digested:
             return
         for row, digest in zip(digested, self.digests(logits_BV[digested]).tolist(), strict=True):
@@ -230,7 +230,7 @@ class Sampler:
     def digests(self, logits_TV: Tensor) -> Digests:
         """Digests of rows of logits over the whole vocabulary, from this rank's [T, len(shard)]; the same on every
         rank. Takes one gather."""
-        own = row_digests(logits_TV[:, : self.columns], self._slots.first)
+        own = row_digests(logits_TV[:, : self.columns], self.slots.first)
         summed: Digests = self.exchange([own])[0].sum(0)
         return summed
 
@@ -265,7 +265,7 @@ class Sampler:
 
     def exchange(self, parts: list[Array]) -> list[Array]:
         """Gathers several arrays at once: each part [...] is returned as [tp, ...]."""
-        return exchanged(self._gather, parts)
+        return exchanged(self.gather, parts)
 
 
 def exchanged(gather: Callable[[Array], Array], parts: list[Array]) -> list[Array]:

@@ -349,7 +349,7 @@ class ControlThread:
         self, handler: ControlHandler, secret: bytes, welcome: messages.Welcome, host: str, ports: range = ANY_PORT
     ) -> None:
         self._handler = handler
-        self._server = ControlServer(self, secret, welcome, host, ports=ports)
+        self.server = ControlServer(self, secret, welcome, host, ports=ports)
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._loop.run_forever, name="control channel", daemon=True)
         self._owner: asyncio.AbstractEventLoop
@@ -364,25 +364,25 @@ class ControlThread:
             self.thread.start()
         except RuntimeError as error:
             raise OSError(errno.EAGAIN, str(error)) from error
-        return await self._run(self._server.start())
+        return await self._run(self.server.start())
 
     @property
     def connected(self) -> frozenset[int]:
-        return self._server.connected
+        return self.server.connected
 
     def send(self, message: messages.ServerMessage, rank: int | None = None) -> None:
         with contextlib.suppress(RuntimeError):  # closed: the ranks are gone
-            self._loop.call_soon_threadsafe(self._server.send, message, rank)
+            self._loop.call_soon_threadsafe(self.server.send, message, rank)
 
     def finish_sending(self) -> None:
-        self._loop.call_soon_threadsafe(self._server.finish_sending)
+        self._loop.call_soon_threadsafe(self.server.finish_sending)
 
     async def all_gone(self, timeout_s: float | None = None) -> frozenset[int]:
-        return await self._run(self._server.all_gone(timeout_s)) if self.thread.is_alive() else frozenset()
+        return await self._run(self.server.all_gone(timeout_s)) if self.thread.is_alive() else frozenset()
 
     async def close(self) -> None:
         if self.thread.is_alive():
-            await self._run(self._server.close())
+            await self._run(self.server.close())
             self._loop.call_soon_threadsafe(self._loop.stop)
             await asyncio.to_thread(self.thread.join)
         self._loop.close()

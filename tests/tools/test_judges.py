@@ -67,11 +67,11 @@ def test_what_cannot_be_installed_is_skipped_with_the_reason(
 ) -> None:
     """An interpreter that is not there, and pip's last words."""
     monkeypatch.setattr(judges, "ROOT", tmp_path)
-    monkeypatch.setitem(judges.JUDGES, "a", judges._agent("a", "a", python="python-that-is-not-there"))
+    monkeypatch.setitem(judges.JUDGES, "a", judges.agent_judge("a", "a", python="python-that-is-not-there"))
     refusing = tmp_path / "python"
     refusing.write_text("#!/bin/sh\necho first >&2; echo no such release >&2; exit 1\n")
     refusing.chmod(0o755)
-    monkeypatch.setitem(judges.JUDGES, "b", judges._agent("b", "b", python=str(refusing)))
+    monkeypatch.setitem(judges.JUDGES, "b", judges.agent_judge("b", "b", python=str(refusing)))
     for name, reason in (("a", "python-that-is-not-there"), ("b", "no such release")):
         assert judges.judged(name, "", "") == (name, "-", "0", "0", "skipped", "-")
         assert re.search(f"{name}: skipped.*{reason}", capsys.readouterr().err)

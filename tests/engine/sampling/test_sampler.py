@@ -393,7 +393,7 @@ def test_a_different_id_on_one_rank_is_a_desync_within_a_step() -> None:
         sampler.follow(lambda: experts[0].to_bytes(8, "little"), None, 1)
         for number, step in enumerate(steps):
             logits, experts[0] = cut(step, 4, rank), 7 * (rank == 2 and number >= 2)
-            sampler._gather = lying if rank == 2 and number == 1 else gather
+            sampler.gather = lying if rank == 2 and number == 1 else gather
             try:
                 sampler.sample(logits, [0, 1])
             except DesyncError as error:

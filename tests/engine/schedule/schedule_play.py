@@ -122,7 +122,7 @@ def check_books(scheduler: Scheduler) -> None:
     lists = [sequence.blocks for sequence in residency.running]
     lists += [group.prompt_blocks for group in residency.holders.values()]
     held = Counter(block for blocks in lists for block in blocks)
-    assert {b: n for b, n in enumerate(pool._references) if n} == held
+    assert {b: n for b in range(pool.num_blocks) if (n := pool.references(b))} == held
     cached = [block for blocks in pool.cached_blocks for block in blocks]
     idle = [*pool.free_blocks, *cached]
     assert all(pool._needed[block] == needed for needed in (False, True) for block in pool.cached_blocks[needed])

@@ -50,7 +50,7 @@ def test_a_busy_loop_starves_neither_pings_nor_heartbeats(monkeypatch: pytest.Mo
             options = {"watchdog": False, "silence_s": FOR_EVER_S, "end": lambda reason: None, "beat": Beat}
             client = await asyncio.to_thread(lambda: ControlClient(address, secret, 0, 0, **options))  # type: ignore[arg-type]
             await hear(lambda: any(isinstance(m, Beat) for m in recorder.messages), recorder)
-            (peer,) = channel._server.peers.values()
+            (peer,) = channel.server.peers.values()
             for _ in range(10):
                 sent, began, taken = peer.sent_at, time.monotonic(), len(recorder.messages)
                 until(lambda sent=sent: peer.sent_at > sent, "no ping while the owner's loop was busy")  # type: ignore[misc]

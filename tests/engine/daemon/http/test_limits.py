@@ -148,7 +148,7 @@ def test_what_the_store_did_not_take_is_written_later() -> None:
             used.add("a", Tokens(1, 1, 1))
             raise OSError("full")
 
-    vars(used._store)["write"] = write
+    vars(used.store)["write"] = write
     used.add("a", Tokens(5, 0, 2), requests=2)
     with pytest.raises(OSError, match="full"):
         asyncio.run(used.flush())
