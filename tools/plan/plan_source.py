@@ -13,7 +13,7 @@ import click
 
 from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read
 from ...engine.config.rules import emulated_link
-from ...engine.config.schema import CPU_KV_CACHE_MEMORY
+from ...engine.config.schema import EngineConfig, ModelSection, ParallelConfig
 from ...engine.schedule.speculation import MOST
 from ...engine.step.memory import MemoryKeys
 from ...launchers.cli.fabric_source import backend_of, lay_out, read_fabric, suits
@@ -32,11 +32,11 @@ from ...models.weights.slices import EXPERTS, PRODUCTS, SHARED
 from ...topology.cost.cost import Backend, Costs, Shape, shape_of
 from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.presets import preset
-from ...topology.placement.placement import place
+from ...topology.placement.placement import Placement, place
 from ...topology.placement.world import World
-from .estimate import Question
+from .estimate import Question, memory_in
 from .layouts import Work
-from .memory import StoredTypes, memory
+from .memory import StoredTypes
 
 _KEYS = {
     "wiring": "model.wiring",
@@ -80,10 +80,10 @@ def question(
 
 def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     """The deployment's plan. Raises ConfigError, PlacementError, ValueError, OSError."""
-    d = loaded.deployment
-    config, quantised, wide, notes = _model(loaded)
+    d, model = loaded.deployment, _model(loaded, asked.fp8)
+    config, notes = model.config, model.notes
     try:
-        if config.experts is None:  # else what is cut depends on the nodes, below
+        if config.experts is None:  # else what is cut depends on the nodes, in _question
             check_shapes(config, d.parallel.world.tp)
         choose_layers(config, d.parallel.world.stages, d.parallel.pipeline_layers)
     except ShapeError as error:
@@ -93,16 +93,52 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     fabric = asked.fabric
     if fabric is None and d.launch.fabric is not None:
         fabric = read_fabric(d.launch.fabric)
-    if fabric is None:
-        assumed = assumed_fabric(d)
-        fabric = preset(assumed)
-        notes.append(f"no fabric was named: {assumed} is assumed (--nodes, --fabric, or launch.fabric)")
-        # Host names of the file mean machines that the assumed fabric does not know.
-        placement = place(
-            fabric, d.parallel.world, ranks_per_node=d.launch.ranks_per_node, suits=suits(config),
-        )  # fmt: skip
-    else:
-        fabric, placement = lay_out(d, fabric, {})
+    if fabric is not None:
+        return _question(loaded, model, *lay_out(d, fabric, {}), asked.work)
+    assumed = assumed_fabric(d)
+    fabric = preset(assumed)
+    notes.append(f"no fabric was named: {assumed} is assumed (--nodes, --fabric, or launch.fabric)")
+    # Host names of the file mean machines that the assumed fabric does not know.
+    placement = place(fabric, d.parallel.world, ranks_per_node=d.launch.ranks_per_node, suits=suits(config))
+    return _question(loaded, model, fabric, placement, asked.work)
+
+
+def from_names(
+    name: str, asked: Asked, wiring: str = "auto", size: int | None = None, replicas: int | None = None,
+    max_model_len: int | None = None,
+) -> Question:  # fmt: skip
+    """The plan of a known architecture, as a deployment of it with room for many sequences. `size` None: a node's
+    devices, or those of as few nodes as it fits on; `replicas` None: as many as there are devices for. Raises
+    PlacementError, ValueError."""
+    fabric = asked.fabric or preset("1x8xH100")
+    gpu = any(n.devices for n in fabric.nodes)
+    model = _known_model(name, wiring, asked.fp8, gpu)
+    if asked.fabric is None:
+        model.notes.insert(0, "no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)")
+    total = sum(len(n.devices) or len(n.numa) for n in fabric.nodes)
+    length = max_model_len or min(8192 if gpu else 2048, model.config.max_position_embeddings)
+    engine = EngineConfig(max_num_seqs=512, max_num_batched_tokens=8192) if gpu else EngineConfig()
+
+    def of(tp: int) -> Question:
+        world = World(tp, replicas=replicas or max(1, total // tp))
+        keys = Deployment(
+            ModelSection(name.lower(), max_model_len=length), ParallelConfig(tp, replicas=world.replicas), engine=engine
+        )
+        placement = place(fabric, world, suits=suits(model.config))
+        return _question(LoadedDeployment(keys, name, {}), model, fabric, placement, asked.work)
+
+    if size is not None or not gpu:
+        return of(size or total)
+    per_node = len(fabric.nodes[0].devices)
+    sizes = [n for n in range(1, total + 1) if splits(model.config, n) and total % n == 0]
+    inside = max((n for n in sizes if n <= per_node), default=1)
+    questions = map(of, (inside, *(n for n in sizes if n > per_node)))
+    return next((q for q in questions if memory_in(q).fits), None) or of(max(sizes, default=1))
+
+
+def _question(loaded: LoadedDeployment, model: _Model, fabric: Fabric, placement: Placement, work: Work) -> Question:
+    """What the deployment asks of the model on this placement. Raises ConfigError."""
+    d, config, notes = loaded.deployment, model.config, list(model.notes)
     shape, p = shape_of(fabric, placement), d.parallel
     try:
         sharing = share(config, p.expert_layout, p.dense_path, shape.nodes, shape.per_node)
@@ -113,11 +149,10 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     gpu = any(n.devices for n in fabric.nodes) and d.engine.device != "cpu"
     values = config.dtype if d.model.dtype == "auto" else d.model.dtype
     kv = values if d.engine.kv_cache_dtype == "auto" else d.engine.kv_cache_dtype
-    published = quantised is not None and d.dummy_seed is None  # a dummy of these is drawn wide
-    means = quantised or assumed_fp8(config)
-    quantises = published or (asked.fp8 and gpu)
-    weights = d.model.weights if d.model.weights != "stored" else means.title.lower() if quantises else values
-    stored = StoredTypes(weights, values, kv, _kept_here(wide, config, means, fabric) if gpu else wide, means)
+    form = model.form
+    quantises = model.stored or (model.fp8 and gpu)
+    weights = d.model.weights if d.model.weights != "stored" else form.title.lower() if quantises else values
+    stored = StoredTypes(weights, values, kv, _kept_here(model.wide, config, form, fabric) if gpu else model.wide, form)
     predictor = _predictor(loaded, config)
     alone = predictor is not None and whole_in_node(config, int(BYTES[values]), shape.nodes, shape.per_node)
     keys = MemoryKeys(
@@ -135,7 +170,7 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         widens_fp8=gpu
         and stored.by_scaled_rows
         and stored.keeps_dense
-        and not (_multiplies_fp8(fabric) and means.activations),
+        and not (_multiplies_fp8(fabric) and form.activations),
         drafts=MOST if d.engine.speculation else 0,
         draft_model=_draft_model(loaded, config),
         predictor=predictor,
@@ -148,72 +183,11 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
         notes.append("parallel.overlap is false: this layout waits for every all-reduce; other layouts do not")
     return Question(
         name=d.served_model_name, config=config, stored=stored, keys=keys, fabric=fabric, placement=placement,
-        shape=shape, backend=backend, work=asked.work, costs=costs, costs_source=source, emulated=emulated_link(p),
+        shape=shape, backend=backend, work=work, costs=costs, costs_source=source, emulated=emulated_link(p),
         overlap=p.overlap, split=p.split_steps != "never", layers=p.pipeline_layers, threads=d.engine.threads,
         sharing=sharing,
         notes=(*notes, *more, *placement.notes),
     )  # fmt: skip
-
-
-def from_names(
-    name: str, asked: Asked, wiring: str = "auto", size: int | None = None, replicas: int | None = None,
-    max_model_len: int | None = None,
-) -> Question:  # fmt: skip
-    """The plan of a known architecture. `size` None: a node's devices, or those of as few nodes as it fits on;
-    `replicas` None: as many as there are devices for. Raises PlacementError, ValueError."""
-    config = known(name)
-    if wiring == "hybrid":
-        config = replace(config, wiring=half_ladder(config))
-    elif wiring != "auto":
-        config = replace(
-            config, wiring=make_wiring("none" if wiring == "no-communication" else wiring, config.num_layers)
-        )
-    fabric = asked.fabric or preset("1x8xH100")
-    notes = [] if asked.fabric else ["no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)"]
-    gpu = any(n.devices for n in fabric.nodes)
-    form = PUBLISHED.get(name.lower(), assumed_fp8(config))
-    quantises, wide = asked.fp8 or form.code != "e4m3", published_fp8(name) if gpu else ()
-    notes += _kept_wide(wide, form, "the published checkpoint keeps")
-    if name.lower() in PUBLISHED and not quantises:
-        notes.append(f"{name} is published in fp8: --fp8 plans that, {config.dtype} is planned here")
-    elif form.code != "e4m3":
-        notes.append(f"{name} is published in {form.title}, which is planned here: experts alone have it")
-    wide = wide or _widened(config, form)
-    wide = _kept_here(wide, config, form, fabric) if gpu else wide
-    stored = StoredTypes(form.title.lower() if quantises else config.dtype, config.dtype, config.dtype, wide, form)
-    keys = MemoryKeys(
-        max_num_seqs=512 if gpu else 256,
-        max_num_batched_tokens=8192 if gpu else 2048,
-        max_model_len=max_model_len or min(8192 if gpu else 2048, config.max_position_embeddings),
-        kv_cache_memory=None if gpu else CPU_KV_CACHE_MEMORY,
-        gpu=gpu,
-        widens_fp8=gpu and stored.by_scaled_rows and stored.keeps_dense and not _multiplies_fp8(fabric),
-    )
-    size = size or _natural_size(config, stored, keys, fabric)
-    total = sum(len(n.devices) or len(n.numa) for n in fabric.nodes)
-    placement = place(fabric, World(size, replicas=replicas or max(1, total // size)), suits=suits(config))
-    shape = shape_of(fabric, placement)
-    backend: Backend = "nccl" if gpu else "native"
-    return Question(
-        name=name.lower(), config=config, stored=stored, keys=keys, fabric=fabric, placement=placement, shape=shape,
-        backend=backend, work=asked.work, notes=(*notes, *placement.notes),
-    )  # fmt: skip
-
-
-def _natural_size(config: ModelConfig, stored: StoredTypes, keys: MemoryKeys, fabric: Fabric) -> int:
-    """A node's devices, or those of as few nodes as the model fits on, as far as it splits."""
-    node = fabric.nodes[0]
-    if not node.devices:
-        return max(1, len(fabric.nodes) * len(node.numa))
-    per_node, total = len(node.devices), sum(len(n.devices) for n in fabric.nodes)
-    sizes = [n for n in range(1, total + 1) if splits(config, n) and total % n == 0]
-    inside = max((n for n in sizes if n <= per_node), default=1)
-    fitting = (
-        n
-        for n in (inside, *(n for n in sizes if n > per_node))
-        if memory(config, n, stored, keys, node.devices[0].memory_bytes).fits
-    )
-    return next(fitting, max(sizes, default=1))
 
 
 def _draft_model(loaded: LoadedDeployment, config: ModelConfig) -> ModelConfig | None:
@@ -241,10 +215,37 @@ def _multiplies_fp8(fabric: Fabric) -> bool:
     return all(device.fp8_flops for node in fabric.nodes for device in node.devices)
 
 
-def _model(
-    loaded: LoadedDeployment,
-) -> tuple[ModelConfig, Quantisation | None, tuple[tuple[str, ...], ...], list[str]]:
-    """The model as wired, its quantisation, the unquantised products of each layer, and the assumptions."""
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The model as wired; the `form` of its weights where they are quantised, the products of each layer that are not
+    then, and the assumptions. `stored`: its weights are quantised; `fp8`: they shall be on a GPU."""
+
+    config: ModelConfig
+    form: Quantisation
+    wide: tuple[tuple[str, ...], ...]
+    notes: list[str]
+    stored: bool
+    fp8: bool = False
+
+
+def _known_model(name: str, wiring: str, fp8: bool, gpu: bool) -> _Model:
+    config = known(name)
+    if wiring == "hybrid":
+        config = replace(config, wiring=half_ladder(config))
+    elif wiring != "auto":
+        kind = "none" if wiring == "no-communication" else wiring
+        config = replace(config, wiring=make_wiring(kind, config.num_layers))
+    form = PUBLISHED.get(name.lower(), assumed_fp8(config))
+    stored, wide = fp8 or form.code != "e4m3", published_fp8(name) if gpu else ()
+    notes = _kept_wide(wide, form, "the published checkpoint keeps")
+    if name.lower() in PUBLISHED and not stored:
+        notes.append(f"{name} is published in fp8: --fp8 plans that, {config.dtype} is planned here")
+    elif form.code != "e4m3":
+        notes.append(f"{name} is published in {form.title}, which is planned here: experts alone have it")
+    return _Model(config, form, wide or _widened(config, form), notes, stored)
+
+
+def _model(loaded: LoadedDeployment, fp8: bool) -> _Model:
     d = loaded.deployment
     folder, notes = Path(d.model.path), list[str]()
     if (folder / "config.json").is_file():
@@ -262,7 +263,8 @@ def _model(
     wide = _wide(folder, config, quantised, notes)
     # Whether weights suit their wiring is for `check` and the ranks: a plan may ask what if.
     config, _ = choose_wiring(config, d.model.wiring, d.model.ladder_layers, allow_untrained=True)
-    return config, quantised, wide, notes
+    stored = quantised is not None and d.dummy_seed is None  # a dummy of these is drawn wide
+    return _Model(config, quantised or assumed_fp8(config), wide, notes, stored, fp8)
 
 
 def _wide(
