@@ -27,8 +27,8 @@ def connect(
 ) -> Communicator:
     """This rank's Communicator. All ranks of the job call it at once with their own group's layout. `stages`: the
     groups of the pipeline that it is one of, in order; its first rank sends plans to all of them. `choose`: message
-    bytes -> flat, exchange, two_level, doubling or pipeline, for collective auto (to gloo and nccl, all but two_level
-    is flat). Raises MeshError, RuntimeError or ValueError naming what does not fit."""
+    bytes -> flat, exchange, two_level, one_shot, doubling or pipeline, for collective auto (to gloo and nccl all but
+    two_level, and to nccl one_shot, is flat). Raises MeshError, RuntimeError or ValueError naming what does not fit."""
     options = options or CommOptions()
     rank = layout.ranks.index(bootstrap.rank)
     backend = options.backend
@@ -61,12 +61,12 @@ def connect(
     groups, limits = TorchGroups(), list[Callable[[float], None]]()
     node_reduce: Collective | None = None
     node_gathers: Gather = AloneGather()
-    takes = _takes(options, choose)
+    by_size = _library_strategy(options, choose)
     try:
         if options.process_groups or backend in ("gloo", "nccl"):
             from .comm.torch_groups import make_torch_groups
 
-            groups = make_torch_groups(bootstrap, layout, options, backend, takes is not None, stages)
+            groups = make_torch_groups(bootstrap, layout, options, backend, by_size is not None, stages)
         made = _collectives(
             backend, bootstrap, layout, options, choose, mesh, (small, chunk), groups, ledger, closers, staged
         )
@@ -209,8 +209,8 @@ def _collectives(
     mesh.close_data()
     from .comm.backends import other_backend
 
-    takes = _takes(options, choose)
-    all_reduce, gathers, set_timeout, end = other_backend(backend, bootstrap, layout, groups, options, ledger, takes)
+    by_size = _library_strategy(options, choose)
+    all_reduce, gathers, set_timeout, end = other_backend(backend, bootstrap, layout, groups, options, ledger, by_size)
     closers.insert(0, end)
     return all_reduce, gathers, set_timeout
 
@@ -248,6 +248,8 @@ def _strategy(options: CommOptions, layout: GroupLayout, choose: Callable[[int],
     """Message bytes -> the transport's strategy. Above small_bytes everything is the pipeline."""
     spans = len(layout.nodes) > 1 and layout.per_node > 1
     names = {name: name for name in ("exchange", "two_level", "doubling", "pipeline")} | {"flat": "exchange"}
+    if options.collective == "one_shot":
+        raise ValueError("collective: one_shot is between GPUs of a node: use backend nccl, or collective auto")
     if options.collective == "doubling" and (layout.per_node > 1 or layout.size & (layout.size - 1)):
         raise ValueError(
             f"collective: doubling needs one rank on each of 2, 4, 8, … nodes, not {len(layout.nodes)} x "
@@ -269,12 +271,10 @@ def _strategy(options: CommOptions, layout: GroupLayout, choose: Callable[[int],
     return strategy
 
 
-def _takes(options: CommOptions, choose: Callable[[int], str] | None) -> Callable[[int], bool] | None:
-    """Message bytes -> whether gloo or NCCL is to go in two levels; None where it never is."""
+def _library_strategy(options: CommOptions, choose: Callable[[int], str] | None) -> Callable[[int], str] | None:
+    """Message bytes -> gloo's or NCCL's strategy; None where it is always their own."""
     if options.deterministic:
         return None
-    if options.collective == "two_level":
-        return lambda nbytes: True
-    if options.collective == "auto" and choose is not None:
-        return lambda nbytes: choose(nbytes) == "two_level"
-    return None
+    if options.collective in ("two_level", "one_shot"):
+        return lambda nbytes: options.collective
+    return choose if options.collective == "auto" else None

@@ -1,5 +1,5 @@
 """The cost of a message on a link and of an all-reduce on an emulated fabric (topology/comm/emulated.py keeps to it),
-and how large a message the native transport sends whole. Data."""
+and the largest messages of strategies whose buffers are fixed. Data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 WHOLE_BYTES = 128 << 10
 """Above this the native transport has no strategy but pipeline: no buffer of its holds more."""
+ONE_SHOT_BYTES = 1 << 20
+"""The largest message of one_shot: there a library that sends each byte once or twice is as fast."""
 
 
 @dataclass(frozen=True, slots=True)

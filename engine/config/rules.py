@@ -92,6 +92,19 @@ RULES: tuple[Rule, ...] = (
         "emulated needs engine.device: cpu",
     ),
     Rule(
+        ("parallel.collective", "parallel.backend", "engine.device"),
+        lambda d: (
+            d.parallel.collective == "one_shot"
+            and (d.engine.device == "cpu" or d.parallel.backend in ("native", "gloo"))
+        ),
+        "one_shot needs engine.device: cuda and backend: nccl; on a CPU use auto",
+    ),
+    Rule(
+        ("parallel.collective", "parallel.deterministic"),
+        lambda d: d.parallel.collective == "one_shot" and bool(d.parallel.deterministic),
+        "one_shot has no effect with deterministic: use auto",
+    ),
+    Rule(
         ("parallel.split_steps", _TP),
         lambda d: d.parallel.split_steps == "always" and d.parallel.world.tp == 1,
         "always needs all-reduces to overlap, tensor_parallel_size is 1: use auto or never",

@@ -166,7 +166,7 @@ class ParallelConfig:
     replicas: Annotated[int, Range(1, 4096)] = 1
     overlap: bool = True
     split_steps: Literal["auto", "always", "never"] = "auto"
-    collective: Literal["auto", "flat", "two_level", "exchange", "emulated"] = "auto"
+    collective: Literal["auto", "flat", "two_level", "one_shot", "exchange", "emulated"] = "auto"
     backend: Literal["auto", "native", "gloo", "nccl"] = "auto"
     emulated_delay: Annotated[float, Unit("seconds"), Range(0, 10)] = 0.0
     deterministic: Literal["everywhere"] | bool = False

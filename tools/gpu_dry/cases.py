@@ -21,7 +21,7 @@ class Case:
     nodes: int = 1
     wiring: str = "standard"
     fp8: bool = False
-    two_level: bool = False
+    strategy: Literal["flat", "two_level", "one_shot"] = "flat"
     stages: int = 1
     layers: int = 4
     words: Words = field(default_factory=dict)
@@ -97,7 +97,7 @@ CASES = (
     Case("8B delay-2, tp 8", "llama-3.1-8b", 8, wiring="delay-2"),
     Case("8B deterministic, tp 8", "llama-3.1-8b", 8, parallel={"deterministic": True}),
     Case("70B fp8 KV, tp 8", "llama-3.1-70b", 8, engine={"kv_cache_dtype": "fp8"}),
-    Case("405B two-level, tp 16", "llama-3.1-405b", 16, 2, two_level=True),
+    Case("405B two-level, tp 16", "llama-3.1-405b", 16, 2, strategy="two_level"),
     Case("70B split steps, tp 8", "llama-3.1-70b", 8, parallel={"split_steps": "always"}),
     Case("Qwen3-235B, tp 8", "qwen3-235b-a22b", 8, words=_QWEN3_235B),
     Case("Qwen3-235B spread, 2 x 8", "qwen3-235b-a22b", 16, 2, words=_QWEN3_235B, parallel=_SPREAD),

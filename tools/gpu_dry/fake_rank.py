@@ -15,6 +15,7 @@ from unittest.mock import patch
 import laddertron.engine.step.build as _build
 import numpy as np
 import stream_order
+import torch
 import torch.distributed as dist
 from cases import Case
 from fake_gpu import DEVICE, FakeGpu
@@ -35,7 +36,9 @@ from laddertron.topology.comm.ledger import Ledger
 from laddertron.topology.comm.lines import Lines
 from laddertron.topology.comm.nccl import DeviceWait, NcclGather, Roll, nccl_collective
 from laddertron.topology.comm.nccl_boundary import NcclBoundary
+from laddertron.topology.comm.one_shot import REGION_BYTES, OneShot
 from laddertron.topology.comm.pipeline import RING, Pipeline
+from laddertron.topology.comm.symmetric import DirectLevels
 from laddertron.topology.comm.two_level import TwoLevel
 from laddertron.topology.placement.layout import GroupLayout
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -153,21 +156,27 @@ def communicator(gpu: FakeGpu, case: Case, rank: int, stage: int, ring: Any, pla
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.tp)
     tp, ledger = dist.group.WORLD, Ledger()
-    levels = None
-    if case.two_level:
-        intra, rails = [dist.new_group(list(node)) for node in layout.nodes], [dist.new_group(r) for r in layout.rails]
-        levels = TwoLevel(intra[rank // per_node], rails[rank % per_node], lambda size: size > 40_000)
+    ways: list[TwoLevel] = []
+    intra = rail = None
+    if case.nodes > 1 and case.strategy != "flat":
+        intra, rail = ([dist.new_group(list(ranks)) for ranks in cut] for cut in (layout.nodes, layout.rails))
+        intra, rail = intra[rank // per_node], rail[rank % per_node]
+    if case.strategy == "two_level":
+        ways.append(TwoLevel(intra, rail, lambda size: size > 40_000))
+    elif case.strategy == "one_shot":
+        regions = [torch.zeros(REGION_BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(per_node)]
+        ways.append(DirectLevels(OneShot(rank % per_node, regions), rail, lambda size: True))
     pipeline = None
     if case.stages > 1:
         lines = Lines({RING: ring}, lambda line: "the other stage is gone", "stage")
         pipeline = _Pipeline(stage, case.stages, [-1, -1, 0], lines, ledger)
-        rail: Any = stream_order.NcclGroup(gpu.order, stage, case.stages)
-        pipeline.boundary = NcclBoundary(rail, tp, ledger)
+        line: Any = stream_order.NcclGroup(gpu.order, stage, case.stages)
+        pipeline.boundary = NcclBoundary(line, tp, ledger)
     deterministic = case.parallel.get("deterministic", False)
     sender: Any = plans
     wait = _Wait(gpu, [tp], ledger, [60.0], Roll(None, rank, ["host"] * case.tp))
     alone = case.tp == 1
-    reduce: Any = Alone() if alone else nccl_collective(tp, ledger, "net", deterministic, levels)
+    reduce: Any = Alone() if alone else nccl_collective(tp, ledger, "net", deterministic, ways)
     node_reduce: Any = None
     if case.parallel.get("dense_path") == "node":
         inside = [dist.new_group(list(node)) for node in layout.nodes]

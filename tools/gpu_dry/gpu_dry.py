@@ -36,6 +36,7 @@ TESTS = (
     "tests/engine/sampling/test_noise_kernel.py",
     "tests/engine/sampling/test_filters.py",
     "tests/topology/comm/test_hold_kernel.py",
+    "tests/topology/comm/test_one_shot.py",
     "tests/topology/comm/test_stream_order.py",
 )
 COLUMNS = (

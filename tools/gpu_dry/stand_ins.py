@@ -131,7 +131,7 @@ def written(ttir: str) -> set[int]:
     origin, stored_to = {name: name for name in names}, set()
     made = r"(%[\w#]+) = tt\.(?:addptr|splat|broadcast|bitcast|expand_dims) (%[\w#]+)"
     for name, source, stored in re.findall(rf"{made}|tt\.(?:store|atomic_\w+) (%[\w#]+)", ttir):
-        if stored:
+        if stored in origin:  # else a pointer that was read from memory
             stored_to.add(names.index(origin[stored]))
         elif source in origin:  # regions that follow one another have the same names
             origin[name] = origin[source]
@@ -171,7 +171,12 @@ class FakeDriver:
             passed = [a for a, kind in zip(arguments, kinds, strict=True) if kind != "constexpr"]
             # What `hold` reads it moves and discards: an all-reduce may change it meanwhile.
             tensors = [a for a in passed if isinstance(a, Tensor) and metadata.name != "hold"]
-            self._gpu.note("launch", f"triton {metadata.name}")
+            if metadata.name == "exchange":  # one_shot's
+                self._gpu.note("collective", "one_shot")
+                shapes = tuple((tuple(x.shape), str(x.dtype)) for x in tensors)
+                self._gpu.collectives.append(("one_shot", (x, *shapes)))
+            else:
+                self._gpu.note("launch", f"triton {metadata.name}")
             self._gpu.access(metadata.name, tensors, [passed[place] for place in stores])
 
         return launch

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from ..link_cost import ONE_SHOT_BYTES
 from ..placement.layout import GroupLayout
 from .bootstrap import Bootstrap
 from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Gathering, PeerLost
@@ -26,6 +27,9 @@ from .groups import CommOptions, Deterministic, TorchGroups
 from .ledger import Ledger
 from .ordered import Ordered
 from .two_level import Relay, TwoLevel, two_level
+
+if TYPE_CHECKING:
+    from .symmetric import Site
 
 log = logging.getLogger(__name__)
 
@@ -42,17 +46,20 @@ def other_backend(
     groups: TorchGroups,
     options: CommOptions,
     ledger: Ledger,
-    takes: Callable[[int], bool] | None = None,
+    choose: Callable[[int], str] | None = None,
 ) -> Parts:
-    """The parts of the backend `name` (gloo or nccl); `takes`: see two_level.two_level. Raises ValueError if the
-    backend is not available, or lacks the strategy."""
-    if options.collective not in ("auto", "flat", "two_level", "emulated") and options.deterministic is not True:
+    """The parts of the backend `name` (gloo or nccl). `choose`: message bytes -> strategy; those that it lacks and None
+    are flat. Raises ValueError if the backend is not available, or lacks the strategy."""
+    if options.collective == "one_shot" and name == "gloo":
+        raise ValueError("collective: one_shot is between GPUs of a node: use backend nccl, or collective auto")
+    strategies = ("auto", "flat", "two_level", "one_shot", "emulated")
+    if options.collective not in strategies and options.deterministic is not True:
         raise ValueError(
             f"collective: {options.collective} is the native transport's, backend {name} has algorithms of its own: "
             "use collective auto, flat or two_level, or backend native"
         )
     link = "net" if len(layout.nodes) > 1 else "node"
-    tp, levels = groups.tp, two_level(groups.subgroups, takes)
+    tp, levels = groups.tp, two_level(groups.subgroups, _takes(choose, "two_level"))
     timeout = [options.timeout_s]
 
     def set_timeout(seconds: float) -> None:
@@ -65,6 +72,7 @@ def other_backend(
         if not torch.cuda.is_available():
             raise ValueError("backend: nccl needs a CUDA device: use native or gloo on CPUs")
         from .nccl import DeviceWait, NcclGather, Roll, describe_paths, join, nccl_collective
+        from .symmetric import Site
 
         hosts = [host.decode() for host in bootstrap.all_gather(socket.gethostname().encode())]
         ranks = layout.ranks
@@ -75,11 +83,39 @@ def other_backend(
         if bootstrap.rank == ranks[0]:
             log.info("NCCL: %s", describe_paths([paths[rank].decode() for rank in ranks]))
         set_timeout(options.timeout_s)
-        reduce = nccl_collective(tp, ledger, link, options.deterministic, levels)
+        site = Site(bootstrap, layout, groups, roll.hosts, wait, options.connect_timeout_s)
+        ways = [*_direct(site, options, choose, wait.aborts), *([] if levels is None else [levels])]
+        reduce = nccl_collective(tp, ledger, link, options.deterministic, ways)
         return reduce, NcclGather(tp, ledger, wait), set_timeout, lambda: None
     set_timeout(options.timeout_s)
     gloo = GlooCollective(tp, ledger, link, timeout, options.deterministic, levels)
     return gloo, GlooGather(tp, ledger, timeout), set_timeout, gloo.close
+
+
+def _takes(choose: Callable[[int], str] | None, strategy: str) -> Callable[[int], bool] | None:
+    """Message bytes -> whether to go by `strategy`; None where no message goes by another than flat."""
+    return None if choose is None else lambda nbytes: choose(nbytes) == strategy
+
+
+def _direct(
+    site: Site, options: CommOptions, choose: Callable[[int], str] | None, aborts: list[Callable[[], None]]
+) -> list[TwoLevel]:
+    """The all-reduce by one_shot if `choose` has it for any size, else nothing; adds to `aborts`. All ranks of the job
+    call it at once. Raises ValueError where `collective` demands it and a rank cannot."""
+    from .symmetric import connect_one_shot
+
+    takes = _takes(choose, "one_shot")
+    if takes is None or not any(takes(1 << power) for power in range(ONE_SHOT_BYTES.bit_length())):
+        return []
+    levels, faults = connect_one_shot(site, takes)
+    if levels is not None:
+        aborts.append(levels.one_shot.abort)
+        return [levels]
+    if options.collective == "one_shot":
+        raise ValueError(f"collective: one_shot is not possible: {'; '.join(faults)}. Or use collective auto or flat")
+    if site.bootstrap.rank == site.layout.ranks[0]:
+        log.warning("small all-reduces go by NCCL, not by one_shot: %s", "; ".join(faults))
+    return []
 
 
 class GlooCollective:

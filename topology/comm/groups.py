@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BackendName = Literal["auto", "native", "gloo", "nccl"]
 Deterministic = Literal["everywhere"] | bool
-CollectiveName = Literal["auto", "flat", "two_level", "exchange", "doubling", "pipeline", "emulated"]
+CollectiveName = Literal["auto", "flat", "two_level", "one_shot", "exchange", "doubling", "pipeline", "emulated"]
 
 
 @dataclass(frozen=True, slots=True)

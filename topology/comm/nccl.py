@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +42,16 @@ _PATH = re.compile(r" (\d+)\[\w*\] -> (\d+)\[\w*\] (?:\[\w+\] )?via (\S+)")
 
 
 def nccl_collective(
-    group: Any, ledger: Ledger, link: str, deterministic: Deterministic = False, levels: TwoLevel | None = None
+    group: Any, ledger: Ledger, link: str, deterministic: Deterministic = False, ways: Sequence[TwoLevel] = ()
 ) -> StreamCollective:
     """Makes all-reduces over a torch group of NCCL. NCCL's order of summation depends on the size, that of
-    `deterministic` does not. `levels`: the two-level all-reduce for some messages."""
+    `deterministic` does not. `ways`: other all-reduces, each for some messages."""
 
     def issue(x: Tensor) -> str | None:
-        if levels is not None and levels.carries(x):
-            levels(x)
-            return "nccl two_level"
+        for way in ways:
+            if way.carries(x):
+                way(x)
+                return f"nccl {way.name}"
         dist.all_reduce(x, group=group)
         return None
 
@@ -164,8 +165,10 @@ class DeviceWait:
     device, and thereby the host, for ever. torch's watchdog would end the process instead, without naming a rank."""
 
     def __init__(self, groups: Sequence[Any], ledger: Ledger, timeout: list[float], roll: Roll) -> None:
-        """groups: torch's, whose errors end a wait; timeout: a list of one number [s], which its owner changes."""
+        """groups: torch's, whose errors end a wait; timeout: a list of one number [s], which its owner changes.
+        `aborts`: called after a wait in vain; they end kernels that would wait for ever."""
         self._groups, self._ledger, self._timeout, self._roll = groups, ledger, timeout, roll
+        self.aborts: list[Callable[[], None]] = []
 
     def __call__(self, event: Any | None, what: str) -> None:
         """Waits for the event; None: for all queued work of the current stream. Raises CollectiveTimeout or PeerLost,
@@ -181,7 +184,10 @@ class DeviceWait:
                 asked, error = waited, self._error()
             if error or waited > self._timeout[0]:
                 started = self._ledger.started
-                raise verdict(what, self._timeout[0], started, self._roll.call(started), self._roll.hosts, error)
+                places = self._roll.call(started)
+                for abort in self.aborts:
+                    abort()
+                raise verdict(what, self._timeout[0], started, places, self._roll.hosts, error)
             time.sleep(_POLL_S)
         self._ledger.waiting = ""
 

@@ -28,6 +28,8 @@ class TwoLevel:
     stream and the host waits for none. The part of a scatter or gather is at its place in x, which NCCL supports, so
     nothing is allocated and the sum can be captured."""
 
+    name = "two_level"
+
     def __init__(self, intra: Any, rail: Any, takes: Callable[[int], bool], gather: Any = None) -> None:
         """Torch groups of this rank's node and rail; `takes`: message bytes -> whether to go in two levels; `gather`:
         another group of the node, which Relay needs."""

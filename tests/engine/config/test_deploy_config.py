@@ -241,6 +241,9 @@ RULE_CASES = (
     ("parallel: {emulated_delay: 1ms}", "parallel.emulated_delay", "set collective: emulated"),
     ("parallel: {collective: emulated}\nengine: {device: cuda}", "parallel.collective", "needs engine.device: cpu"),
     ("parallel: {backend: nccl}\nengine: {device: cpu}", "parallel.backend", "nccl needs engine.device: cuda"),
+    ("parallel: {collective: one_shot}\nengine: {device: cpu}", "parallel.collective", "one_shot needs engine.device"),
+    ("parallel: {collective: one_shot, backend: gloo}", "parallel.collective", "one_shot needs engine.device: cuda"),
+    ("parallel: {collective: one_shot, deterministic: true}", "parallel.collective", "no effect with deterministic"),
     (
         "parallel: {deterministic: everywhere}\nengine: {device: cuda, kv_cache_dtype: fp8}",
         "parallel.deterministic",

@@ -101,12 +101,16 @@ def test_a_wait_ends_with_its_event() -> None:
 
 @pytest.mark.parametrize(("error", "kind"), [("SUCCESS", CollectiveTimeout), ("REMOTE_ERROR", PeerLost)])
 def test_a_wait_in_vain_names_the_rank(error: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its time, or as soon as NCCL reports an error; what was waited for stays for the heartbeat."""
+    """After its time, or as soon as NCCL reports an error; what was waited for stays for the heartbeat. Kernels that
+    wait for ever are ended."""
     monkeypatch.setattr(nccl, "GRACE_S", 0.05)
     monkeypatch.setattr(nccl, "_ASK_S", 0.0)
     wait, ledger = waiting(error, 1e6 if error != "SUCCESS" else 1e-4)
+    ended: list[str] = []
+    wait.aborts.append(lambda: ended.append("one_shot"))
     with pytest.raises(kind, match=r"gather \(collective 9\).*rank 2 on node-b does not answer"):
         wait(Event(float("inf")), "gather")
+    assert ended == ["one_shot"]
     assert ledger.waiting == "gather"
 
 

@@ -125,7 +125,7 @@ def test_sums_are_there_before_they_are_read(monkeypatch: pytest.MonkeyPatch, ho
         monkeypatch.setattr(two_level, "_reduce_scatter", scatter)
         tp = NcclGroup(order, 0, 2)
         levels = two_level.TwoLevel(tp, NcclGroup(order, 0, 2), lambda size: True) if how == "two_level" else None
-        reduce = nccl.nccl_collective(tp, Ledger(), "net", how == "deterministic", levels)
+        reduce = nccl.nccl_collective(tp, Ledger(), "net", how == "deterministic", () if levels is None else (levels,))
         x, y = torch.zeros(4, 8), torch.zeros(4, 8)
         flying = [reduce.start(x), reduce.start(y)]
         z = torch.ones(4, 8) * 2

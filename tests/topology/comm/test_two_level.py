@@ -24,7 +24,7 @@ from laddertron.launchers.measure.preflight_job import Watch
 from laddertron.launchers.measure.preflight_plan import PreflightPlan
 from laddertron.launchers.rank import load_tuning as tuned
 from laddertron.topology import connect as connecting
-from laddertron.topology.comm import gpu_stream, nccl, two_level
+from laddertron.topology.comm import backends, gpu_stream, nccl, two_level
 from laddertron.topology.comm.backends import other_backend
 from laddertron.topology.comm.collectives import CollectiveTimeout, CommunicationError
 from laddertron.topology.comm.groups import CommOptions, Communicator, TorchGroups
@@ -235,7 +235,7 @@ def test_who_goes_in_two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     def levels(collective: Any, given: Any = None, **more: Any) -> two_level.TwoLevel | None:
         emulation = Emulation("x", 0.0) if collective == "emulated" else None
         options = CommOptions(collective=collective, emulation=emulation, **more)
-        return two_level.two_level(both, connecting._takes(options, given))
+        return two_level.two_level(both, backends._takes(connecting._library_strategy(options, given), "two_level"))
 
     assert two_level.two_level({"intra": "i"}, lambda nbytes: True) is None
     assert two_level.two_level({"rail": "r"}, lambda nbytes: True) is None
@@ -551,7 +551,8 @@ def test_nccl_is_called_in_place_on_the_side_stream(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("laddertron.topology.comm.nccl.dist.all_reduce", called("all_reduce"))
     levels = two_level.two_level({"intra": "intra", "rail": "rail"}, lambda nbytes: True)
     ledger = Ledger()
-    collective = nccl.nccl_collective("tp", ledger, "net", levels=levels)
+    assert levels is not None
+    collective = nccl.nccl_collective("tp", ledger, "net", ways=[levels])
     x, odd = torch.zeros(4, 4096, dtype=torch.bfloat16), torch.zeros(4097)
     assert collective.start(x).wait() is x
     assert collective.start(odd).wait() is odd
@@ -595,7 +596,8 @@ def case_nccl_over_gloo(rank: Rank) -> list[str]:
         ledger = Ledger()
         choose = tuned.look_up(TABLE)
         levels = two_level.two_level(comm.subgroups, lambda nbytes: choose(nbytes) == "two_level")
-        collective = nccl.nccl_collective(comm.tp, ledger, "net", levels=levels)
+        assert levels is not None
+        collective = nccl.nccl_collective(comm.tp, ledger, "net", ways=[levels])
         for count in (1000, 2000, 2001, 16_000, 16_001, 20_000):
             parts = _parts(rank.size, count, "float32", count)
             x = collective.start(parts[rank.rank].clone()).wait()
