@@ -131,7 +131,7 @@ class DeviceDraw:
         values = np.zeros(_FIELDS * size + 1, np.int64)
         fields = values[:-1].reshape(_FIELDS, size)
         fields[7] = len(self.latest) - 1  # padding draws for no slot
-        fields[:3, :count] = rows["seed"].astype(np.int64), position[plan.at], rows["choice"].astype(np.int64)
+        fields[:3, :count] = rows["seed"].astype(np.int64), position, rows["choice"].astype(np.int64)
         reals = fields[4:6].view(np.float64)
         reals[0, :count], reals[1] = rows["inv_temperature"], np.nan
         fields[7, :count], fields[8, :count] = plan.at, 0 if plan.noisy is None else plan.noisy
@@ -168,12 +168,12 @@ class DeviceDraw:
         edits: Sequence[SlotEdits] = (),
         routing: Tensor | None = None,
     ) -> Arriving:
-        """Draws for raw logits [B, columns] of a plan, `position` [max_slots] output ids being there already; edits: of
-        its edited rows; routing: int64 [1], which is to be the same on every rank. What arrives, int64: the digest that
-        each rank brought, followed by its routing [tp, 1 or 2], ids [B], whether each row was broken (1) or had nothing
-        to draw (2) [B], and as bits of float64 device_rule.report's of the scored rows."""
+        """Draws for raw logits [B, columns] of a plan. position [B]: the number of output ids before each row's; edits:
+        of its edited rows; routing: int64 [1], which is to be the same on every rank. What arrives, int64: the digest
+        that each rank brought, followed by its routing [tp, 1 or 2], ids [B], whether each row was broken (1) or had
+        nothing to draw (2) [B], and as bits of float64 device_rule.report's of the scored rows."""
         fixed = self._fixed(plan, edits)
-        changing = upload(np.concatenate([digest.view(np.int64), position[plan.at]]), self._device)
+        changing = upload(np.concatenate([digest.view(np.int64), position]), self._device)
         x, scored = self._processed(raw, fixed, changing[1:])
         score, at, peak = self._best(x, fixed, changing[1:])
         digests, drawn, bad = self._agreed(changing[:1], score, at, peak, fixed.slots, routing)

@@ -75,6 +75,7 @@ class _Draw:
     plan: SamplingPlan
     edits: list[SlotEdits]
     """The edits of its rows: their slots may be reused before the ids arrive."""
+    fed: Array | None
     read: Arriving
 
 
@@ -164,25 +165,28 @@ class Sampler:
         draw = self._on_device
         return {} if draw is None else draw.record(logits_BV[:, : self.columns], sizes, record, self._routing)
 
-    def start(self, logits_BV: Tensor, slots: Sequence[int], recorded: bool = False) -> bool:
-        """Starts `sample` on the device; `finish` returns the result, and `latest` has the ids for the next step.
-        recorded: the rows are the first rows of the logits that `record` was called with. False, without effect, if a
-        row needs the host (a grammar, bad words, a digest of its logits, drafts) or this sampler has no device: call
-        `sample` instead."""
+    def start(self, logits_BV: Tensor, slots: Sequence[int], recorded: bool = False, fed: Array | None = None) -> bool:
+        """Starts `sample` on the device; `finish` returns the result, and `latest` has the ids for the next step,
+        unless there are drafts: which ids are the last ones is known after `finish`. recorded: the rows are the first
+        rows of the logits that `record` was called with. False, without effect, if a row needs the host (a grammar, bad
+        words, a digest of its logits) or this sampler has no device: call `sample` instead."""
         if self._on_device is None or self._under_way is not None:
             return False
         plan = self.slots.sampling_plan(slots)
-        if len(plan.masked) or plan.offset.any() or not self.slots.digested.isdisjoint(slots):
+        if len(plan.masked) or not self.slots.digested.isdisjoint(slots):
             return False
-        edits = [self.slots.edits[int(slot)] for slot in plan.at[plan.edited]]
+        edits = self.slots.edits_of(plan, plan.edited.tolist(), fed)
         if any(e.bad_words for e in edits):
             return False
-        logits = logits_BV[:, : self.columns]
-        read = self._on_device.start_recorded(plan, self.slots.position, self._digest) if recorded else None
+        if fed is not None:
+            self._on_device.forget()
+        logits, position = logits_BV[:, : self.columns], self.slots.position[plan.at] + plan.offset
+        read = self._on_device.start_recorded(plan, position, self._digest) if recorded else None
         if read is None:
-            read = self._on_device.start(logits, plan, self.slots.position, self._digest, edits, self._routing)
-        self.slots.advance(plan)
-        self._under_way = _Draw(self.step, plan, edits, read)
+            read = self._on_device.start(logits, plan, position, self._digest, edits, self._routing)
+        if fed is None:
+            self.slots.advance(plan)
+        self._under_way = _Draw(self.step, plan, edits, fed, read)
         self.step += 1
         return True
 
@@ -201,16 +205,22 @@ class Sampler:
             self._routed_alike(routing, draw.step)
         drawn, bad, scores = np.split(gathered[ranks:], [count, 2 * count])
         ids = drawn.astype(np.int32)
-        for row, edits in zip(plan.edited.tolist(), draw.edits, strict=True):
-            edits.append(int(ids[row]))
-        self._digest, self._seen = _digest(draw.step, plan.at, ids), b""
+        self._digest, self._seen = _digest(draw.step, plan.at, ids, draw.fed), b""
         logprobs: list[TokenLogprob | None] = [None] * count
         for row, values in zip(plan.scored.tolist(), scores.view(np.float64).reshape(-1, 1 + 2 * top), strict=True):
             if not bad[row]:
                 best = zip(values[1 : 1 + top].astype(int).tolist(), values[1 + top :].tolist(), strict=True)
                 logprobs[row] = TokenLogprob(int(ids[row]), float(values[0]), tuple(best)[: plan.logprobs[row]])
         failures = {row: NOTHING_LEFT for row in plan.edited.tolist() if bad[row] == 2}
-        return Sampled(ids, logprobs, bad != 0, failures)
+        sampled = Sampled(ids, logprobs, bad != 0, failures)
+        if draw.fed is not None and self._on_device is not None:
+            self._on_device.forget()  # its counts include rejected drafts
+            sampled = replace(sampled, taken=rule.taken(plan.offset, draw.fed, ids, sampled.nonfinite))
+            self.slots.append(plan, sampled)
+            return sampled
+        for row, edits in zip(plan.edited.tolist(), draw.edits, strict=True):
+            edits.append(int(ids[row]))
+        return sampled
 
     def score(self, logits_TV: Tensor, targets: Array, top: int) -> list[TokenLogprob]:
         """Log-probabilities of targets [T] for logits [T, len(shard)], and of the `top` most likely ids of each row;

@@ -152,6 +152,18 @@ class SlotTable:
         self._last = key, plan
         return plan
 
+    def edits_of(self, plan: SamplingPlan, rows: Sequence[int], fed: Array | None) -> list[SlotEdits]:
+        """The edits of some of the plan's rows: the slot's, extended by the drafts before the row. fed [B]: with
+        drafts, the input id of each row."""
+        edits: list[SlotEdits] = []
+        for row in rows:
+            if plan.offset[row] and fed is not None:
+                edits.append(edits[-1].fork())
+                edits[-1].append(int(fed[row]))
+            else:
+                edits.append(self.edits[int(plan.at[row])])
+        return edits
+
     def advance(self, plan: SamplingPlan) -> None:
         """Moves the slot of each row to the next output position."""
         self.position[plan.at] += 1

@@ -18,7 +18,7 @@ from .decide import CANDIDATE, MAIN, NO_ID, WALK, Array
 from .grammar import GrammarState
 from .logits_shard import LIMIT, MASS, NOISE, ROW, Logits, LogitsShard
 from .logprobs import Exchange, Scorer, pick
-from .penalties import SlotEdits, apply
+from .penalties import apply
 from .slots import Sampled, SamplingPlan, SlotTable
 
 NOTHING_LEFT = "grammar, allowed_token_ids and min_tokens together forbid every token"
@@ -100,7 +100,8 @@ class Step:
         with_edits = np.flatnonzero([slot in slots.edits for slot in names])
         if len(with_edits):
             positions = self.rows["position"][edited[with_edits]].tolist()
-            apply(changed, with_edits, self._edits(edited[with_edits].tolist()), positions)
+            edits = slots.edits_of(self.plan, edited[with_edits].tolist(), self.fed)
+            apply(changed, with_edits, edits, positions)
         where = np.full(len(self.plan.at), -1, np.int64)
         where[edited] = np.arange(len(edited))
         ids = range(self.first, self.first + self.columns)
@@ -123,17 +124,6 @@ class Step:
                 grammar = grammar.fork() if self.plan.offset[row] == 1 else grammar
                 grammar.advance(int(self.fed[row]))
             yield row, grammar
-
-    def _edits(self, rows: list[int]) -> list[SlotEdits]:
-        """The edits of each row: the slot's, extended by the drafts before the row."""
-        edits: list[SlotEdits] = []
-        for row in rows:
-            if self.plan.offset[row] and self.fed is not None:
-                edits.append(edits[-1].fork())
-                edits[-1].append(int(self.fed[row]))
-            else:
-                edits.append(self.tools.slots.edits[int(self.plan.at[row])])
-        return edits
 
     def _main(self) -> Array:
         """This rank's MAIN entries [B]."""

@@ -141,11 +141,12 @@ class _Kinds:
 class Speculation:
     """The planner reads thresholds and numbers of drafts; commit reports the outcomes."""
 
-    def __init__(self, rule: SpeculationRule, microbatches: int = 1) -> None:
-        """With several micro-batches a step's time also depends on those before it, which are in other stages: after a
-        change between steps with and without drafts so many are not measured."""
+    def __init__(self, rule: SpeculationRule, settling: int = 0) -> None:
+        """With several micro-batches a step's time also depends on those before it, which are in other stages, and on a
+        GPU whether it was started before their ids were known: after a change between steps with and without drafts
+        `settling` steps are not measured."""
         self._rule = rule
-        self._settle = microbatches if microbatches > 1 else 0
+        self._settle = settling
         self._drafted, self._alike = False, 0
         self.price = StepPrice()
         self._kinds: dict[int, _Kinds] = {}

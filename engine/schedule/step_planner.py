@@ -61,7 +61,7 @@ class Planner:
         self, limits: SchedulerLimits, waiting: WaitingQueues, residency: Residency, counters: Counters
     ) -> None:
         self.limits, self.waiting, self.residency, self.counters = limits, waiting, residency, counters
-        self.speculation = None if limits.speculation is None else Speculation(limits.speculation, limits.microbatches)
+        self.speculation = None if limits.speculation is None else Speculation(limits.speculation, limits.settling)
         self.step = 0
         self.parked: list[str] = []
         """Ids of the requests of which the last plan preempted a choice."""
@@ -94,8 +94,11 @@ class Planner:
         if speculation is not None:
             share = len(turn) or -(-len(running) // self.limits.microbatches)
             plan.threshold = speculation.threshold(max(1, share))
-            if len(self.waiting) or any(s.computed < s.prompt_len for s in running):
-                spare = min(spare, plan.budget // 8)  # prompts take precedence over drafts
+            alone, mixed = self.limits.most_rows
+            spare = min(spare, alone - len(running))
+            enters = self.residency.slots or any(s.computed >= s.end for s in running)
+            if (len(self.waiting) and enters) or any(s.computed < s.prompt_len for s in running):
+                spare = min(spare, plan.budget // 8, mixed - len(running))  # prompts take precedence over drafts
         for sequence in running:
             at = sequence.computed
             inflight = sequence.inflight

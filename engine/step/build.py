@@ -36,7 +36,7 @@ from ..sampling.drafts import PromptLookUp, Proposer
 from ..sampling.grammar import Grammars, GrammarSlots, NoGrammars
 from ..sampling.sampler import OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
-from ..schedule.speculation import speculation_rule
+from ..schedule.speculation import MOST, speculation_rule
 from ..schedule.split import SplitRule
 from .cuda_graphs import CudaRecorder, StepGraphs, collectives_refuse, experts_refuse, fell_back, graphed
 from .draft_model import check_alike
@@ -223,9 +223,12 @@ def build(
         microbatches=parallel.microbatches,
         max_scored_positions=max(1, SCORED_LOGITS // len(share.shard.vocab)),
         speculation=speculation_rule(keys.speculation),
+        settling=parallel.microbatches if parallel.microbatches > 1 else int(on_device is not None),
         tokens_ahead=int(keys.speculation == "mtp"),
     )
     graphs = _warmed_up(runner, limits, deployment, communicator, device, working.get("CUDA graphs", 0), start_log)
+    if keys.speculation and graphs is not None:
+        limits = replace(limits, most_rows=(graphs.drafted[-1], graphs.sizes[-1]))
     limits = replace(limits, split=split_rule(parallel, communicator, share.config, device, graphs))
     model_limits = ModelLimits(
         max_model_len=share.length,
@@ -315,10 +318,10 @@ def _check(
     """Refuses a deployment that cannot run or does not fit, before weights are read; returns the bytes that steps need
     besides weights and KV, by name."""
     keys, size = deployment.engine, share.shard.size
-    if keys.speculation and device.type != "cpu":
+    if device.type != "cpu" and (keys.speculation in ("model", "mtp") or keys.draft_model is not None):
         raise CapacityError(
-            f"engine.speculation={keys.speculation} needs engine.device: cpu: on a GPU steps are set off before the "
-            "ids that drafts follow are known; use false"
+            f"engine.speculation={keys.speculation}: drafts of a model need engine.device: cpu: on a GPU only those of "
+            "the prompt are computed; use ngram, auto without engine.draft_model, or false"
         )
     if share.sharing.per_node and communicator.pipeline is not None and device.type != "cpu":
         raise CapacityError(
@@ -450,7 +453,7 @@ def make_graphs(
         model,
         attention,
         CudaRecorder(runner.device, communicator.ledger),
-        graph_shapes(keys.max_num_seqs, keys.max_num_batched_tokens),
+        graph_shapes(keys.max_num_seqs, keys.max_num_batched_tokens, MOST if keys.speculation else 0),
         scratch_block=cache.num_blocks - 1,
         most_blocks=-(-len(model.rotary.cos) // cache.block_size),
         block_size=cache.block_size,

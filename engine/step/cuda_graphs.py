@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from ...models.attention import Capturable, StepLayout
 from ...models.config.json_fields import Refusal
 from ...models.config.model_config import ModelConfig
 from ...models.config.shapes import Shape
-from ...models.cuda.workspace import MOST_PROMPTS
+from ...models.cuda.workspace import MOST_PROMPTS, prompts_of
 from ...models.llama import LlamaModel
 from ...models.transfer import stage
 from ...topology.comm.collectives import Boundary, Done, Pending
@@ -178,6 +179,8 @@ class StepGraphs:
         with log lines."""
         self.shapes = sorted(shapes, key=lambda shape: shape[::-1])
         self.sizes = tuple(decodes for decodes, rows in self.shapes if not rows)
+        self.drafted = tuple(rows for decodes, rows in self.shapes if not decodes)
+        """Rows of steps of sequences with drafts."""
         self._model, self._recorder, self._scratch, self._say = model, recorder, scratch_block, say
         self._block_size, self._latest, self.reserved = block_size, latest, reserved
         self._attention = attention.captured(self.shapes, most_blocks)
@@ -207,8 +210,10 @@ class StepGraphs:
         self._model.boundary = crossing
         taken, took = self._recorder.memory() - before, time.monotonic() - began
         words = f"CUDA graphs: {len(self.sizes)} of decode steps to {self.sizes[-1]} sequences"
-        if mixed := [shape for shape in self.shapes if shape[1]]:
-            words += f" and {len(mixed)} with prompts to {mixed[-1][1]} tokens"
+        if mixed := [shape for shape in self.shapes if _mixed(shape)]:
+            words += f", {len(mixed)} with prompts to {mixed[-1][1]} tokens"
+        if self.drafted:
+            words += f", {len(self.drafted)} with drafts to {self.drafted[-1]} rows"
         self._say(f"{words}, recorded in {took:.1f} s, {self.room_text(taken)}")
 
     def room_text(self, taken: int) -> str:
@@ -227,17 +232,23 @@ class StepGraphs:
     def record_draws(self, sampler: Sampler) -> None:
         """Also records sampling of greedy and plainly sampled rows; call it after `record`."""
         if self._latest is not None:
+            sizes = sorted({*self.sizes, *self.drafted})
             with torch.inference_mode():
-                self._draws = sampler.record(self._out, self.sizes, self._recorder.record)
+                self._draws = sampler.record(self._out, sizes, self._recorder.record)
 
     def shape(self, chunks: Sequence[Chunk]) -> Shape | None:
         """The recorded shape for a step of these chunks (decodes first); None: no graph has room for them, or prompts
-        are to be scored. The chunks alone decide, so all ranks replay the same graph."""
+        are to be scored. The chunks alone decide, so all ranks replay the same graph. Sequences with drafts are joined,
+        unless there are few drafts, or prompts: then each of their rows is a decode."""
         prompts = [chunk.count for chunk in chunks if chunk.count > 1]
         decodes, rows = len(chunks) - len(prompts), sum(prompts)
         if len(prompts) > MOST_PROMPTS or (prompts and any(chunk.prompt_logprobs for chunk in chunks)):
             return None
-        fitting = (s for s in self.shapes if s[0] >= decodes and s[1] >= rows and bool(s[1]) == bool(rows))
+        if not prompts and (sequences := len({chunk.slot for chunk in chunks})) < decodes:
+            joined = next((r for r in self.drafted if r >= decodes and prompts_of((0, r)) >= sequences), None)
+            if joined is not None and (joined < 2 * decodes or decodes > self.sizes[-1]):
+                return 0, joined
+        fitting = (s for s in self.shapes if s[0] >= max(1, decodes) and s[1] >= rows and bool(s[1]) == bool(rows))
         return next(fitting, None)
 
     def run(self, shape: Shape, layout: StepLayout, tokens: Tensor, rows: Tensor) -> Tensor | None:
@@ -245,7 +256,9 @@ class StepGraphs:
         device_draw.feed) and rows whose logits are needed [R], all but the table on the host. Returns on the device the
         result of LlamaModel.forward, of a step without prompts for all rows; the next run overwrites it. None:
         attention's plan differs from the captured one, and the step must be computed eagerly."""
-        (decodes, prompts), decode, total = shape, layout.decode, layout.query_start[-1]
+        decodes, mixed = shape[0], _mixed(shape)
+        layout = layout if decodes else _joined(layout)
+        decode, total = layout.decode, layout.query_start[-1]
         fields, sampled = self._parts(self._staged, shape)
         end = decodes + total - decode
         for row, values, padding in zip(
@@ -254,19 +267,19 @@ class StepGraphs:
             row.fill_(padding)
             row[:decode], row[decodes:end] = values[:decode], values[decode:]
         sampled.zero_()
-        if prompts:
+        if mixed:
             sampled[: len(rows)] = torch.where(rows < decode, rows, rows + decodes - decode)
         if not self._stage(*self._padded(layout, shape), shape):
             return None
         # Rows between stages are those of the graph, if prompts follow padding.
-        crossing = decodes + prompts if prompts else decode
+        crossing = sum(shape) if mixed else total
         if self._boundary is not None:
             self._boundary.take(crossing)
         self._replays[shape]()
         if self._boundary is not None:
             self._boundary.hand_on(crossing)
-        if not prompts:
-            return self._out[:decode]
+        if not mixed:
+            return self._out[:total]
         if self._model.shard.samples:
             return self._out[: len(rows)]
         return torch.cat((self._out[:decode], self._out[decodes:end]))
@@ -275,9 +288,9 @@ class StepGraphs:
     def _padded(layout: StepLayout, shape: Shape) -> tuple[list[int], list[int], Tensor, NDArray[np.int64]]:
         """Query starts, lengths, block table and its rows of a step with its padding: decodes and, with prompts,
         prompts of no rows over the scratch block, of which the table's last row is."""
-        (decodes, prompts), decode, table = shape, layout.decode, layout.block_table
+        decodes, decode, table = shape[0], layout.decode, layout.block_table
         assert layout.rows is not None
-        count, most = len(layout.kv_len), decodes + (MOST_PROMPTS if prompts else 0)
+        count, most = len(layout.kv_len), decodes + prompts_of(shape)
         rows = np.full(most, len(table) - 1)
         rows[:decode], rows[decodes : decodes + count - decode] = layout.rows[:decode], layout.rows[decode:]
         starts = [*range(decodes), *(start + decodes - decode for start in layout.query_start[decode:])]
@@ -292,7 +305,7 @@ class StepGraphs:
         fields[2] = self._scratch
         sampled.zero_()
         decodes, prompts = shape
-        absent = max(0, MOST_PROMPTS - 1) if prompts else 0
+        absent = max(0, prompts_of(shape) - 1)
         starts = [*range(decodes + 1), *[decodes + prompts] * ((1 + absent) if prompts else 0)]
         lengths = [1] * decodes + ([prompts] + [1] * absent if prompts else [])
         table = torch.full((1, max(1, -(-prompts // self._block_size))), self._scratch)
@@ -325,11 +338,24 @@ class StepGraphs:
         torch.index_select(model.rotary.cos, 0, positions, out=self._cos[:size])
         torch.index_select(model.rotary.sin, 0, positions, out=self._sin[:size])
         padding = None if model.config.experts is None else blocks == self._scratch
-        rows = sampled if shape[1] and model.shard.samples else None
+        rows = sampled if _mixed(shape) and model.shard.samples else None
         out = model.compute(tokens, self._attention[shape], rows, padding)
         self._out[: len(out)].copy_(out)
 
 
+def _mixed(shape: Shape) -> bool:
+    """Whether a recorded step has decodes and prompts."""
+    return min(shape) > 0
+
+
 def _sampled_rows(shape: Shape) -> int:
     """The most rows of a recorded step that are sampled."""
-    return shape[0] + (MOST_PROMPTS if shape[1] else 0)
+    return shape[0] + MOST_PROMPTS if _mixed(shape) else sum(shape)
+
+
+def _joined(layout: StepLayout) -> StepLayout:
+    """The layout of decodes with the rows of each sequence as one prompt."""
+    assert layout.rows is not None
+    last = np.flatnonzero(np.append(np.diff(layout.rows) != 0, True))
+    starts, lengths = [0, *(last + 1).tolist()], [layout.kv_len[row] for row in last]
+    return replace(layout, query_start=starts, kv_len=lengths, rows=layout.rows[last], decode=0)

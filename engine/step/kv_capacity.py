@@ -17,6 +17,7 @@ from ...topology.comm.groups import Communicator
 from ...topology.hardware import sysfs
 from ..config.schema import Deployment
 from ..config.schema import EngineConfig as EngineKeys
+from ..schedule.speculation import MOST
 from .cuda_graphs import collectives_refuse, experts_refuse, graphed
 from .memory import GIB, MemoryKeys, working_memory
 
@@ -82,6 +83,7 @@ def working_bytes(
         graphs=graphs,
         flashinfer=flashinfer,
         widens_fp8=widens_fp8,
+        drafts=MOST if keys.speculation else 0,
         deterministic=bool(deployment.parallel.deterministic),
         standby=deployment.daemon.standby > 0,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...models.config.latent import EXPANDED_SPACE, GATHERED, Expansion
 from ...models.config.model_config import ModelConfig
 from ...models.config.shapes import WHOLE, Shape, Sharing
-from ...models.cuda.workspace import MOST_PROMPTS, expert_bytes, latent_workspace_bytes, workspace_bytes
+from ...models.cuda.workspace import MOST_PROMPTS, expert_bytes, latent_workspace_bytes, most_rows, workspace_bytes
 from ...models.residual import lag_of
 from ...models.stages import RankShard
 
@@ -37,14 +37,21 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     return tuple(sorted({most, *powers, *(half for half in halves if half <= most)}))
 
 
-def graph_shapes(most: int, tokens: int) -> tuple[Shape, ...]:
-    """The shapes of recorded steps: of 1 to `most` sequences without prompts, and with up to `tokens` prompt rows."""
+def graph_shapes(most: int, tokens: int, drafts: int = 0) -> tuple[Shape, ...]:
+    """The shapes of recorded steps: of 1 to `most` sequences without prompts, and with up to `tokens` prompt rows. With
+    `drafts`, the most of one sequence, also of sequences with drafts, by powers of two of their rows."""
     sizes = graph_sizes(most)
     decodes = [*(size for size in MIXED_DECODES if size < sizes[-1]), sizes[-1]]
     prompts = [rows for rows in MIXED_PROMPTS if rows < tokens]
     if 1 < tokens <= MIXED_PROMPTS[-1]:
         prompts.append(tokens)
-    return (*((size, 0) for size in sizes), *((size, rows) for rows in prompts for size in decodes))
+    drafted = min(most * (1 + drafts), tokens, MOST_GRAPHED) if drafts else 0
+    rows_with_drafts = [1 << k for k in range(1, max(0, drafted - 1).bit_length() + 1)]
+    return (
+        *((size, 0) for size in sizes),
+        *((size, rows) for rows in prompts for size in decodes),
+        *((0, rows) for rows in rows_with_drafts),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ def working_memory(
         # One message at a time is gathered from every rank and summed in fp32.
         parts["all-reduces in flight"] += int(tokens * d * (size * value_bytes + 2 * 4))
     recorded = keys.graphs and keys.flashinfer
-    shapes = graph_shapes(keys.max_num_seqs, keys.max_num_batched_tokens) if recorded else ()
+    shapes = graph_shapes(keys.max_num_seqs, keys.max_num_batched_tokens, keys.drafts) if recorded else ()
     windows = len(set(config.sliding_window or (None,)))
     most_blocks = -(-(keys.max_model_len + 1) // keys.block_size)
     if config.latent is not None:
@@ -138,7 +145,8 @@ def working_memory(
     # logits: before, during and after the conversion to fp32.
     parts["CUDA graphs"] = 0
     if shapes:
-        sampled, largest = max(decodes for decodes, _ in shapes) + MOST_PROMPTS, max(map(sum, shapes))
+        decodes, _, drafted = most_rows(shapes)
+        sampled, largest = max(decodes + MOST_PROMPTS, drafted), max(map(sum, shapes))
         sums = in_flight * d if size > 1 or copies > 1 else 0
         graph = largest * (per_token + (outputs + sums) * value_bytes) + sampled * 3 * logits
         graph += _of_experts(shard, largest, value_bytes)

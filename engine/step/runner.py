@@ -123,7 +123,7 @@ class Runner:
             chunks, split = self._rows(batch, drafted)
             logits = self._forward(chunks, early, split)
             settled = self._settle()
-            drawing = overlaps and self._start(batch, chunks, logits, began)
+            drawing = overlaps and not self._proposes(batch, drafted) and self._start(batch, chunks, logits, began)
             if ahead is not None and early is None:
                 ahead(() if settled is None else (settled,))
             if drawing:
@@ -147,6 +147,11 @@ class Runner:
             self.tokens[slot, length : length + len(drafts)] = drafts
             counts[slot] = len(drafts)
         return counts
+
+    def _proposes(self, batch: Batch, drafted: dict[int, int] | None) -> bool:
+        """Whether the step's ids are needed before the next step: some are verified drafts, or are to be followed by
+        drafts."""
+        return drafted is not None or (self.proposer is not None and any(chunk.proposals for chunk in batch.chunks))
 
     def _draftable(self, slot: int, most: int) -> int:
         return min(most, max(0, int(self._end[slot] - self.length[slot])))
@@ -342,22 +347,25 @@ class Runner:
     def _draw(
         self, batch: Batch, chunks: list[Chunk], logits: Tensor, drafted: dict[int, int] | None = None
     ) -> StepResult:
-        """Samples and scores on the host; appends the sampled ids to the slots."""
-        self._drain()
+        """Samples and scores, on the host where the device cannot; appends the sampled ids to the slots."""
         scored: dict[int, list[TokenLogprob]] = {}
-        slots, sampled = self._sampled(chunks), logits
-        if any(chunk.prompt_logprobs for chunk in chunks):
+        slots, sampled, fed = self._sampled(chunks), logits, None
+        if drafted is not None:
+            fed = self.tokens[slots, [chunk.start + chunk.count - 1 for chunk in chunks if chunk.samples]]
+        scores = any(chunk.prompt_logprobs for chunk in chunks)
+        started = bool(slots) and not scores and self.sampler.start(logits, slots, self._replayed, fed)
+        if not started:
+            self._drain()
+        if scores:
             sampled, scored = self._score(chunks, logits)
         poisoned = {slot for slot, scores in scored.items() if any(math.isnan(score.logprob) for score in scores)}
         if not slots:
             self.sampler.flush()
             self._zero_sequences(poisoned)
             return StepResult((), nonfinite=poisoned, prompt_logprobs=scored)
+        drawn = self.sampler.finish() if started else self.sampler.sample(sampled, slots, fed)
         if drafted is not None:
-            at = [chunk.start + chunk.count - 1 for chunk in chunks if chunk.samples]
-            drawn = self.sampler.sample(sampled, slots, self.tokens[slots, at])
             return self._take(batch, chunks, drawn, drafted, poisoned, scored)
-        drawn = self.sampler.sample(sampled, slots)
         self.tokens[slots, self._lengthen(slots)] = drawn.ids
         poisoned |= {slots[row] for row in np.flatnonzero(drawn.nonfinite)}
         self._zero_sequences(poisoned - {slots[row] for row in drawn.failures})

@@ -10,7 +10,8 @@ from .json_fields import Refusal
 from .model_config import ModelConfig
 
 Shape = tuple[int, int]
-"""Decodes and prompt rows of a recorded step; a step without prompts has 0."""
+"""Decodes and prompt rows of a recorded step: a step without prompts has 0 rows, and one of sequences with drafts 0
+decodes, since each of these is one prompt, of its last token and its drafts."""
 REPLICATED_LIMIT = 64 << 20
 """Bytes of an embedding table beyond which no rank holds a whole copy unasked."""
 

@@ -22,7 +22,7 @@ from ..attention import Captured, KVCache, StepLayout, TorchAttention, rotate_an
 from ..config.shapes import Shape
 from ..ops import Norm
 from ..transfer import carry, pinned, upload
-from .workspace import HEAD_DIMS, MOST_PROMPTS, TENSOR_CORES_FROM, partial_bytes
+from .workspace import HEAD_DIMS, TENSOR_CORES_FROM, most_rows, partial_bytes, prompts_of
 
 OLDEST = 0, 7, 2
 """The first version whose partial results fit into workspace.py's reserve and that has MLAPlanMetadata."""
@@ -242,25 +242,26 @@ class FlashInferAttention(TorchAttention):
     def captured(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, Captured]:
         """Makes a backend for each shape. They share their buffers, so prepare and replay one step at a time. Between
         replays only `prepare` changes the buffers."""
-        decodes, prompts = (max(numbers) for numbers in zip(*shapes, strict=True))
-        recording, device = copy.copy(self), self.cache.keys[0].device
-        if device.type == "cuda" and partial_bytes(*self._shape[:3], decodes, prompts) > len(self._workspace):
-            recording._workspace = self._room(decodes, prompts)
-        decoders = recording._captured_decoders({size for size, _ in shapes}, most_blocks)
-        prefillers = recording._captured_prefillers({rows for _, rows in shapes if rows}, most_blocks)
+        rows, recording, device = most_rows(shapes), copy.copy(self), self.cache.keys[0].device
+        if device.type == "cuda" and partial_bytes(*self._shape[:3], *rows) > len(self._workspace):
+            recording._workspace = self._room(*rows)
+        decoders = recording._captured_decoders({size for size, _ in shapes if size}, most_blocks)
+        prefillers = recording._captured_prefillers(shapes, most_blocks)
         heads, _, dim, _ = self._shape
         out = torch.zeros(
-            (max(map(sum, shapes)) if prompts else 0, heads, dim), dtype=self._dtypes["q_data_type"], device=device
+            (max(map(sum, shapes)) if any(rows[1:]) else 0, heads, dim),
+            dtype=self._dtypes["q_data_type"],
+            device=device,
         )
 
-        def of(size: int, rows: int) -> FlashInferAttention:
+        def of(shape: Shape) -> FlashInferAttention:
             recorded = copy.copy(recording)
-            recorded._decoders = decoders[size]
-            if rows:
-                recorded._prefillers, recorded._out = prefillers[rows], out[: size + rows]
+            recorded._decoders = decoders.get(shape[0], {})
+            if shape[1]:
+                recorded._prefillers, recorded._out = prefillers[shape], out[: sum(shape)]
             return recorded
 
-        return {shape: of(*shape) for shape in shapes}
+        return {shape: of(shape) for shape in shapes}
 
     def _table_buffers(self, most: int, most_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
         device = self.cache.keys[0].device
@@ -268,7 +269,7 @@ class FlashInferAttention(TorchAttention):
         return indptr, indices, torch.ones(most, dtype=torch.int32, device=device)
 
     def _captured_decoders(self, sizes: set[int], most_blocks: int) -> dict[int, dict[int | None, Any]]:
-        indptr, indices, last_page = self._table_buffers(max(sizes), most_blocks)
+        indptr, indices, last_page = self._table_buffers(max(sizes, default=0), most_blocks)
         return {
             size: {
                 window: self._decoder(
@@ -282,27 +283,32 @@ class FlashInferAttention(TorchAttention):
             for size in sizes
         }
 
-    def _captured_prefillers(self, sizes: set[int], most_blocks: int) -> dict[int, dict[int | None, Any]]:
-        """A wrapper takes as many rows as its first plan has, which therefore must have all."""
-        if not sizes:
-            return {}
-        indptr, indices, last_page = self._table_buffers(MOST_PROMPTS, most_blocks)
+    def _captured_prefillers(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, dict[int | None, Any]]:
+        """The wrappers of each shape with prompts or drafts. A wrapper takes as many rows as its first plan has, which
+        therefore must have all. Drafts are computed by FA2, as decodes are: it splits a context among multiprocessors
+        and reads it once for all query heads and rows of a tile, which FA3 does not."""
+        most = max(map(prompts_of, shapes))
+        indptr, indices, last_page = self._table_buffers(most, most_blocks)
         starts = torch.zeros_like(indptr)
-        return {
-            size: {
+
+        def made(prompts: int, backend: str) -> dict[int | None, Any]:
+            return {
                 window: self._library.BatchPrefillWithPagedKVCacheWrapper(
                     self._workspace,
                     "HND",
                     use_cuda_graph=True,
-                    qo_indptr_buf=starts,
-                    paged_kv_indptr_buf=indptr,
+                    qo_indptr_buf=starts[: prompts + 1],
+                    paged_kv_indptr_buf=indptr[: prompts + 1],
                     paged_kv_indices_buf=indices,
-                    paged_kv_last_page_len_buf=last_page,
+                    paged_kv_last_page_len_buf=last_page[:prompts],
+                    backend=backend,
                 )
                 for window in self._prefillers
             }
-            for size in sizes
-        }
+
+        kinds = {(bool(shape[0]), shape[1]): prompts_of(shape) for shape in shapes if shape[1]}
+        wrappers = {kind: made(prompts, "auto" if kind[0] else "fa2") for kind, prompts in kinds.items()}
+        return {shape: wrappers[bool(shape[0]), shape[1]] for shape in shapes if shape[1]}
 
 
 class FlashInferRows(FlashInferAttention):

@@ -21,7 +21,7 @@ from ..latent import LatentAttention, LatentCache
 from ..ops import Norm
 from ..transfer import carry, pinned
 from .flashinfer import Contexts, contexts, pages, unfit_device
-from .workspace import MOST_PROMPTS, latent_partial_bytes, latent_unfit
+from .workspace import latent_partial_bytes, latent_unfit, prompts_of
 
 Store = Callable[[LatentCache, int, Tensor, Norm, tuple[Tensor, Tensor], Tensor, Tensor], Tensor]
 """A replacement of LatentAttention._rotate_and_store; it may overwrite the given queries with the rotated ones."""
@@ -119,7 +119,7 @@ class FlashInferLatent(LatentAttention):
 
     def captured(self, shapes: Sequence[Shape], most_blocks: int) -> dict[Shape, Captured]:
         """Like FlashInferAttention.captured, with padding as one more prompt."""
-        sequences = {(size, rows): size + (MOST_PROMPTS + 1 if rows else 0) for size, rows in shapes}
+        sequences = {shape: shape[0] + prompts_of(shape) + bool(shape[1]) for shape in shapes}
         most, device = max(sequences.values()), self._workspace.device
         starts, indptr, lengths = (torch.zeros(most + 1, dtype=torch.int32, device=device) for _ in range(3))
         indices = torch.zeros(most * most_blocks, dtype=torch.int32, device=device)

@@ -25,7 +25,7 @@ LATENT_RANKS = (128, 256, 512)
 LATENT_ITEMS = 16_384
 """The most work items in a plan of attention over latents, a constant of the library."""
 MOST_PROMPTS = 8
-"""Prompts of a recorded step."""
+"""Prompts of a recorded step with decodes."""
 _MIB = 1 << 20
 EXPERT_SPACE = 256 * _MIB
 """Limit of the buffers of experts' outputs: steps that need more compute their pairs in pieces."""
@@ -55,6 +55,12 @@ def kernels_missing() -> str | None:
     )
 
 
+def prompts_of(shape: Shape) -> int:
+    """The most prompts of a recorded step; of sequences with drafts half as many as rows."""
+    decodes, rows = shape
+    return MOST_PROMPTS * bool(rows) if decodes else rows // 2
+
+
 def expert_pairs(width: int, inner: int, itemsize: int) -> int:
     """Pairs of a row and an expert that are computed at once; each has `inner` values between the products and `width`
     after."""
@@ -70,16 +76,19 @@ def expert_bytes(rows: int, slots: int, width: int, inner: int, itemsize: int) -
     return int(at_once * (width + inner) * itemsize + pairs * 6 * 4 + sums)
 
 
-def partial_bytes(heads: int, kv_heads: int, head_dim: int, sequences: int = 0, prompt_rows: int = 0) -> int:
+def partial_bytes(
+    heads: int, kv_heads: int, head_dim: int, sequences: int = 0, prompt_rows: int = 0, drafted_rows: int = 0
+) -> int:
     """Bytes for the partial results of contexts that FlashInfer splits among multiprocessors: one buffer for all
     wrappers. Each multiprocessor runs two programs of at most 128 rows; a row is one query head of one token.
-    sequences, prompt_rows: of the largest recorded steps; they have one program a tile of rows if those are more, but
-    decodes only with tensor cores."""
+    sequences, prompt_rows, drafted_rows: of the largest recorded steps; they have one program a tile of rows if those
+    are more, but decodes only with tensor cores."""
     group = heads // kv_heads
     tile = 16 if group <= 16 else 64 if group <= 64 else 128
     tiles = -(-sequences * group // tile) + sequences if group >= TENSOR_CORES_FROM else 0
     prompt_tiles = -(-prompt_rows * group // 128) + MOST_PROMPTS if prompt_rows else 0
-    rows = max(2 * MULTIPROCESSORS * 128, tiles * tile * kv_heads, prompt_tiles * 128 * kv_heads)
+    drafted_tiles = -(-drafted_rows * group // 128) + drafted_rows // 2
+    rows = max(2 * MULTIPROCESSORS * 128, tiles * tile * kv_heads, max(prompt_tiles, drafted_tiles) * 128 * kv_heads)
     return -(-rows * (head_dim + 1) * 4 // _MIB) * _MIB  # + 1: each row's sum of weights
 
 
@@ -124,9 +133,20 @@ def too_many_latent_items(tokens: int, sequences: int, heads: int) -> str | None
 def latent_workspace_bytes(rank: int, shapes: Sequence[Shape], most_blocks: int) -> int:
     """Like workspace_bytes: a wrapper for all eager steps, twice for split steps, each with two plans in memory (a new
     plan is allocated before the last is freed), and one for each recorded shape."""
-    sequences = max((decodes + (MOST_PROMPTS + 1 if rows else 0) for decodes, rows in shapes), default=0)
+    sequences = max((shape[0] + prompts_of(shape) + bool(shape[1]) for shape in shapes), default=0)
     tables = 3 * 4 * sequences * (most_blocks + 3)
     return latent_partial_bytes(rank) + (4 + len(shapes)) * WRAPPER_BYTES + tables
+
+
+def most_rows(shapes: Sequence[Shape], by_row: bool = False) -> tuple[int, int, int]:
+    """The most decodes, prompt rows beside decodes, and rows of sequences with drafts; by_row: all rows are decodes."""
+    if by_row:
+        return max(map(sum, shapes), default=0), 0, 0
+    return (
+        max((decodes for decodes, _ in shapes), default=0),
+        max((rows for decodes, rows in shapes if decodes), default=0),
+        max((rows for decodes, rows in shapes if not decodes), default=0),
+    )
 
 
 def workspace_bytes(
@@ -134,14 +154,15 @@ def workspace_bytes(
 ) -> int:
     """Bytes of attention workspace on a rank. shape: query heads, KV heads, head dimension; windows: distinct window
     sizes among the layers. Each window has a wrapper for prompts and one for decodes, both twice for split steps, one
-    for each number of decodes and one for each number of prompt rows of a recorded step (by_row: for each sum).
+    for each number of decodes and one for each number of rows of prompts, or of drafts, of a recorded step (by_row: for
+    each sum).
     Recorded steps also need page tables of `most_blocks` blocks a sequence (by_row: a row): the runner's, that of a
     plan, and the persistent buffers."""
-    decodes = {sum(shape) if by_row else shape[0] for shape in shapes}
-    prompts = set() if by_row else {rows for _, rows in shapes if rows}
+    decodes = {sum(shape) if by_row else shape[0] for shape in shapes} - {0}
+    prompts = {} if by_row else {(bool(shape[0]), shape[1]): prompts_of(shape) for shape in shapes if shape[1]}
     wrappers = windows * (4 + len(decodes) + len(prompts))
-    sequences = max(decodes, default=0) + (MOST_PROMPTS if prompts else 0)
+    sequences = max(decodes, default=0) + max(prompts.values(), default=0)
     tables = 3 * 4 * sequences * (most_blocks + 2)
     plain = partial_bytes(*shape)
-    recorded = partial_bytes(*shape, max(decodes, default=0), max(prompts, default=0))
+    recorded = partial_bytes(*shape, *most_rows(shapes, by_row))
     return plain + (recorded if recorded > plain else 0) + wrappers * WRAPPER_BYTES + tables

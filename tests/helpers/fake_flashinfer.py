@@ -193,7 +193,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         paged_kv_indptr_buf: Tensor | None = None,
         paged_kv_indices_buf: Tensor | None = None,
         paged_kv_last_page_len_buf: Tensor | None = None,
+        backend: str = "auto",
     ) -> None:
+        assert backend in ("auto", "fa2")
         buffers = paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, buffers, qo_indptr_buf)
 

@@ -20,7 +20,7 @@ from laddertron.topology.comm.groups import Communicator
 from torch import Tensor
 
 CPU = torch.device("cpu")
-FORWARD, START, READ, HOST = "forward", "start", "read", "host"
+FORWARD, START, READ, HOST, JOINED = "forward", "start", "read", "host", "joined"
 _READS = {"cpu", "numpy", "item", "tolist", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__"}
 
 
@@ -110,13 +110,14 @@ def overlap(
 
 def told(notes: Iterable[str]) -> dict[str, int]:
     """`late`: results that were read when the next step's forward pass had been set off; `waited`: those that the host
-    waited for with nothing else for the device to do; `host`: steps drawn by the host."""
-    found: Counter[str] = Counter(late=0, waited=0, host=0)
+    waited for with nothing else for the device to do; `host`: steps whose ids the host waited for or drew; `joined`:
+    recorded steps in which the rows of a sequence with drafts were one prompt."""
+    found: Counter[str] = Counter(late=0, waited=0, host=0, joined=0)
     ahead = False
     for note in notes:
         if note == READ:
             found["late" if ahead else "waited"] += 1
-        elif note == HOST:
-            found["host"] += 1
+        elif note in (HOST, JOINED):
+            found[note] += 1
         ahead = note == FORWARD or (ahead and note != START)
     return dict(found)

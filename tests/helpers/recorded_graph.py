@@ -14,7 +14,10 @@ from unittest.mock import patch
 import engine_cases
 import torch
 from fake_flashinfer import LIBRARY
+from laddertron.engine.batch import Chunk
+from laddertron.engine.config.schema import Deployment
 from laddertron.engine.sampling.sampler import Sampler
+from laddertron.engine.schedule.speculation import MOST
 from laddertron.engine.step import share
 from laddertron.engine.step.build import Built
 from laddertron.engine.step.cuda_graphs import CudaRecorder, StepGraphs
@@ -25,7 +28,8 @@ from laddertron.models.llama import LlamaModel
 from laddertron.models.ops import TorchOps
 from laddertron.models.transfer import download
 from laddertron.topology.comm.collectives import Collective, Pending
-from overlapped import overlap, sampler, told
+from laddertron.topology.comm.groups import Communicator
+from overlapped import JOINED, overlap, sampler, told
 from rank_pool import Rank
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,6 +125,7 @@ def generate(
     params: dict[str, Any],
     shapes: list[tuple[int, int]] | None = None,
     stages: int = 1,
+    speculation: str | bool = False,
 ) -> dict[str, Any] | None:
     """Answers by request, of 4 lengths, so that few and many run at once. how: "portable" as built, "eager" with the
     FlashInfer backend (its stand-in), "recorded" with its steps recorded (shapes: which), "overlapped" with these drawn
@@ -129,26 +134,15 @@ def generate(
     if stages > 1:
         rank.close_kept()
     communicator, recorder = rank.connect(stages=stages) if stages > 1 else rank.communicator, TapeRecorder()
-    d = engine_cases.deployment(folder, rank.size // stages, max_num_seqs=5, enable_prefix_caching=False)
+    keys: dict[str, Any] = {"max_num_seqs": 5, "enable_prefix_caching": False, "speculation": speculation}
+    d = engine_cases.deployment(folder, rank.size // stages, **keys)
     d = replace(d, parallel=replace(d.parallel, pipeline_parallel_size=stages))
-    with patch.object(share, "make_ops", lambda *_: TorchOps()):  # C kernels are no torch operators
-        built = engine_cases.build_on(rank, d, communicator)
+    built = build_of_operators(rank, d, communicator)
     notes: list[str] = []
-    eager = _count_calls(built.runner.model)
+    eager = count_calls(built.runner.model)
     if how != "portable":
-        parts: dict[str, Any] = parts_of(built)
-        if how == "overlapped":
-            parts["sampler"] = sampler(built, communicator, notes)
-        graphs = None if how == "eager" else _graphs(built, recorder, shapes or graph_shapes(5, BATCHED), **parts)
-        if how == "overlapped":
-            built, _ = overlap(built, communicator, notes, **parts)
-        else:
-            own, most = built.runner.sampler, built.limits.max_model_len
-            if communicator.pipeline is not None:
-                parts |= {"pipeline": communicator.pipeline, "index": communicator.rank, "fetch": download}
-            runner = type(built.runner)(built.runner.model, sampler=own, max_slots=5, max_model_len=most, **parts)
-            built = replace(built, runner=runner)
-        built.runner.warmed_up(None, graphs)
+        shapes = shapes or list(graph_shapes(5, BATCHED, MOST if speculation else 0))
+        built = as_on_a_gpu(built, communicator, recorder, how, notes, shapes)
     lengths = [params["max_tokens"] + 4 * (i % 4) for i in range(len(prompts))]
     requests = [engine_cases.request(i, p, **params | {"max_tokens": lengths[i]}) for i, p in enumerate(prompts)]
     answers = engine_cases.run_requests(rank, built, communicator, requests)
@@ -158,7 +152,52 @@ def generate(
     return {"answers": answers, "eager": len(eager), **counts}
 
 
-def _count_calls(model: LlamaModel) -> list[None]:
+def build_of_operators(rank: Rank, d: Deployment, communicator: Communicator) -> Built:
+    """Built of torch's operators, since C kernels are none."""
+    with patch.object(share, "make_ops", lambda *_: TorchOps()):
+        return engine_cases.build_on(rank, d, communicator)
+
+
+def as_on_a_gpu(
+    built: Built,
+    communicator: Communicator,
+    recorder: TapeRecorder,
+    how: str,
+    notes: list[str],
+    shapes: Sequence[tuple[int, int]],
+    kind: type[FlashInferAttention] = FlashInferAttention,
+) -> Built:
+    """The same rank with another runner, see `generate`. notes: of an overlapped one."""
+    old = built.runner
+    parts: dict[str, Any] = parts_of(built, kind)
+    if how == "overlapped":
+        parts["sampler"] = sampler(built, communicator, notes)
+    graphs = None if how == "eager" else _graphs(built, recorder, shapes, **parts)
+    parts |= {"proposer": old.proposer, "speculates": old._speculates}
+    if how == "overlapped":
+        built, _ = overlap(built, communicator, notes, **parts)
+    else:
+        if communicator.pipeline is not None:
+            parts |= {"pipeline": communicator.pipeline, "index": communicator.rank, "fetch": download}
+        slots, most = len(old.length), built.limits.max_model_len
+        runner = type(old)(old.model, sampler=old.sampler, max_slots=slots, max_model_len=most, **parts)
+        built = replace(built, runner=runner)
+    built.runner.warmed_up(None, graphs)
+    if graphs is not None and graphs.drafted:
+        shape_of: Any = graphs.shape
+
+        def noted(chunks: Sequence[Chunk]) -> Any:
+            shape = shape_of(chunks)
+            notes.extend([JOINED] * (shape is not None and not shape[0]))
+            return shape
+
+        graphs.shape = noted  # type: ignore[method-assign]
+        rows = graphs.drafted[-1], graphs.sizes[-1]
+        built = replace(built, scheduler_limits=replace(built.scheduler_limits, most_rows=rows))
+    return built
+
+
+def count_calls(model: LlamaModel) -> list[None]:
     """The steps that are computed eagerly from now on."""
     steps: list[None] = []
     forward: Any = model.forward_streams
@@ -172,13 +211,13 @@ def _count_calls(model: LlamaModel) -> list[None]:
     return steps
 
 
-def parts_of(built: Built) -> dict[str, Any]:
+def parts_of(built: Built, kind: type[FlashInferAttention] = FlashInferAttention) -> dict[str, Any]:
     """Cache and attention of a Runner that records, with a block that is nobody's."""
     old, model = built.runner, built.runner.model
     config, shard = model.config, model.shard
     cache = KVCache(shard, old.cache.num_blocks + 1, old.size, torch.float32, torch.device("cpu"))
     windows = config.sliding_window or (None,) * config.num_layers
-    attention = FlashInferAttention(cache, windows, config.head_dim**-0.5, shard.num_heads, torch.float32, LIBRARY)
+    attention = kind(cache, windows, config.head_dim**-0.5, shard.num_heads, torch.float32, LIBRARY)
     return {"cache": cache, "attention": attention}
 
 
@@ -206,5 +245,6 @@ def _graphs(
     )
     graphs.record()
     if sampler is not None:
-        sampler.record(graphs._out, graphs.sizes, lambda compute: compute)  # gathers are no operators
+        sizes = sorted({*graphs.sizes, *graphs.drafted})
+        sampler.record(graphs._out, sizes, lambda compute: compute)  # gathers are no operators
     return graphs

@@ -15,11 +15,15 @@ from laddertron.engine.openai.structured_output import GrammarFields, grammar_of
 from laddertron.engine.request import Request
 from laddertron.engine.sampling import grammar
 from laddertron.engine.schedule.scheduler import Scheduler
-from laddertron.engine.schedule.speculation import SpeculationRule
+from laddertron.engine.schedule.speculation import MOST, SpeculationRule
 from laddertron.engine.schedule.split import SplitRule
 from laddertron.engine.step.engine import Engine, StepProgress, follow
+from laddertron.engine.step.memory import graph_shapes
+from laddertron.models.cuda.flashinfer import FlashInferAttention, FlashInferRows
 from laddertron.topology.comm.groups import CommOptions
+from overlapped import told as told_of
 from rank_pool import Rank
+from recorded_graph import TapeRecorder, as_on_a_gpu, build_of_operators, count_calls
 from tokenizers import Tokenizer
 
 CASES: list[dict[str, Any]] = [
@@ -79,17 +83,27 @@ def answers(
     stages: int = 1,
     microbatches: int | None = None,
     budget: int = 48,
+    gpu: str = "",
 ) -> dict[str, Any] | None:
     """Of rank 0, with a KV cache of so many blocks at most: steps in all, counters, how many answers reach a grammar
     after reasoning, and by request and choice the ids, what they scored and how it ended. Requests enter two at a time,
-    so that steps mix prompts with decodes."""
+    so that steps mix prompts with decodes. gpu: "eager", "recorded" or "overlapped", as recorded_graph.generate; then
+    scores are left out, and there is how the steps were computed."""
     with rank.connect(None, CommOptions(deterministic=deterministic, overlap=overlap), stages=stages) as communicator:
         keys: dict[str, Any] = {"max_num_seqs": seats, "max_num_batched_tokens": budget, "kv_cache_memory": 1 << 20}
         d = deployment(folder, rank.size // stages, None, speculation=speculation, draft_model=draft, **keys)
         parallel = replace(d.parallel, split_steps=split, deterministic=deterministic, overlap=overlap)  # type: ignore[arg-type]
         if stages > 1:
             parallel = replace(parallel, pipeline_parallel_size=stages, pipeline_microbatches=microbatches)
-        built = build_on(rank, replace(d, parallel=parallel), communicator)
+        notes, recorder, eager = list[str](), TapeRecorder(), list[None]()
+        if gpu:
+            built = build_of_operators(rank, replace(d, parallel=parallel), communicator)
+            eager = count_calls(built.runner.model)
+            shapes = graph_shapes(seats, budget, MOST if speculation else 0)
+            kind = FlashInferRows if deterministic else FlashInferAttention
+            built = as_on_a_gpu(built, communicator, recorder, gpu, notes, shapes, kind)
+        else:
+            built = build_on(rank, replace(d, parallel=parallel), communicator)
         limits = replace(built.scheduler_limits, num_blocks=min(blocks, built.scheduler_limits.num_blocks))
         if speculation == "mtp":  # else it would draft only while that pays
             limits = replace(limits, speculation=SpeculationRule(priced=False))
@@ -112,8 +126,12 @@ def answers(
             for event in engine.step():
                 ids, scores, prompt, ends = told.setdefault(f"{event.request_id}/{event.choice}", [[], [], [], []])
                 ids.extend(event.tokens)
-                scores.extend((p.token, p.logprob, p.top) for p in event.logprobs or ())
-                prompt.extend(p and (p.token, p.logprob, p.top) for p in event.prompt_logprobs or ())
+                if gpu:  # whose operators round rows in other numbers differently
+                    scores.extend(p.token for p in event.logprobs or ())
+                    prompt.extend(p and p.token for p in event.prompt_logprobs or ())
+                else:
+                    scores.extend((p.token, p.logprob, p.top) for p in event.logprobs or ())
+                    prompt.extend(p and (p.token, p.logprob, p.top) for p in event.prompt_logprobs or ())
                 ends.extend([(event.finish, event.stop_token)] * (event.finish is not None))
         engine.close()
         counters = scheduler.snapshot()
@@ -128,6 +146,9 @@ def answers(
             "hits": counters["prefix_cache_hits_total"],
             "reasoned": sum(tokenizer.decode(told[f"r{n}/0"][0])[:-1].find(CLOSE) > 0 for n in (2, 10, 18)),
             "answers": told,
+            "replayed": recorder.replayed,
+            "eager": len(eager),
+            "noted": told_of(notes),
         }
 
 

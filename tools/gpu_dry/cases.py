@@ -49,11 +49,16 @@ class Case:
         return not self.words and not self.parallel.get("deterministic")
 
     @property
+    def drafts(self) -> bool:
+        return "speculation" in self.engine
+
+    @property
     def seats(self) -> int:
         return int(self.engine.get("max_num_seqs", 256))
 
 
 _SPREAD = {"expert_layout": "spread", "dense_path": "node"}
+_DRAFTS = {"speculation": "ngram", "max_num_seqs": 16}
 _QWEN3_235B = {
     "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 64,
     "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "moe_intermediate_size": 1536,
@@ -105,6 +110,8 @@ CASES = (
     Case("DeepSeek-V3 fp8, tp 8 x pp 2", "deepseek-v3", 8, fp8=True, stages=2, layers=6, words=_DEEPSEEK_V3_FP8),
     Case("LongCat-Flash spread, 2 x 8", "longcat-flash", 16, 2, words=_LONGCAT, parallel=_SPREAD),
     Case("Laneformer 2B, tp 8", "laneformer-2b", 8, words=_LANEFORMER, length=4096, engine={"attention": "torch"}),
+    Case("405B drafts, tp 16", "llama-3.1-405b", 16, 2, engine=_DRAFTS),
+    Case("DeepSeek-V3 drafts, 2 x 8", "deepseek-v3", 16, 2, words=_DEEPSEEK_V3, parallel=_SPREAD, engine=_DRAFTS),
     Case("8 lanes, heads of 128, tp 2", "", 2, words=_LANEFORMER | {"hidden_size": 4096}, length=4096),
 )
 

@@ -42,8 +42,8 @@ TESTS = (
 COLUMNS = (
     "case", "recorded step: launches, collectives", "recorded draw: launches",
     "outside them, greedy / temperature / top_p: launches",
-    "copies to, from the device", "waits", "prompts: launches, waits", "step, of reserved [MiB]",
-    "graphs, of reserved [MiB]",
+    "copies to, from the device", "waits", "prompts: launches, waits", "with drafts: launches, waits",
+    "step, of reserved [MiB]", "graphs, of reserved [MiB]",
 )  # fmt: skip
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 _LIMIT_S = 900
@@ -104,7 +104,7 @@ def row(result: dict[str, Any]) -> str:
     parts = (
         result["name"], f"{r['recorded launch']}, {r['recorded collective']}", f"{r['drawn launch']}", each("launch"),
         f"{each('to_device')}, {each('to_host')}", each("wait"), f"{r['prompts launch']}, {r['prompts wait']}",
-        of("step"), of("recorded"),
+        f"{r['drafted launch']:g}, {r['drafted wait']:g}" if "drafted wait" in r else "-", of("step"), of("recorded"),
     )  # fmt: skip
     return f"| {' | '.join(parts)} |"
 

@@ -26,6 +26,7 @@ GPU = install()  # before laddertron is imported
 from fake_rank import BATCHED, deployment_of, start, write_checkpoint  # noqa: E402
 from laddertron.engine.request import Request, SamplingParams  # noqa: E402
 from laddertron.engine.schedule.scheduler import Scheduler  # noqa: E402
+from laddertron.engine.schedule.speculation import MOST  # noqa: E402
 from laddertron.engine.step.engine import Engine, StepProgress, drain  # noqa: E402
 from laddertron.engine.step.kv_capacity import working_bytes  # noqa: E402
 from laddertron.engine.step.memory import graph_shapes  # noqa: E402
@@ -37,6 +38,8 @@ torch.set_num_threads(1)
 DRIVER, ASKED = FakeDriver(GPU), use_flashinfer(GPU)
 
 PROMPT, ANSWER, STEPS = 15, 8, 2
+DRAFTED = 120
+"""Tokens of an answer with drafts, all of which hold here: the host reads zeros from the device."""
 OUTSIDE_LAYERS = 20
 """The most launches of a recorded step outside its layers."""
 KINDS = ("launch", "to_device", "to_host", "wait")
@@ -90,7 +93,7 @@ class Rank:
 
     def decode(self, params: dict[str, Any], seats: int) -> tuple[Counter[tuple[str, str]], int]:
         """The same of STEPS decode-only steps, after all prompts are prefilled."""
-        self.add(seats, **params)
+        self.add(seats, answer=DRAFTED if self.case.drafts else ANSWER, **params)
         self.steps(3 + 2 * (self.case.stages - 1))
         counted = self.steps(STEPS)
         for _ in drain(self.engine):
@@ -118,6 +121,7 @@ def measure(case: Case, folder: Path, driver: FakeDriver, asked: Counter[str]) -
         if (recorded := _sum(counts, "replay")) != expected:
             result.faults.append(f"{name}: {recorded} replays in {STEPS} decode steps, not {expected}")
     check_mixed(result, rank)
+    check_drafted(result, rank)
     shapes = recorded_shapes(case)
     for name, shape in (("recorded", (case.seats, 0)), ("recorded mixed", max(shapes, key=sum, default=(0, 0)))):
         for kind in ("launch", "collective"):
@@ -143,7 +147,7 @@ def recorded_shapes(case: Case) -> list[tuple[int, int]]:
     """The shapes of a stage's recorded steps, in the order in which it records them."""
     if not case.recorded:
         return []
-    shapes = sorted(graph_shapes(case.seats, BATCHED), key=lambda shape: shape[::-1])
+    shapes = sorted(graph_shapes(case.seats, BATCHED, MOST * case.drafts), key=lambda shape: shape[::-1])
     return sorted(shapes, key=sum, reverse=True)
 
 
@@ -169,12 +173,34 @@ def check_mixed(result: CaseResult, rank: Rank) -> None:
     if replays != (per_step := case.stages + case.draws_recorded) * steps:
         result.faults.append(f"{replays} replays in {steps} steps with prompts, not {per_step * steps}")
     shapes = recorded_shapes(case)
-    mixed = {id(GPU.graphs[first + at]) for first in rank.first_graphs for at, s in enumerate(shapes) if s[1]}
+    mixed = {id(GPU.graphs[first + at]) for first in rank.first_graphs for at, s in enumerate(shapes) if min(s)}
     if len(used := mixed.intersection(map(id, GPU.replayed))) < 4 * case.stages:
         result.faults.append(f"{len(used)} graphs of steps with prompts were used")
     launches = max(_sum(GPU.graphs[first].counts, "launch") for first in rank.first_graphs)
     if case.dense and launches > 12 * case.layers // case.stages + OUTSIDE_LAYERS:
         result.faults.append(f"{launches} launches in a recorded step with prompts of {case.layers} layers")
+
+
+def check_drafted(result: CaseResult, rank: Rank) -> None:
+    """A step of sequences with drafts replays a graph in which each is one prompt, and the recorded draw of all its
+    rows; its figures are those of one sequence."""
+    case, shapes = rank.case, recorded_shapes(rank.case)
+    if not case.drafts:
+        return
+    for sequences, rows in ((1, 16), (5, 64)):
+        rank.add(sequences, answer=DRAFTED, temperature=0.0)
+        rank.steps(5)
+        GPU.replayed.clear()
+        counts, _ = rank.steps(STEPS)
+        if sequences == 1:
+            result.rows |= {f"drafted {kind}": _sum(counts, kind) / STEPS for kind in KINDS}
+        joined = GPU.graphs[rank.first_graphs[0] + shapes.index((0, rows))]
+        if (replays := sum(graph is joined for graph in GPU.replayed)) != STEPS:
+            result.faults.append(f"{replays} replays of {rows} rows in {STEPS} steps of {sequences} with drafts")
+        if (replays := _sum(counts, "replay")) != STEPS * (1 + case.draws_recorded):
+            result.faults.append(f"{replays} replays in {STEPS} steps of {sequences} sequences with drafts")
+        for _ in drain(rank.engine):
+            pass
 
 
 def _counted(steps: list[int], forward: Any, *arguments: Any) -> Any:

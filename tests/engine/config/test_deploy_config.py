@@ -208,7 +208,12 @@ RULE_CASES = (
         "engine.draft_model",
         "no effect with speculation ngram",
     ),
-    ("engine: {speculation: ngram, device: cuda}", "engine.speculation", "needs engine.device: cpu"),
+    ("engine: {speculation: mtp, device: cuda}", "engine.speculation", "need engine.device: cpu"),
+    (
+        "model: {path: m}\nengine: {speculation: auto, draft_model: ./d, device: cuda}",
+        "engine.speculation",
+        "use ngram, auto without engine.draft_model",
+    ),
     (
         "parallel: {pipeline_parallel_size: 2, pipeline_layers: [3, 3, 3]}",
         "parallel.pipeline_layers",

@@ -197,6 +197,75 @@ def test_penalties_go_on_from_device_to_host_and_back() -> None:
     Ranks(1).run(task)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("plain", [False, True])
+def test_drafts_are_accepted_as_the_host_accepts_them(tp: int, plain: bool, run_seed: int) -> None:
+    """Random numbers of drafts for each slot in steps with and without drafts, drawn by the host in between: the same
+    ids, acceptance and scores as on the host, where penalties count the drafts before a row and positions move on by
+    what was accepted. Plain rows are drawn in recordings."""
+    vocab, slots = 24, len(FIELDS)
+    steps = 24
+    torch.manual_seed(run_seed % 10_000)
+    logits = [torch.randn(4 * slots, vocab) * 6 for _ in range(steps)]
+    if not plain:
+        logits[5][3, 2] = logits[9][7, 1] = math.nan
+
+    def task(rank: int, gather: Gather) -> tuple[int, int]:
+        dice = np.random.default_rng(run_seed)
+        there, host = (make(vocab, tp, rank, gather, slots, []) for _ in range(2))
+        rows = torch.full((4 * slots, width(vocab, tp)), math.nan)
+        replays: list[int] = []
+
+        def record(compute: Callable[[], Any]) -> Callable[[], Any]:
+            def replay() -> Any:
+                replays.append(1)
+                return compute()
+
+            return replay
+
+        there.record(rows, (8, 4 * slots), record)
+        for slot, fields in enumerate(FIELDS):
+            chosen = {"temperature": fields.get("temperature", 1.0)} if plain else fields
+            for each in (there, host):
+                each.admit(sequence(slot, params(slot + 1, **chosen)))
+        accepted = rejected = 0
+        for number, step in enumerate(logits):
+            counts = dice.integers(0, 4, slots) if number % 3 else np.zeros(slots, np.int64)
+            at = np.repeat(np.arange(slots), 1 + counts).tolist()
+            own = cut(step[: len(at)], tp, rank)
+            fed = np.array([int(dice.integers(vocab)) for _ in at], np.int32)
+            best = step[: len(at)].nan_to_num().argmax(1).tolist()
+            for row in range(1, len(at)):
+                if at[row] == at[row - 1] and dice.random() < 0.8:
+                    fed[row] = best[row - 1]
+            drafted = fed if number % 3 else None
+            want = host.sample(own.clone(), at, drafted)
+            if number % 4 == 3:
+                got = there.sample(own.clone(), at, drafted)
+            else:
+                rows[: len(at)] = own
+                assert there.start(rows.as_subclass(Remote)[: len(at)], at, True, drafted)
+                got = there.finish()
+            assert got.ids.tolist() == want.ids.tolist(), number
+            assert got.nonfinite.tolist() == want.nonfinite.tolist()
+            assert (got.taken is None) == (want.taken is None)
+            if want.taken is not None and got.taken is not None:
+                assert got.taken.tolist() == want.taken.tolist()
+                accepted += int(want.taken.sum()) - slots
+                rejected += int((~want.taken).sum())
+            for mine, theirs in zip(got.logprobs, want.logprobs, strict=True):
+                assert (mine is None) == (theirs is None)
+                if mine is not None and theirs is not None:
+                    assert mine.token == theirs.token
+                    assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-6)
+        assert len(replays) == (18 if plain else 0)
+        return accepted, rejected
+
+    accepted, rejected = Ranks(tp).run(task)[0]
+    assert accepted > 20
+    assert rejected > 20
+
+
 def test_what_needs_the_host_is_left_to_it() -> None:
     """Bad words and digests: nothing is set off. A draw under way must be finished before another."""
 

@@ -288,13 +288,13 @@ class _Counting:
 def test_the_workspace_is_that_of_the_wrappers_made(windows: tuple[int | None, ...]) -> None:
     """Each wrapper holds the library's 8 MiB, all share one buffer, and those of recorded steps one set of tables."""
     shard: Any = SimpleNamespace(config=SimpleNamespace(num_layers=len(windows), head_dim=8), num_kv_heads=1)
-    library, recorded = _Counting(), graph_shapes(64, 300)
+    library, recorded = _Counting(), graph_shapes(64, 300, 8)
     cache = KVCache(shard, 4, 4, torch.float32, CPU)
     attention = FlashInferAttention(cache, windows, 1.0, 1, torch.float32, library)
     attention.twin()
     attention.captured(recorded, 100)
     assert len(library.workspaces) == 1
-    tables = 3 * 4 * (72 * 100 + 2 * 72)
+    tables = 3 * 4 * (64 + 256) * (100 + 2)
     kinds = len(set(windows))
     shape = 1, 1, 8
     room = partial_bytes(*shape)
@@ -314,6 +314,9 @@ def test_partial_results_have_the_room_that_the_library_takes() -> None:
     for heads, kv_heads in ((32, 32), (128, 8)):  # 128 packed rows a tile, and each prompt may begin one
         tiles = 1024 * heads // kv_heads // 128 + 7
         assert tiles * 128 * kv_heads * 129 * 4 <= partial_bytes(heads, kv_heads, 128, 256, 1024)
+        assert (512 * heads // kv_heads // 128 + 255) * 128 * kv_heads * 516 <= partial_bytes(
+            heads, kv_heads, 128, 0, 0, 512
+        )
     shape = 128, 8, 128
     both = partial_bytes(*shape) + partial_bytes(*shape, 512)
     tables = workspace_bytes(shape, 1, ((512, 0),), 100) - both - 5 * WRAPPER_BYTES

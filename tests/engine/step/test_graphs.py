@@ -8,13 +8,24 @@ from typing import Any
 
 import checkpoints
 import lane_checkpoints
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from laddertron.engine.batch import Chunk
-from laddertron.engine.step.cuda_graphs import CudaRecorder, GraphsError, StepGraphs, collectives_refuse, graphed
+from laddertron.engine.schedule.speculation import MOST
+from laddertron.engine.step.cuda_graphs import (
+    CudaRecorder,
+    GraphsError,
+    StepGraphs,
+    _joined,
+    collectives_refuse,
+    graphed,
+)
 from laddertron.engine.step.memory import MOST_GRAPHED, graph_shapes, graph_sizes
+from laddertron.models.attention import StepLayout
+from laddertron.models.cuda.workspace import prompts_of
 from laddertron.topology.comm.ledger import Ledger
 from recorded_graph import BATCHED, TapeRecorder
 
@@ -59,7 +70,43 @@ def test_which_steps_are_recorded(seats: int, most: int, decodes: int, prompts: 
         assert (graphs.shape([*chunks[:-1], scored]) is None) == bool(prompts)
 
 
+@given(st.integers(1, 300), st.integers(300, 4096), st.lists(st.integers(0, MOST), min_size=1, max_size=300))
+def test_which_steps_with_drafts_are_recorded(seats: int, tokens: int, drafts: list[int]) -> None:
+    """All of at most 512 rows, in a shape with room: rows of a sequence are joined, unless there are few drafts."""
+    counts = [1 + count for count in drafts[:seats]]
+    while sum(counts) > min(tokens, MOST_GRAPHED):
+        counts.pop()
+    graphs = StepGraphs.__new__(StepGraphs)
+    graphs.shapes = sorted(graph_shapes(seats, tokens, MOST), key=lambda shape: shape[::-1])
+    graphs.sizes = tuple(decodes for decodes, rows in graphs.shapes if not rows)
+    graphs.drafted = tuple(rows for decodes, rows in graphs.shapes if not decodes)
+    rows = [Chunk(slot, 5 + row, 1, True) for slot, count in enumerate(counts) for row in range(count)]
+    shape = graphs.shape(rows)
+    assert shape is not None
+    if shape[0]:
+        assert shape[0] >= len(rows)
+        assert shape[1] == 0
+        assert len(rows) < 2 * len(counts)
+    else:
+        assert prompts_of(shape) >= len(counts)
+        assert shape[1] >= len(rows) > len(counts)
+
+
+def test_the_rows_of_a_sequence_are_joined() -> None:
+    """Starts, lengths and slots of the sequences; the tokens stay where they are."""
+    zeros = torch.zeros(6, dtype=torch.int64)
+    slots = np.array([4, 4, 4, 0, 2, 2])
+    layout = StepLayout(zeros, list(range(7)), [8, 9, 10, 3, 6, 7], zeros[None], zeros, zeros, 6, True, slots)
+    joined = _joined(layout)
+    assert (joined.query_start, joined.kv_len, joined.decode) == ([0, 3, 4, 6], [10, 3, 7], 0)
+    assert joined.rows is not None
+    assert joined.rows.tolist() == [4, 0, 2]
+
+
 def test_sizes_by_example() -> None:
+    assert graph_shapes(5, 64, MOST)[5:] == ((0, 2), (0, 4), (0, 8), (0, 16), (0, 32), (0, 64))
+    assert graph_shapes(1, 64, MOST)[2:] == ((0, 2), (0, 4), (0, 8), (0, 16))
+    assert graph_shapes(256, 4096, MOST)[-1] == (0, 512)
     assert graph_shapes(5, 64) == ((1, 0), (2, 0), (4, 0), (5, 0), (5, 64))
     mixed = [(d, c) for c in (128, 256, 512, 1024) for d in (8, 64, 256)]
     assert graph_shapes(256, 4096)[-12:] == tuple(mixed)
@@ -146,7 +193,7 @@ def test_ids_are_the_same_with_and_without_graphs(
     assert recorded["replayed"] == eager["eager"]
     assert overlapped["replayed"] == recorded["replayed"]
     # Every result but the last was read when the next step had been set off, from ids that no host had seen.
-    assert overlapped["steps"] == {"late": overlapped["steps"]["late"], "waited": 1, "host": 0}
+    assert overlapped["steps"] == {"late": overlapped["steps"]["late"], "waited": 1, "host": 0, "joined": 0}
     assert recorded["replayed"] >= 14
     assert recorded["computed"] == 2 * len(graph_shapes(5, BATCHED))
 

@@ -27,7 +27,7 @@ from laddertron.models.cuda.flashinfer import (
     pages,
     unfit,
 )
-from laddertron.models.cuda.workspace import MOST_PROMPTS
+from laddertron.models.cuda.workspace import MOST_PROMPTS, prompts_of
 from laddertron.models.ops import Norm
 from laddertron.models.weights.tensor_reader import FP8
 from torch import Tensor
@@ -261,6 +261,43 @@ def test_a_recorded_step_with_prompts(
         assert (got[at] - want).abs().max() < 1e-5
         if kind is FlashInferAttention:
             assert not got[decodes + tokens - layout.decode :].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=4), st.data())
+def test_a_recorded_step_with_drafts(step: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Each sequence is one prompt of its last token and its drafts, of the shape that has no decodes: as the portable
+    backend attends, where each row is a decode."""
+    kind = data.draw(st.sampled_from([FlashInferAttention, FlashInferRows]))
+    layout, size = make_layout([count for count, _ in step], [before for _, before in step], 4, CPU), 4
+    layout = replace(layout, decode=0)
+    layout.block_table[layout.block_table == 10**6] = 0
+    scratch, tokens = int(layout.block_table.max()) + 1, len(layout.positions)
+    rows = max(2 * len(step), 1 << tokens.bit_length())
+    caches = [make_cache(2, 8, scratch + 1, size, torch.float32, CPU) for _ in range(2)]
+    dice = torch.Generator().manual_seed(3)
+    qkv, angle = torch.randn(tokens, 64, generator=dice), torch.rand(tokens, 1, 4, generator=dice)
+    plain = TorchAttention(caches[0], (None, 3), 0.3)
+    plain.prepare(layout, angle.cos(), angle.sin())
+    backend = kind(caches[1], (None, 3), 0.3, 4, torch.float32, fake_flashinfer.LIBRARY)
+    recorded = backend.captured([(1, 0), (1, rows), (0, rows)], 100)[0, rows]
+    absent = prompts_of((0, rows)) - len(step)
+    starts, wide = [*layout.query_start, *[tokens] * absent], torch.randn(rows, 64, generator=dice)
+    table = torch.full((prompts_of((0, rows)) + 1, max(layout.block_table.shape[1], -(-rows // size))), scratch)
+    full_starts, zeros = [0] + [rows] * (len(step) + absent), torch.zeros(rows, dtype=torch.int64)
+    lengths = [rows] + [1] * (len(step) + absent - 1)
+    cos, sin = torch.ones(rows, 1, 4), torch.zeros(rows, 1, 4)
+    recorded.prepare(StepLayout(zeros, full_starts, lengths, table, zeros + scratch, zeros, 0), cos, sin)
+    recorded.attend(0, wide, None, None)
+    table[: len(step), : layout.block_table.shape[1]] = layout.block_table
+    wide[:tokens], cos[:tokens], sin[:tokens] = qkv, angle.cos(), angle.sin()
+    blocks, offsets = zeros + scratch, zeros.clone()
+    blocks[:tokens], offsets[:tokens] = layout.blocks, layout.offsets
+    recorded.prepare(StepLayout(zeros, starts, layout.kv_len + [1] * absent, table, blocks, offsets, 0), cos, sin)
+    assert recorded.replayable
+    for layer in range(2):
+        got = replayed(recorded, layer, wide)
+        assert (got[:tokens] - plain.attend(layer, qkv, None, None)).abs().max() < 1e-5
 
 
 def replayed(backend: Any, layer: int, qkv: Tensor) -> Tensor:
