@@ -131,7 +131,7 @@ frontier: env ## Train each wiring alike, measure its speed, renew that section 
 	@$(PY) tools/benchmarks/cross_node/frontier.py --write
 
 fault-test: env ## Faults row by row, 440 seeded kill points (FAULT_SEED, FAULT_FAKE, _REAL, _STANDBY, _NODES; at most 90 minutes)
-	@FAULT_STANDBY=$${FAULT_STANDBY:-200} FAULT_NODES=$${FAULT_NODES:-40} timeout -k 30 5400 $(VENV)/bin/pytest tests/faults --ignore tests/faults/test_soak.py tests/launchers/job/test_supervisor.py tests/launchers/test_app_serve.py -s
+	@FAULT_STANDBY=$${FAULT_STANDBY:-200} FAULT_NODES=$${FAULT_NODES:-40} timeout -k 30 5400 $(VENV)/bin/pytest tests/faults --ignore tests/faults/test_soak.py tests/launchers/job/test_supervisor.py tests/launchers/job/test_failed_starts.py tests/launchers/job/test_keeper.py tests/launchers/test_app_serve.py -s
 
 .PHONY: soak
 soak: env ## Half an hour of everything at once: clients of every kind, kills, a full disk, clock steps (SOAK_SECONDS, SOAK_SEED)

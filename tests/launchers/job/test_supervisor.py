@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import logging
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from dataclasses import replace
@@ -22,21 +19,18 @@ from typing import Any
 import pytest
 from fake_worker import fake_tokens
 from folders import FOLDERS
-from job_tools import MPIRUN, Story, bounded, command, fake_mpirun, gone, left, process_id, real_mpirun, request, story
-from laddertron.engine.identity import ModelIdentity
+from job_tools import MPIRUN, Story, bounded, fake_mpirun, gone, left, process_id, real_mpirun, request, story
 from laddertron.engine.job import NOBODY
 from laddertron.launchers.compose.mpi import LaunchCommand
 from laddertron.launchers.control import processes
 from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.replica import JobHooks
-from waiting import FOR_EVER_S, HANG_S, until
+from waiting import FOR_EVER_S, HANG_S
 
 IMPATIENT = JobTimeouts(suspect_s=1.5, dead_s=5.0, first_step_s=5.0, least_step_s=5.0)
 """reliability.md's 3 s and 10 s, shortened; test_detect.py holds the real ones against a clock of its own. Elsewhere
 the patience has no end (job_tools.PATIENT): what is seen there was not seen by it."""
-
-KEEPER = (sys.executable, "-P", "-m", "laddertron.launchers.job.keeper")
 
 
 def test_requests_go_in_and_their_tokens_come_out() -> None:
@@ -213,65 +207,6 @@ def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
             assert state.exit_code == 1
             assert s.listener.lost[0][0] == ["long"]
             assert left(old) == []
-
-    bounded(run)
-
-
-def test_the_fourth_failure_without_progress_is_the_last() -> None:
-    """Rank 1 raises at every start: three relaunches, then the job has failed for good and says why."""
-
-    async def run() -> None:
-        async with story(config={"raise_loading": 1}, longest_backoff_s=0.05) as s:
-            await s.phase("failed")
-            assert s.job.state.restarts == 3
-            assert s.job.state.reason.startswith("4 failures in a row without progress, the last: rank 1")
-            assert "asked to raise while loading" in s.job.state.reason
-            assert len(s.job.failures) == 4
-
-    bounded(run)
-
-
-def test_what_a_rank_refuses_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Weights that cannot be read, a model that does not fit: one launch, and the rank's own words are the reason,
-    which is the owner's to log."""
-    caplog.set_level(logging.INFO)
-
-    async def run() -> None:
-        async with story(config={"refuse": 1}) as s:
-            await s.phase("failed")
-            state = s.job.state
-            assert state.restarts == 0
-            assert state.reason.startswith("rank 1 (node ")
-            assert state.reason.endswith(": model.safetensors: 3 bytes are missing")
-            assert s.job.failures[0].kind == "refused"
-
-    bounded(run)
-    assert "3 bytes are missing" not in caplog.text
-
-
-def test_what_was_fine_before_is_tried_again(tmp_path: Path) -> None:
-    """A job that was ready once and is refused after a crash (a neighbour holds the memory, a file is being replaced)
-    goes on trying, up to the bound."""
-    held = tmp_path / "held"
-    kinds: list[str] = []
-
-    def failed(failure: JobFailure) -> None:
-        kinds.append(failure.kind)
-        if len(kinds) == 2:
-            held.unlink()
-
-    async def run() -> None:
-        config = {"refuse": 1, "refuse_after": str(held)}
-        async with story(config=config, hooks=JobHooks(failed=failed), longest_backoff_s=0.05) as s:
-            await s.phase("ready")
-            held.touch()
-            os.kill(await s.pid(0), signal.SIGKILL)
-            await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 2)
-            assert kinds == ["rank_lost", "refused"]
-            held.touch()
-            os.kill(await s.pid(0), signal.SIGKILL)
-            await s.phase("failed")
-            assert "failures in a row without progress" in s.job.state.reason
 
     bounded(run)
 
@@ -465,55 +400,6 @@ def test_a_rank_that_cannot_be_killed_quarantines_its_node(monkeypatch: pytest.M
     bounded(run)
 
 
-def test_an_operating_system_error_while_a_launch_is_composed_is_one_failure() -> None:
-    """The next launch may get what this one did not, such as a descriptor."""
-    calls = 0
-
-    def compose(excluded: frozenset[str]) -> LaunchCommand:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return fake_mpirun()
-
-    async def run() -> None:
-        async with story(compose, max_failures=3, longest_backoff_s=0.0) as s:
-            await s.phase("ready")
-            os.kill(await s.pid(1), signal.SIGKILL)
-            await s.listener.until(partial(is_ready, s, 2))
-            assert [failure.kind for failure in s.job.failures] == ["rank_lost", "shortage"]
-            assert "Too many open files" in s.job.failures[1].reason
-
-    bounded(run)
-
-
-def is_ready(s: Story, restarts: int) -> bool:
-    return s.job.state.phase == "ready" and s.job.state.restarts == restarts
-
-
-@pytest.mark.parametrize("spare", [True, False])
-def test_a_node_that_three_failures_name_makes_room_for_a_spare(spare: bool) -> None:
-    """Without one it stays: a launch on it may succeed, none on no node can."""
-    asked: list[frozenset[str]] = []
-
-    def compose(excluded: frozenset[str]) -> LaunchCommand:
-        asked.append(excluded)
-        if excluded and not spare:
-            raise ValueError("no spare is left of launch.spare_hosts=[]")
-        return fake_mpirun()
-
-    async def run() -> None:
-        async with story(compose, max_failures=9, longest_backoff_s=0.0) as s:
-            for restarts in range(4):
-                await s.listener.until(partial(is_ready, s, restarts))
-                if restarts < 3:
-                    os.kill(await s.pid(1), signal.SIGKILL)
-            here = frozenset({os.uname().nodename})
-            assert asked == [frozenset()] * 3 + [here, here if spare else frozenset()]
-
-    bounded(run)
-
-
 def parent(pid: int) -> int:
     with open(f"/proc/{pid}/stat") as file:
         return int(file.read().rpartition(")")[2].split()[1])
@@ -550,125 +436,6 @@ def test_no_orphans_when_the_daemon_is_killed(frozen: bool) -> None:
         for pid in everyone:
             if frozen and processes.start_time(pid) is not None:
                 os.kill(pid, signal.SIGKILL)
-
-
-def test_ranks_that_differ_are_refused_once_and_by_name() -> None:
-    """Node 1 holds other weights: the job fails naming the rank, and is not tried again."""
-
-    async def run() -> None:
-        async with story(config={"digests": {"1": "beef"}}) as s:
-            await s.phase("failed")
-            assert s.job.state.restarts == 0
-            assert s.job.state.culprit.rank == 1
-            assert "weights is beef there and feed elsewhere" in s.job.state.reason
-
-    bounded(run)
-
-
-OF_A = ModelIdentity("d" * 10, {"config.json": "a"}, {})
-
-
-@pytest.mark.parametrize("restart", [True, False])
-def test_a_model_that_changed_under_a_job_waits_for_its_files(tmp_path: Path, restart: bool) -> None:
-    """1. The model is the owner's: ready. 2. A file changes and a rank dies: each launch is refused, naming rank, host
-    and file, and none of them is counted; `run`, which does not launch again, fails. 3. The file is restored: ready."""
-    file = tmp_path / "config.json"
-    file.write_text("a")
-    failures: list[JobFailure] = []
-
-    async def run() -> None:
-        hooks, config = JobHooks(failed=failures.append), {"reads": str(file)}
-        async with story(config=config, hooks=hooks, restart=restart, longest_backoff_s=0.05, identity=OF_A) as s:
-            await s.phase("ready")
-            assert s.job.state.model == "d" * 10
-            file.write_text("b")
-            os.kill(await s.pid(1), signal.SIGKILL)
-            if not restart:
-                await s.phase("failed")
-                return
-            await s.listener.until(lambda: s.job.state.restarts > 5)
-            reasons = {state.reason for state in s.listener.states if "config.json differs" in state.reason}
-            assert all("restore the files, or run `laddertron reload`" in reason for reason in reasons)
-            assert all(f"(node {os.uname().nodename}" in reason for reason in reasons)
-            file.write_text("a")
-            await s.phase("ready")
-            assert [failure.kind for failure in failures] == ["rank_lost", "model_changed"]
-
-    bounded(run)
-
-
-def test_a_model_that_differs_at_the_first_start_fails_the_job(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("b")
-
-    async def run() -> None:
-        async with story(config={"reads": str(tmp_path / "config.json")}, identity=OF_A) as s:
-            await s.phase("failed")
-            assert s.job.state.restarts == 0
-            assert "config.json differs from the model that this job serves: the nodes must have" in s.job.state.reason
-
-    bounded(run)
-
-
-def test_a_rank_of_another_version_is_refused() -> None:
-    async def run() -> None:
-        async with story(fake_mpirun(2, FAKE_VERSIONS='{"1": "9.9"}')) as s:
-            await s.phase("failed")
-            assert s.job.state.culprit.rank == 1
-            assert "runs laddertron 9.9" in s.job.state.reason
-
-    bounded(run)
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (("/no/such/mpirun",), "cannot start /no/such/mpirun: No such file"),
-        ((sys.executable, "-c", "raise SystemExit('no route to node-7')"), "no route to node-7"),
-    ],
-)
-def test_a_launcher_that_cannot_start_says_why(argv: tuple[str, ...], words: str) -> None:
-    async def run() -> None:
-        async with story(command(argv), restart=False) as s:
-            await s.phase("failed")
-            assert words in s.job.state.reason
-            assert s.job.state.exit_code not in (0, None)
-
-    bounded(run)
-
-
-def test_ranks_that_do_not_come_up_are_numbered() -> None:
-    sleeper = command((sys.executable, "-c", "import signal; signal.pause()"))
-
-    async def run() -> None:
-        async with story(sleeper, restart=False, timeouts=JobTimeouts(launch_s=0.3)) as s:
-            await s.phase("failed")
-            assert "rank 0, 1 did not start within 0.3 s" in s.job.state.reason
-
-    bounded(run)
-
-
-def test_no_relaunch_before_the_devices_are_free_nor_without_nodes() -> None:
-    """`devices_free` is awaited before a relaunch, not before the first launch; a refusal by it or by the composer
-    counts as a failure with its words."""
-    asked: list[int] = []
-
-    async def devices_free() -> None:
-        asked.append(1)
-        if len(asked) == 2:
-            raise RuntimeError("cuda:3 still holds 40 GiB")
-
-    async def run() -> None:
-        async with story(hooks=JobHooks(devices_free=devices_free), max_failures=2) as s:
-            await s.phase("ready")
-            assert asked == []
-            os.kill(await s.pid(0), signal.SIGKILL)
-            await s.listener.until(lambda: s.job.state.phase == "ready" and s.job.state.restarts == 1)
-            assert asked == [1]
-            os.kill(await s.pid(0), signal.SIGKILL)
-            await s.phase("failed")
-            assert "cuda:3 still holds 40 GiB" in s.job.state.reason
-
-    bounded(run)
 
 
 def test_closing_while_loading_and_while_failing(run_seed: int) -> None:
@@ -744,99 +511,6 @@ def test_the_bundle_holds_stacks_and_collectives() -> None:
             assert "MainThread" in bundle["dumps"]["0"]["stacks"]
 
     bounded(run)
-
-
-# the keeper and its means
-
-
-def keep(script: str, grace: str = "0.3", *told: str) -> subprocess.Popen[str]:
-    """A keeper over `script`, whose arguments are `told`, with its lifeline and what it writes in the test's hands."""
-    scratch = tempfile.mkdtemp(prefix="laddertron-test-")
-    command = [*KEEPER, grace, scratch, "--", sys.executable, "-c", textwrap.dedent(script), *told]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def test_the_keeper_ends_as_its_command_did() -> None:
-    for script, status in (("", 0), ("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)):
-        keeper = keep(script)
-        assert keeper.wait(HANG_S) == status
-        for pipe in (keeper.stdin, keeper.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
-def test_the_keeper_kills_the_stubborn_and_the_hidden(tmp_path: Path) -> None:
-    """The command ignores SIGTERM and has a grandchild in a session of its own whose parent is gone: when the lifeline
-    ends, both are killed after the grace, and the scratch folder goes too."""
-    script = """
-        import json, os, signal, sys
-        def tell(name):
-            with open(os.path.join(sys.argv[1], "new-" + name), "w") as file:
-                json.dump([os.getpid(), os.environ["PRTE_MCA_prte_local_tmpdir_base"]], file)
-            os.rename(file.name, os.path.join(sys.argv[1], name))
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                tell("hidden")
-                while True: signal.pause()
-            os._exit(0)
-        os.wait()
-        tell("stubborn")
-        while True: signal.pause()
-    """
-    with keep(script, "0.3", str(tmp_path)) as keeper:
-        assert keeper.stdin is not None
-        assert keeper.stdout is not None
-        told, said = [tmp_path / "hidden", tmp_path / "stubborn"], keeper.stdout
-
-        def both() -> bool:
-            assert keeper.poll() is None, f"ended with {keeper.returncode}: {said.read()}"
-            return all(file.exists() for file in told)
-
-        until(both, lambda: str([file.name for file in told if file.exists()]))
-        (hidden, scratch), (stubborn, same) = (json.loads(file.read_text()) for file in told)
-        assert scratch == same
-        assert os.path.isdir(scratch)
-        began = time.monotonic()
-        keeper.stdin.close()
-        assert keeper.wait(HANG_S) == -signal.SIGKILL
-        assert time.monotonic() - began >= 0.3
-        assert left([hidden, stubborn]) == []
-        assert not os.path.exists(scratch)
-
-
-def test_a_keeper_asked_at_once_ends_its_command_at_once() -> None:
-    """However early the request comes, SIGTERM reaches the command: it does not run on until the grace is over."""
-    with keep("import signal; signal.pause()", grace=str(FOR_EVER_S)) as keeper:
-        assert keeper.stdin is not None
-        keeper.stdin.close()
-        assert keeper.wait(HANG_S) == -signal.SIGTERM
-
-
-def test_each_open_mpi_gets_one_word_for_its_session_folder() -> None:
-    """5's for this host, 4's for all: ranks of 4 refuse to start where one for this host stands beside it."""
-    with keep("import os; print(*sorted(k for k in os.environ if k.endswith('_tmpdir_base')))") as keeper:
-        assert keeper.stdout is not None
-        said = keeper.stdout.read()  # before the lifeline ends: with it the command would
-        assert keeper.wait(HANG_S) == 0, said
-    assert said.split() == ["OMPI_MCA_orte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"]
-
-
-def test_a_recycled_pid_is_never_killed() -> None:
-    """The pid is right, the start time is another process's: nothing happens to it."""
-    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    here = process_id(child.pid)
-    assert not processes.kill(processes.ProcessId(here.pid, here.started - 1))
-    assert child.poll() is None
-    assert here in processes.descendants(os.getpid())
-    assert processes.kill(here)
-    child.wait()
-    assert not processes.kill(here)
-    assert not processes.is_alive(here)
 
 
 @pytest.mark.skipif(not MPIRUN.exists(), reason=f"no Open MPI at {MPIRUN}")
