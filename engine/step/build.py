@@ -300,6 +300,12 @@ def _announce(share: ModelShare, deployment: Deployment, device: torch.device, s
         start_log.say(
             f"weights: {len(skipped)} tensors that predict more than one token are not used ({skipped[0]}, …)"
         )
+    quantisation = share.source.quantisation
+    if quantisation is not None and quantisation.unused:
+        start_log.say(
+            "weights: quantization_config also asks for what is not computed, which makes results more exact: "
+            + ", ".join(quantisation.unused)
+        )
     if share.predictor is not None:
         where = "whole on each node" if share.predictor.in_node else "split over the group"
         start_log.say(f"drafts: by the layer that predicts further tokens, {where}, {share.predictor.bytes >> 20} MiB")

@@ -16,7 +16,7 @@ from .json_fields import ConfigFields, read_json
 from .lanes import Lanes, is_laneformer, read_lanes
 from .latent import Latent
 from .parts import Rope, Wiring, WiringKind, declared_wiring, ladder_last, make_wiring, read_rope
-from .quantisation import quantisation_in
+from .quantisation import read_quantisation
 
 __all__ = ["Dtype", "Experts", "Layout", "ModelConfig", "Rope", "Wiring", "WiringKind", "from_folder", "make_wiring"]
 
@@ -217,7 +217,7 @@ def from_folder(path: str | Path) -> ModelConfig:
             f"model_type {family!r} is not computed here{f' (missing: {missing})' if missing else ''}; "
             f"{', '.join(names[:-1])} and {names[-1]} are"
         )
-    quantisation_in(fields)  # refuses what is not read
+    read_quantisation(folder)  # refuses what is not read
     if "laddertron_model" in fields and not _describes(fields.data["laddertron_model"], description(config)):
         raise fields.fail(
             "laddertron_model, by which the modeling file computes, describes another model than the other keys: write "

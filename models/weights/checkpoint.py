@@ -41,8 +41,9 @@ _ALL_ONES = {
     "BF16": ("H", 0x7FFF, 0x7F80),
     "F16": ("H", 0x7FFF, 0x7C00),
     "F8_E4M3": ("B", 0x7F, 0x7F),
+    "F8_E8M0": ("B", 0xFF, 0xFF),
 }
-"""For each type: the integer type (array's code) of an element, the mask of all bits but the sign, and the least masked
+"""For each type: the integer type (array's code) of an element, the mask of all bits but a sign, and the least masked
 value that is NaN or infinite."""
 SAMPLE = 256
 COMPARED = 1 << 20
@@ -64,7 +65,8 @@ class CheckpointError(Refusal):
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in bytes [begin, end) of a file. block: for scales by block, the rows and columns that share one.
-    code: of 4-bit codes, two an element of U8. divisor: the global scale by which scales are divided."""
+    code: of 4-bit codes, two an element of U8. divisor: the global scale by which scales are divided. declared: for
+    scales of packed codes, the tensor with the shape of the matrix before it was packed, if there is one."""
 
     name: str
     file: Path
@@ -75,6 +77,7 @@ class StoredTensor:
     block: tuple[int, int] | None = None
     code: Code | None = None
     divisor: StoredTensor | None = None
+    declared: StoredTensor | None = None
 
     @property
     def per_byte(self) -> int:

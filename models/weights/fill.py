@@ -51,7 +51,7 @@ def _read_weight(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill
     if as_stored or not is_quantised(stored):
         reader.read(stored, fill.source_row, first // per_byte, target)
         return
-    scale = _scale(reader, tensors[scale_of(name)], fill, range(first, end))
+    scale = _factors(reader, tensors, name, fill, range(first, end))
     if stored.code is None:
         reader.read(stored, fill.source_row, first, target, scale)
         return
@@ -69,8 +69,40 @@ def _read_scale(reader: Reader, tensors: Mapping[str, StoredTensor], fill: Fill,
     weight = tensors[scaled_by(name)]
     columns = fill.columns or weight.shape[1] * weight.per_byte
     step = columns // target.shape[1]
-    scale = _scale(reader, tensors[name], fill, range(fill.source_col, fill.source_col + columns, step))
+    places = range(fill.source_col, fill.source_col + columns, step)
+    if name == zero_of(weight.name):
+        scale = _scale(reader, tensors[name], fill, places)
+    else:
+        scale = _factors(reader, tensors, weight.name, fill, places)
     target.copy_(scale if scale.ndim == 2 else scale.view(-1, 1))
+
+
+def _factors(reader: Reader, tensors: Mapping[str, StoredTensor], name: str, fill: Fill, columns: range) -> Tensor:
+    """The scale of a fill of tensor `name`, as _scale returns it, divided by a global scale. Raises CheckpointError for
+    one that is not finite and above 0, or a stored shape that is not the matrix's."""
+    weight, stored = tensors[name], tensors[scale_of(name)]
+    if stored.declared is not None:
+        says, shape = reader.whole(stored.declared).tolist(), [weight.shape[0], weight.shape[1] * weight.per_byte]
+        if says != shape:
+            raise CheckpointError(
+                f"{stored.file}: tensor {shown(stored.declared.name)} says {says}, config.json and the packed tensors "
+                f"say {shape}: fetch the file again"
+            )
+    scale = _scale(reader, stored, fill, columns)
+    if stored.divisor is not None:
+        scale = scale / _positive(stored.divisor, reader.whole(stored.divisor).float())
+    return _positive(stored, scale, some_zero=weight.code == "e2m1")
+
+
+def _positive(stored: StoredTensor, scale: Tensor, some_zero: bool = False) -> Tensor:
+    """The scale. some_zero: NVFP4 rounds the smallest ones to 0."""
+    least, most = scale.aminmax()
+    if not 0 <= least <= most < torch.inf or (most if some_zero else least) == 0:
+        raise CheckpointError(
+            f"{stored.file}: tensor {shown(stored.name)} has scales from {least:g} to {most:g}, which must be above 0 "
+            "and finite: fetch the file again"
+        )
+    return scale
 
 
 def _scale(reader: Reader, stored: StoredTensor, fill: Fill, columns: range) -> Tensor:
@@ -87,5 +119,4 @@ def _scale(reader: Reader, stored: StoredTensor, fill: Fill, columns: range) -> 
     if stored.dtype == "I32":
         words = values.index_select(0, rows // 8 - first)
         return ((words >> (rows % 8 * 4)[:, None]) & 15).float() - 8.0
-    scale = values.float().index_select(0, rows // height - first)
-    return scale if stored.divisor is None else scale / reader.whole(stored.divisor).float()
+    return values.float().index_select(0, rows // height - first)

@@ -25,8 +25,10 @@ DEPTH = 64
 """Columns that the kernels on GPUs multiply at once."""
 WORD = 8
 """Columns that the kernels on CPUs widen at once, and the fewest that may share a scale."""
-CALIBRATION = re.compile(r".*(\.input_scale|\.input_scale_ub|\.output_scale|\.[qkv]_scale|_proj\.weight_scale_ub)")
-"""Calibrated scales of fp8 checkpoints: those of activations are ignored, which are scaled per token; those of keys and
+CALIBRATION = re.compile(
+    r".*(\.(input|output)_(scale|global_scale|zero_point|scale_ub)|\.[qkv]_(scale|zero_point)|_proj\.weight_scale_ub)"
+)
+"""Calibrated scales: those of activations are ignored, which are not quantised or scaled per token; those of keys and
 values are read by kv_scales.py."""
 
 
@@ -101,7 +103,8 @@ def describe_packed(tensors: dict[str, StoredTensor], name: str, shape: tuple[in
         tensors[zero_of(name)] = replace(tensors.pop(zero.name), name=zero_of(name), block=(1, group))
         used.add(zero_of(name))
     if f"{module}weight_shape" in tensors:
-        used.add(part("weight_shape", ("I64", "I32"), (2,)).name)
+        scale = replace(scale, declared=part("weight_shape", ("I64", "I32"), (2,)))
+        used.add(f"{module}weight_shape")
     tensors[name] = replace(codes, name=name, dtype="U8", shape=(rows, columns // 2), code=q.code)
     tensors[scale.name] = replace(scale, block=(1, group))
     del tensors[codes.name]
@@ -166,7 +169,7 @@ def check_scale(stored: StoredTensor, scale: StoredTensor | None, block: tuple[i
     read: tuple[tuple[int, ...], ...] = ((), (1,), (rows,), (rows, 1))
     if block is not None:
         read = ((), (1,), (-(-rows // block[0]), -(-columns // block[1])))
-    if scale.shape not in read or scale.dtype not in PLAIN:
+    if scale.shape not in read or scale.dtype not in (*PLAIN, "F8_E8M0"):
         raise CheckpointError(
             f"{scale.file}: tensor {scale.name} is {scale.dtype} {scale.shape}; one number or {read[-1]} is read"
         )

@@ -28,6 +28,7 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8,
     "I32": torch.int32,
+    "I64": torch.int64,
     "U8": torch.uint8,
 }
 CHUNK_BYTES = 16 << 20

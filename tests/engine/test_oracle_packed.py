@@ -106,3 +106,19 @@ def test_a_kimi_that_sees_answers_as_its_language_model(ranks: Ranks, tmp_path: 
     save_file(tensors | seeing, folder / "model.safetensors")
     rewrite_config(folder, lambda words: {"model_type": "kimi_k25", "text_config": words | {"model_type": "kimi_k2"}})
     ask(ranks, folder, transformers_logits(plain), "tp2", tmp_path)
+
+
+def test_the_start_names_once_what_only_quantises_activations_and_keys(ranks: Ranks, tmp_path: Path) -> None:
+    """And answers as without: the weights mean the same."""
+    folder, plain = twins(tmp_path, "mixtral", FORMS["int4_32"], projections, **SIZES["mixtral"])
+    (before,) = ranks(1, "latent_cases:announced", {"folder": str(folder)})
+    words = FORMS["int4_32"].words | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+    words["config_groups"]["a"]["input_activations"] = {"num_bits": 8, "type": "int", "strategy": "token"}
+    checkpoints.edit_config(folder, quantization_config=words)
+    (said,) = ranks(1, "latent_cases:announced", {"folder": str(folder)})
+    (line,) = (line for line in said if "quantization_config" in line)
+    assert line.endswith(
+        "more exact: input_activations (8-bit int), kv_cache_scheme (engine.kv_cache_dtype determines the cache)"
+    )
+    assert not any("quantization_config" in line for line in before)
+    ask(ranks, folder, transformers_logits(plain), "tp2", tmp_path)

@@ -34,7 +34,7 @@ class Form:
         return {
             "quant_method": "compressed-tensors",
             "format": self.format,
-            "config_groups": {"a": {"weights": weights}},
+            "config_groups": {"a": {"targets": ["Linear"], "weights": weights}},
         }
 
     def tensors(self, weight: Tensor, scales: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Tensor]:

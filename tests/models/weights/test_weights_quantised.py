@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 from laddertron.launchers.cli.__main__ import main
 from laddertron.models.config.model_config import from_folder
-from laddertron.models.config.quantisation import Quantisation, read_quantisation
 from laddertron.models.cuda.fp8 import LARGEST, StoredProducts, multiplies_fp8, quantise_rows
 from laddertron.models.ops import Norm
 from laddertron.models.stages import RankShard
@@ -162,44 +160,6 @@ def test_scales_that_are_missing_or_odd_are_refused(tmp_path: Path) -> None:
     save_file(tensors, file)
     checkpoints.edit_config(folder, quantization_config=None)
     refused(folder, "F8_E4M3", "quantization_config")
-
-
-GROUP: dict[str, Any] = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq'"),
-        ({"quant_method": "gptq"}, "fbgemm_fp8, fp8, compressed-tensors and mxfp4"),
-        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "nvfp4-pack-quantized"),
-        ({}, "quant_method ''"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "two numbers above 0"),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, "activation_scale_ub"),
-        ({"config_groups": {"a": {"weights": {**GROUP["weights"], "num_bits": 4}}}}, "4-bit float"),
-        ({"config_groups": {"a": {"weights": {**GROUP["weights"], "strategy": "group"}}}}, "by group"),
-        ({"config_groups": {"a": {"weights": {**GROUP["weights"], "type": "int"}}}}, "8-bit int"),
-        ({"config_groups": {"a": {"weights": {**GROUP["weights"], "symmetric": False}}}}, "symmetric"),
-        ({"config_groups": {"a": GROUP}, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
-    ],
-)
-def test_other_quantisations_are_refused_by_name(tmp_path: Path, words: dict[str, Any], said: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": words}))
-    with pytest.raises(ValueError, match=r"config\.json: quantization_config") as caught:
-        read_quantisation(tmp_path)
-    assert said in str(caught.value)
-
-
-def test_what_layouts_mean(tmp_path: Path) -> None:
-    def read(words: dict[str, Any]) -> Quantisation | None:
-        (tmp_path / "config.json").write_text(json.dumps(words))
-        return read_quantisation(tmp_path)
-
-    assert read({}) is None
-    assert read({"quantization_config": LAYOUTS["fbgemm"][0]}) == Quantisation("fbgemm_fp8", True, 1200.0)
-    assert read({"quantization_config": LAYOUTS["fp8"][0]}) == Quantisation("fp8", True, math.inf)
-    weights_only = {"config_groups": {"a": GROUP}}
-    assert read({"compression_config": weights_only}) == Quantisation("compressed-tensors", False)
 
 
 def test_fp8_products_native_and_widened_agree_with_fp32() -> None:
