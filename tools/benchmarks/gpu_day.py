@@ -189,6 +189,7 @@ def main() -> int:
     sys.path[:0] = paths["PYTHONPATH"].split(os.pathsep)
     import torch
     from gpu_model import device_of, machine
+    from laddertron.topology.json_codec import write_file  # whole or not at all: this process may be cut off
 
     there = {"device": machine(device_of(args.device)), "cuda": torch.version.cuda, "nvcc": shutil.which("nvcc")}
     environment = {"python": sys.version.split()[0], **versions(*PACKAGES), **there}
@@ -210,17 +211,10 @@ def main() -> int:
         print(f"{part.name} …", file=sys.stderr, flush=True)
         results["parts"][part.name] = run(part, part.limit_s if part.apart else min(part.limit_s, left), paths)
         began += results["parts"][part.name]["seconds"] * part.apart
-        _write(args.out, json.dumps(results, indent=1))
-        _write(args.out.with_suffix(".md"), markdown(results))
+        write_file(args.out, json.dumps(results, indent=1))
+        write_file(args.out.with_suffix(".md"), markdown(results))
     print(markdown(results))
     return 0 if all(part["ok"] for part in results["parts"].values()) else 1
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: this process may be cut off at any moment."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 if __name__ == "__main__":

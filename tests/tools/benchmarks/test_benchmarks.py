@@ -159,13 +159,11 @@ def test_every_table_of_the_pages_is_one_that_is_made(report: Any) -> None:
     assert {part for part, _ in report.TABLES.values()} == set(cross_node.RUNS)
 
 
-def test_published_points_lie_below_the_law(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import cross_picture
-
-    points = [p for found in cross_picture.paper_points().values() for p in found]
+def test_published_points_lie_below_the_law(report: Any) -> None:
+    points = [point for row in report.paper_points().values() for point in row]
     assert len(points) == 12
     assert all(speed < law(1.0, ratio) for ratio, speed in points)
-    assert min(r for r, _ in cross_picture.paper_points()["405B, TP16 over 2 nodes"]) == pytest.approx(0.51, abs=0.01)
+    assert min(r for r, _ in report.paper_points()["405B, TP16 over 2 nodes"]) == pytest.approx(0.51, abs=0.01)
 
 
 def layout_rows(ladder: float, pipeline: float, aimed: float, batch: int = 1) -> list[dict[str, Any]]:

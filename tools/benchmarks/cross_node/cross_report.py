@@ -1,4 +1,4 @@
-"""From cross_node.py's measurements to tables, verdicts and pages. Pure but for `write_docs`."""
+"""From cross_node.py's measurements to tables, verdicts, pages and the law's picture. Pure but for `write_docs`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import renewed, spread, table
+import numpy as np
+from common import renewed, spread, svg, table
 from cross_drafts import drafts_table, mtp_table
 from cross_layouts import layouts_picture, layouts_table, points
-from cross_picture import picture
 from cross_wirings import later_table, law_points, law_table, speeds_table, wiring_bars
+from laddertron.tools.plan.published import TOKENS
+from laddertron.tools.plan.step_simulator import law
+from matplotlib.figure import Figure
 from trained import lanes_table, longcat_table
 
 Results = Mapping[str, Any]
@@ -26,6 +29,15 @@ SOURCE = "tools/benchmarks/cross_node/cross_report.py"
 SPLIT_KINDS = ("whole", "split", "auto", "carried")
 LARGE_BAR = 1.0
 """The largest share of gloo's time with a prompt's message."""
+
+X_END = 3.0
+PUBLISHED = {
+    "405B, TP16 over 2 nodes": ("405B", "2 nodes", "#b35806"),
+    "70B, TP8": ("70B", "p2p", "#f1a340"),
+    "70B, TP8, P2P off": ("70B", "no p2p", "#998ec3"),
+}
+MEASURED = {1: "#2166ac", 8: "#67a9cf"}
+"""By batch."""
 
 
 def _sums(lines: Sequence[Line], small: bool) -> dict[tuple[str, float, int], dict[str, Line]]:
@@ -125,6 +137,37 @@ def bars(results: Results) -> list[str]:
         for met, text in wiring_bars(results["wirings"]["lines"]):
             held(met, text)
     return rows
+
+
+def paper_points() -> dict[str, list[tuple[float, float]]]:
+    """(L/c, speed-up) of the published rows: L/c as what communication adds to what computation takes."""
+    published = {}
+    for name, (model, links, _) in PUBLISHED.items():
+        rows = {batch: rates for (of, by, batch), rates in TOKENS.items() if (of, by) == (model, links)}
+        silent = {b: TOKENS[model, "p2p" if links == "no p2p" else links, b]["none"] for b in rows}
+        published[name] = [(silent[b] / r["standard"] - 1, r["ladder"] / r["standard"]) for b, r in rows.items()]
+    return published
+
+
+def picture(points: Sequence[tuple[float, float, int]]) -> str:
+    """points: (L/c, speed-up, batch) of the emulated cluster, drawn under the ids `batch-1` and `batch-8`."""
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    axes = figure.add_subplot()
+    ratios = np.linspace(0.0, X_END, 301)
+    axes.plot(ratios, [law(1.0, r) for r in ratios], color="#222", label="the law (c + L) / max(c, (c + L) / 2)")
+    for name, published in paper_points().items():
+        axes.scatter(
+            *zip(*published, strict=True), marker="^", color=PUBLISHED[name][2], label=f"published, H100: {name}"
+        )
+    for batch, colour in MEASURED.items():
+        if mine := [(ratio, speed) for ratio, speed, of in points if of == batch]:
+            label = f"laddertron, emulated nodes, batch {batch}"
+            axes.scatter(*zip(*mine, strict=True), color=colour, label=label, gid=f"batch-{batch}")
+    axes.set(xlim=(0, X_END), ylim=(0.9, 2.1), ylabel="ladder over standard")
+    axes.set_xlabel("L / c: one all-reduce over a sub-block's computation")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return svg(figure)
 
 
 def write_docs(results: Results) -> None:
