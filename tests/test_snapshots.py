@@ -17,6 +17,7 @@ from unittest.mock import Mock
 
 import click
 import pytest
+from config_cases import BAD_CONFIGS, BAD_OVERRIDES, BAD_VALUES, RULE_CASES, complete
 from laddertron.engine.batch import Batch, Chunk, NewSequence, encode
 from laddertron.engine.config.load import ConfigError, digest, load, to_json
 from laddertron.engine.daemon.http.app import make_api
@@ -36,28 +37,6 @@ GOLDEN = TESTS / "golden" / "snapshots"
 FIELDS_BEGIN, FIELDS_END = "<!-- fields: make snapshots -->\n", "<!-- end of fields -->\n"
 RENEW = "LADDERTRON_RENEW_SNAPSHOTS" in os.environ
 
-BAD_CONFIGS = (
-    "",
-    "[]",
-    "model: {path: ./m}\nmodel: {path: ./n}\n",
-    "modle: {path: ./m}\n",
-    "model: {path: 7, dtype: bf16, served_model_name: ''}\n",
-    "model: {pathe: ./m}\n",
-    "model: {path: &a ./m}\nlaunch: {python: *a}\n",
-    "model: {path: !!python/object:os.system x}\n",
-    "model: {path: ./m}\nparallel: {tensor_parallel_size: 0, colective: flat}\n",
-    "model: {path: ./m}\nparallel: {replicas: -1, tensor_parallel_size: 1.5}\n",
-    "model: {path: ./m}\nengine: {max_num_seqs: lots, enable_prefix_caching: 1, kv_cache_memory: 5 parsecs}\n",
-    "model: {path: ./m}\nengine: {max_num_seqs: 0, max_num_batched_tokens: 99999999999999999999, block_size: 7}\n",
-    "model: {path: ./m}\nlaunch: {launcher: ssh, hosts: [a:8, 'b c'], env: {GOOD: 1, BAD: on, 'a b': x}}\n",
-    "model: {path: ./m}\ndaemon: {host: 0.0.0.0, tls_key: k.pem}\n",
-    "model: {path: ./m}\ndaemon: {port: 70000, drain_timeout: soon, limits: {max_body_bytes: -1 KiB, spare: 1}}\n",
-    "model: {path: ./m}\nnull: 1\n2: 3\n",
-    "model: {path: ./m\n",
-    "model: {path: ./m}\nengine: null\nparallel: 4\n",
-    "model: {path: ./m}\nengine: {max_num_seqs: 1_000, kv_cache_dtype: int3}\n",
-)
-BAD_OVERRIDES = ("engine.max_num_seq=3", "engine=3", "nothing", "engine.max_num_seqs=", "daemon.port=x")
 
 _CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 _TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -167,7 +146,8 @@ def _config_errors(folder: Path) -> str:
         return []
 
     good = "model: {path: ./m}\n"
-    files = [{"file": text, "errors": said(text)} for text in BAD_CONFIGS]
+    texts = [*BAD_CONFIGS, *map(complete, (*BAD_VALUES, *(text for text, _ in RULE_CASES)))]
+    files = [{"file": text, "errors": said(text)} for text in texts]
     return _pretty(files + [{"set": word, "errors": said(good, word)} for word in BAD_OVERRIDES])
 
 

@@ -1,4 +1,4 @@
-"""The constraints between keys, one row each; RULE_CASES of test_deploy_config.py has a case for each."""
+"""The constraints between keys, one row each; RULE_CASES of tests/helpers/config_cases.py has a case for each."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from config_cases import RULE_CASES, complete
 from laddertron.engine.config.bind import hints
 from laddertron.engine.config.load import ConfigError, Deployment, digest, draft, from_json, load, read, to_json
 from laddertron.engine.config.rules import RULES
@@ -140,167 +141,17 @@ daemon: {host: 0.0.0.0, tls_key: k.pem}
     assert "first at deploy.yaml:3" in text
 
 
-@pytest.mark.parametrize(
-    ("setting", "says"),
-    [
-        ("engine: {max_num_seqs: 1.5}", "1.5 is not an integer from 1 to 4096"),
-        ("engine: {max_num_seqs: true}", "true is not an integer"),
-        ("engine: {max_num_seqs: '8'}", "'8' is not an integer"),
-        ("engine: {max_num_seqs: 1:30}", "1:30 is not an integer"),
-        ("engine: {max_num_seqs: [8]}", "a list is not allowed here"),
-        ("engine: {gpu_memory_utilization: .nan}", ".nan is not a number"),
-        ("engine: {gpu_memory_utilization: .inf}", ".inf is not a number"),
-        ("engine: {kv_cache_memory: 512M}", "'512M' is not a size in bytes such as 512MiB or 200MB"),
-        ("engine: {kv_cache_memory: -1MiB}", "out of range"),
-        ("engine: {kv_cache_memory: 1e30GB}", "out of range"),
-        ("engine: {kv_cache_memory: 0.3B}", "is not a size"),
-        ("engine: {block_size: null}", "nothing (null) is not an integer"),
-        ("engine: []", "a list is not a section"),
-        ("engine: {attention: flash}", "(did you mean flashinfer?)"),
-        ("engine: {enable_prefix_caching: 'yes'}", "'yes' is not true or false"),
-        ("engine: {cuda_graphs: always}", "'always' is not auto or true or false"),
-        ("engine: {cuda_graphs: 1}", "1 is not auto or true or false"),
-        ("parallel: {emulated_delay: 1 fortnight}", "is not a time such as 1ms"),
-        ("parallel: {emulated_delay: 11s, collective: emulated}", "out of range"),
-        ("model: {path: 5}", 'write "5"'),
-        ("model: {path: ''}", "is not a path"),
-        ("model: {path: ~/models}", "~ is not expanded"),
-        (
-            "model: {path: !!python/object/apply:os.system [id]}",
-            "the tag tag:yaml.org,2002:python/object/apply:os.system",
-        ),
-        ("model: {path: !!binary aGk=}", "the tag tag:yaml.org,2002:binary is not allowed"),
-        ("model: {path: m, served_model_name: two words}", "a name without spaces"),
-        ("launch: {hosts: node1}", "'node1' is not a list of"),
-        ("launch: {hosts: ['-x']}", "is not a host name"),
-        ("launch: {env: [A=1]}", "is not a table of NAME: text"),
-        ("launch: {env: {A: ~}}", "put it in quotes"),
-        ("launch: {bind_to: ''}", "is not text"),
-        ("daemon: {port: 65536}", "an integer from 0 to 65535"),
-        ("daemon: {limits: {max_lines: 0}}", "out of range"),
-        ("daemon: {limits: {max_linse: 5}}", "(did you mean max_lines?)"),
-        ("base: &b {max_num_seqs: 8}\nengine: {<<: *b}", "merge keys (<<) are not allowed"),
-        ("? [a]\n: 1", "a key must be a word"),
-        ('model: {path: "a\\udfff"}', r"not YAML: \udfff is half of a character"),
-        ('"\\ud800": 1', r"not YAML: \ud800 is half of a character"),
-        ("max_num_seqs: 8", "(did you mean engine.max_num_seqs?)"),
-    ],
-)
-def test_a_value_that_a_key_cannot_hold(tmp_path: Path, setting: str, says: str) -> None:
-    """Each is said in one line, with what is allowed."""
-    head = "" if setting.startswith("model") else "model: {path: m}\n"
-    found = faults(tmp_path, head + setting)
-    assert any(says in line for line in found), found
-    assert all("\n" not in line for line in found)
-
-
-RULE_CASES = (
-    ("model: {path: m, wiring: hybrid}", "model.wiring", "needs model.ladder_layers"),
-    ("model: {path: m, wiring: ladder, ladder_layers: 4}", "model.ladder_layers", "set wiring: hybrid"),
-    ("model: {path: m, weights: int8}\nengine: {device: cuda}", "model.weights", "int8 needs engine.device: cpu"),
-    ("model: {path: m, weights: int8, dtype: float16}", "model.weights", "needs dtype bfloat16, not float16"),
-    ("daemon: {tls_key: a}", "daemon.tls_key", "needs daemon.tls_cert too"),
-    ("engine: {speculation: true}", "engine.speculation", "use ngram, model, mtp, auto or false"),
-    ("engine: {speculation: model}", "engine.speculation", "model needs engine.draft_model"),
-    ("model: {path: m}\nengine: {draft_model: ./d}", "engine.draft_model", "has no effect with speculation false"),
-    (
-        "model: {path: m}\nengine: {draft_model: ./d, speculation: ngram}",
-        "engine.draft_model",
-        "no effect with speculation ngram",
-    ),
-    ("engine: {speculation: mtp, device: cuda}", "engine.speculation", "need engine.device: cpu"),
-    (
-        "model: {path: m}\nengine: {speculation: auto, draft_model: ./d, device: cuda}",
-        "engine.speculation",
-        "use ngram, auto without engine.draft_model",
-    ),
-    (
-        "parallel: {pipeline_parallel_size: 2, pipeline_layers: [3, 3, 3]}",
-        "parallel.pipeline_layers",
-        "names 3 stages, pipeline_parallel_size is 2",
-    ),
-    (
-        "parallel: {pipeline_parallel_size: 3, pipeline_microbatches: 2}",
-        "parallel.pipeline_microbatches",
-        "2 < 3 stages",
-    ),
-    ("launch: {port_range: 41000-40000}", "launch.port_range", "write the lower port first"),
-    ("launch: {port_range: 40000-70000}", "launch.port_range", "the last port is 65535"),
-    ("parallel: {pipeline_microbatches: 2}", "parallel.pipeline_microbatches", "has no effect with one stage"),
-    (
-        "parallel: {pipeline_parallel_size: 4}\nengine: {max_num_seqs: 3}",
-        "engine.max_num_seqs",
-        "3 < 4 micro-batches",
-    ),
-    (
-        "parallel: {pipeline_parallel_size: 2}\nengine: {cuda_graphs: true}",
-        "engine.cuda_graphs",
-        "stages are not recorded yet",
-    ),
-    ("parallel: {split_steps: always}", "parallel.split_steps", "tensor_parallel_size is 1"),
-    (
-        "parallel: {split_steps: always, tensor_parallel_size: 2, overlap: false}",
-        "parallel.split_steps",
-        "always needs overlap: true",
-    ),
-    ("parallel: {emulated_delay: 1ms}", "parallel.emulated_delay", "set collective: emulated"),
-    ("parallel: {collective: emulated}\nengine: {device: cuda}", "parallel.collective", "needs engine.device: cpu"),
-    ("parallel: {backend: nccl}\nengine: {device: cpu}", "parallel.backend", "nccl needs engine.device: cuda"),
-    ("parallel: {collective: one_shot}\nengine: {device: cpu}", "parallel.collective", "one_shot needs engine.device"),
-    ("parallel: {collective: one_shot, backend: gloo}", "parallel.collective", "one_shot needs engine.device: cuda"),
-    ("parallel: {collective: one_shot, deterministic: true}", "parallel.collective", "no effect with deterministic"),
-    (
-        "parallel: {deterministic: everywhere}\nengine: {device: cuda, kv_cache_dtype: fp8}",
-        "parallel.deterministic",
-        "not fp8: use kv_cache_dtype: auto",
-    ),
-    (
-        "parallel: {deterministic: true}\nengine: {device: cpu, attention: torch}",
-        "parallel.deterministic",
-        "use engine.attention: auto",
-    ),
-    ("engine: {kv_cache_dtype: fp8, device: cpu}", "engine.kv_cache_dtype", "fp8 needs"),
-    ("engine: {attention: flashinfer, device: cpu}", "engine.attention", "flashinfer needs"),
-    ("engine: {cuda_graphs: true, device: cpu}", "engine.cuda_graphs", "true needs engine.device: cuda"),
-    ("engine: {max_num_batched_tokens: 8, max_num_seqs: 9}", "engine.max_num_batched_tokens", "8 < max_num_seqs=9"),
-    ("daemon: {tls_cert: a}", "daemon.tls_cert", "needs daemon.tls_key too"),
-    ("daemon: {host: 0.0.0.0}", "daemon.host", "set daemon.api_key_file"),
-    ("daemon: {host: 10.0.0.1}", "daemon.host", "set daemon.api_key_file"),
-    ("daemon: {limits: {max_line_bytes: 300MB}}", "daemon.limits.max_line_bytes", "a line is part of a file"),
-    ("metrics: {port: 8000}", "metrics.port", "the daemon's"),
-    ("launch: {hosts: [a], hostfile: f}", "launch.hostfile", "keep one of them"),
-    ("launch: {bind_to: placement}", "launch.bind_to", "needs launch.fabric"),
-    (
-        "launch: {share_gpu: true}\nparallel: {require_transport: ib}\nengine: {device: cuda}",
-        "launch.share_gpu",
-        "ranks that share a GPU",
-    ),
-    ("launch: {hosts: [a, b], spare_hosts: [b]}", "launch.hosts", "duplicate host b"),
-    ("launch: {ranks_per_node: 8}\nparallel: {tensor_parallel_size: 12}", "launch.ranks_per_node", "divisor of 12"),
-    (
-        "launch: {hosts: ['a:8', 'b:4']}\nparallel: {tensor_parallel_size: 16}",
-        "launch.hosts",
-        "8 + 4 = 12 slots for 16 x 1 = 16 ranks",
-    ),
-)
-
-
-@pytest.mark.parametrize(("text", "key", "says"), RULE_CASES)
-def test_rules_between_keys(tmp_path: Path, text: str, key: str, says: str) -> None:
+@pytest.mark.parametrize(("text", "key"), RULE_CASES)
+def test_rules_between_keys(tmp_path: Path, text: str, key: str) -> None:
     """Broken alone, each rule is the only fault, at the line of the key that it names."""
-    whole = text if "model:" in text else f"model: {{path: m}}\n{text}"
-    [found] = faults(tmp_path, whole)
-    assert f": {key}: " in found
-    assert says in found
-    line = int(found.split(":")[1])
-    assert key.rpartition(".")[2] in whole.splitlines()[line - 1]
+    [fault] = faults(tmp_path, complete(text))
+    assert f": {key}: " in fault
+    assert key.rpartition(".")[2] in complete(text).splitlines()[int(fault.split(":")[1]) - 1]
 
 
 def test_every_rule_has_a_case(tmp_path: Path) -> None:
     """A row of the table that none of the cases above breaks fails here."""
-    drafts = [
-        draft(write(tmp_path, text if "model:" in text else f"model: {{path: m}}\n{text}")) for text, *_ in RULE_CASES
-    ]
+    drafts = [draft(write(tmp_path, complete(text))) for text, _ in RULE_CASES]
     unbroken = [rule for rule in RULES if not any(rule.broken(found.loaded.deployment) for found in drafts)]
     assert unbroken == []
 
