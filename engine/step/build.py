@@ -227,8 +227,8 @@ def build(
         tokens_ahead=int(keys.speculation == "mtp"),
     )
     graphs = _warmed_up(runner, limits, deployment, communicator, device, working.get("CUDA graphs", 0), start_log)
-    if keys.speculation and graphs is not None:
-        limits = replace(limits, most_rows=(graphs.drafted[-1], graphs.sizes[-1]))
+    if graphs is not None:
+        limits = replace(limits, most_rows=graphs.most_rows)
     limits = replace(limits, split=split_rule(parallel, communicator, share.config, device, graphs))
     model_limits = ModelLimits(
         max_model_len=share.length,

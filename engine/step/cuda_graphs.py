@@ -198,6 +198,11 @@ class StepGraphs:
         self._replays: dict[Shape, Replay] = {}
         self._draws: dict[int, Replay] = {}
 
+    @property
+    def most_rows(self) -> tuple[int, int]:
+        """SchedulerLimits.most_rows."""
+        return max((*self.drafted, self.sizes[-1])), self.sizes[-1]
+
     def record(self, tell: Callable[[str], None] = lambda doing: None) -> None:
         """Records all shapes, the largest first; required before `run`. tell: called with progress."""
         before, began = self._recorder.memory(), time.monotonic()

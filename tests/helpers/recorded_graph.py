@@ -192,8 +192,7 @@ def as_on_a_gpu(
             return shape
 
         graphs.shape = noted  # type: ignore[method-assign]
-        rows = graphs.drafted[-1], graphs.sizes[-1]
-        built = replace(built, scheduler_limits=replace(built.scheduler_limits, most_rows=rows))
+        built = replace(built, scheduler_limits=replace(built.scheduler_limits, most_rows=graphs.most_rows))
     return built
 
 

@@ -63,6 +63,7 @@ def parts(device: str, tiny: bool) -> list[Part]:
         Part("decode", (*decode, *ours), 150),
         Part("decode fp8", (*decode, *ours, *two, "--fp8"), 80),
         Part("decode top_p", (*decode, *ours, *two, "--top-p", "0.9"), 80),
+        *[Part(f"decode {k} drafts", (*decode, *ours, *two, "--drafts", k), 80) for k in ("1", "3", "7")],
         Part("decode experts", (*decode, *ours, *(() if tiny else ("--model", "qwen3-30b-a3b"))), 100),
         Part("shard 70b", (*shard, *short, "--cases", "70b"), 100),
         Part("shard 405b", (*shard, *short, "--cases", "405b"), 120),

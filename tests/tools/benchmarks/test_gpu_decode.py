@@ -63,7 +63,7 @@ def test_the_table_has_shares_and_ratios(gpu_decode: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [["--fp8"], ["--top-p", "0.9", "--layers", "1"]])
+@pytest.mark.parametrize("how", [["--fp8"], ["--top-p", "0.9", "--layers", "1"], ["--drafts", "3"]])
 def test_it_runs_on_a_cpu(how: list[str]) -> None:
     """Head, a line a batch, the table; the same engine that a GPU would run. Without a GPU it says so."""
     command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "gpu" / "gpu_decode.py"), "--engines", "ours"]
@@ -78,6 +78,8 @@ def test_it_runs_on_a_cpu(how: list[str]) -> None:
     for line in lines:
         assert line["cuda_graphs"] is False
         assert min(line[name] for name in ("prefill_tok_s", "step_ms", "decode_tok_s", "gb_s", "share")) > 0
-    assert ["mixed_ms" in line for line in lines] == [True, False]  # a newcomer has a seat beside one, not beside three
+    # a newcomer has a seat beside one, not beside three
+    assert ["mixed_ms" in line for line in lines] == ["--drafts" not in how, False]
     kind = f"{'fp8' if '--fp8' in how else 'bf16'} | {'top_p 0.9' if '--top-p' in how else 'greedy'}"
+    kind += ", 3 wrong drafts" * ("--drafts" in how)
     assert f"| laddertron | cpu | off | {kind} | 3 |" in done.stdout

@@ -57,6 +57,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
     parser.add_argument("--fp8", action="store_true", help="laddertron's products in fp8")
     parser.add_argument("--top-p", type=float, default=1.0, help="below 1: draw so, at temperature 0.8")
+    parser.add_argument(
+        "--drafts", type=int, default=0, help="verify so many wrong drafts of each sequence in each step"
+    )
     parser.add_argument("--engines", default="ours,transformers", help="ours, transformers or both")
     args = parser.parse_args()
     args.batch = args.batch or ([1, 4] if args.tiny else [1, 16, 64, 256])
@@ -141,16 +144,17 @@ def ours(config: ModelConfig, args: argparse.Namespace, device: torch.device) ->
 
 def run_engine(model: LlamaModel, communicator: Communicator, args: argparse.Namespace, graphs: bool) -> Iterator[Line]:
     seats, device, config = max(args.batch), model.norm.weight.device, model.config
-    tokens = max(seats, min(STEP_TOKENS, seats * args.prompt))
+    tokens = max(seats * (1 + args.drafts), min(STEP_TOKENS, seats * args.prompt))
     # auto: where attention cannot be recorded, the line says off
-    runner, limits = make_runner(model, communicator, seats, tokens, "auto" if graphs else False)
+    runner, limits = make_runner(model, communicator, seats, tokens, "auto" if graphs else False, args.drafts)
     engine = Engine(Scheduler(limits), runner, communicator.plans, StepProgress())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    draw = "greedy" if args.top_p == 1.0 else f"top_p {args.top_p:g}"
     what = {
         "engine": "laddertron", "attention": runner.attention.name, "ops": model.ops.name,
         "cuda_graphs": runner.graphed, "weights": "fp8" if args.fp8 else "bf16",
-        "draw": "greedy" if args.top_p == 1.0 else f"top_p {args.top_p:g}",
+        "draw": f"{draw}, {args.drafts} wrong drafts" if args.drafts else draw,
     }  # fmt: skip
     seed = 0
     for batch in args.batch:
@@ -160,7 +164,7 @@ def run_engine(model: LlamaModel, communicator: Communicator, args: argparse.Nam
             timing = run_case(engine, Case(batch, args.prompt, args.gen), config.vocab_size, seed, args.top_p)
             runs.append((timing.prefill_s, timing.step_s))
         more: Line = {}
-        if batch < seats:
+        if batch < seats and not args.drafts:
             prompt_steps = -(-batch * args.prompt // tokens)
             more["mixed_ms"] = round(mixed_step_s(engine, config.vocab_size, batch, prompt_steps, args) * 1e3, 4)
         if device.type == "cuda":

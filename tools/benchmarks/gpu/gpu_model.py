@@ -7,13 +7,16 @@ from __future__ import annotations
 import copy
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from laddertron.engine.config.schema import EngineConfig
+from laddertron.engine.sampling.drafts import PromptLookUp
 from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.schedule.scheduler import SchedulerLimits
+from laddertron.engine.schedule.speculation import speculation_rule
 from laddertron.engine.step.build import drawn_on_device, make_graphs
 from laddertron.engine.step.runner import Runner
 from laddertron.engine.step.share import DTYPES
@@ -101,11 +104,26 @@ def rewired(model: LlamaModel, wiring: str, all_reduce: Collective) -> LlamaMode
     return twin
 
 
+class WrongDrafts(PromptLookUp):
+    """`count` drafts of each sequence that are drawn by accident alone: what is measured is a step of 1 + k rows."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def propose(self, chunks: Any, counts: Mapping[int, int], *_: Any) -> dict[int, list[int]]:
+        return {slot: [slot] * min(most, self._count) for slot, most in counts.items() if most}
+
+
 def make_runner(
-    model: LlamaModel, communicator: Communicator, seats: int, step_tokens: int, cuda_graphs: Literal["auto"] | bool
+    model: LlamaModel,
+    communicator: Communicator,
+    seats: int,
+    step_tokens: int,
+    cuda_graphs: Literal["auto"] | bool,
+    drafts: int = 0,
 ) -> tuple[Runner, SchedulerLimits]:
-    """The model with its cache and sampler, and what rank 0 makes its scheduler from. Raises AttentionError or
-    GraphsError."""
+    """The model with its cache and sampler, and what rank 0 makes its scheduler from; drafts: of each sequence in each
+    step. Raises AttentionError or GraphsError."""
     config, dtype, device = model.config, DTYPES[model.config.dtype], model.norm.weight.device
     shard, length = RankShard(config, communicator.size, communicator.rank), config.max_position_embeddings
     blocks = seats * -(-(length + 1) // BLOCK) + 1
@@ -113,14 +131,21 @@ def make_runner(
     backend, _ = make_attention("auto", shard, cache, dtype)
     on_device, _ = drawn_on_device(communicator, device, backend, deterministic=False)
     sampler = Sampler(config.vocab_size, shard.vocab, seats, communicator.gather, device, on_device=on_device)
-    runner = Runner(model, cache, backend, sampler, max_slots=seats, max_model_len=length)
-    keys = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=step_tokens, cuda_graphs=cuda_graphs)
-    runner.warmed_up(None, make_graphs(runner, keys, False, communicator))
+    kind: Literal["ngram"] | bool = "ngram" if drafts else False
+    proposer = WrongDrafts(drafts) if drafts else None
+    runner = Runner(
+        model, cache, backend, sampler, max_slots=seats, max_model_len=length, proposer=proposer, speculates=bool(kind)
+    )
+    keys = EngineConfig(
+        max_num_seqs=seats, max_num_batched_tokens=step_tokens, cuda_graphs=cuda_graphs, speculation=kind
+    )
+    graphs = make_graphs(runner, keys, False, communicator)
+    runner.warmed_up(None, graphs)
     limits = SchedulerLimits(
         max_num_seqs=seats, max_num_batched_tokens=step_tokens, max_model_len=length, block_size=BLOCK,
-        num_blocks=blocks, enable_prefix_caching=False,
+        num_blocks=blocks, enable_prefix_caching=False, speculation=speculation_rule(kind),
     )  # fmt: skip
-    return runner, limits
+    return runner, limits if graphs is None else replace(limits, most_rows=graphs.most_rows)
 
 
 def predicted_ms(
