@@ -30,6 +30,7 @@ from laddertron.engine.request import SamplingParams
 from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.control import frames
 from laddertron.launchers.control.messages import to_wire
+from model_configs import REFUSED, read
 from test_control import RANK_MESSAGES, SERVER_MESSAGES
 
 TESTS = Path(__file__).resolve().parent
@@ -149,6 +150,18 @@ def _config_errors(folder: Path) -> str:
     texts = [*BAD_CONFIGS, *map(complete, (*BAD_VALUES, *(text for text, _ in RULE_CASES)))]
     files = [{"file": text, "errors": said(text)} for text in texts]
     return _pretty(files + [{"set": word, "errors": said(good, word)} for word in BAD_OVERRIDES])
+
+
+def _model_errors(folder: Path) -> str:
+    """Of each config.json that is refused: its family, what is changed in it (null: left out), and the message."""
+    lines = []
+    for data, changes in REFUSED:
+        lines.append(f"{data['model_type']} {json.dumps(changes)}")
+        try:
+            read(folder, data, **changes)
+        except ValueError as fault:
+            lines.append("    " + str(fault).replace(f"{folder}/", ""))
+    return "\n".join(lines) + "\n"
 
 
 def _request_errors() -> str:
@@ -288,7 +301,10 @@ def test_what_others_see_is_as_committed(name: str, made: Callable[[], str]) -> 
     _check(name, made())
 
 
-@pytest.mark.parametrize(("name", "made"), [("config_errors.json", _config_errors), ("wire.json", _wire)])
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [("config_errors.json", _config_errors), ("model_errors.txt", _model_errors), ("wire.json", _wire)],
+)
 def test_files_and_messages_are_as_committed(name: str, made: Callable[[Path], str], tmp_path: Path) -> None:
     _check(name, made(tmp_path))
 
