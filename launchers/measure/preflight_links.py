@@ -5,6 +5,7 @@ and size. Every rank calls with the same plan; a watchdog ends what does not ans
 from __future__ import annotations
 
 import ctypes.util
+import logging
 import os
 import resource
 import statistics
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...topology.comm.bootstrap import Bootstrap
-from ...topology.comm.groups import CommOptions, Communicator
+from ...topology.comm.groups import CommOptions, Communicator, OneShotImpossible
 from ...topology.connect import connect
 from ...topology.cost.cost import Backend, Shape, Strategy
 from ...topology.cost.fit import Point
@@ -28,6 +29,8 @@ from ...topology.placement.identity import Identity
 from ...topology.placement.layout import GroupLayout
 from .preflight_job import Watch
 from .preflight_plan import NodeTransport, PreflightPlan, RankReport
+
+log = logging.getLogger(__name__)
 
 SLACK_S = 10.0
 """Added to the limit, because other ranks may be busy."""
@@ -75,10 +78,15 @@ def sweep(
     mine = set(plan.sweep)
     for strategy in dict.fromkeys(s for s, _ in together or plan.sweep):
         own = control
-        if strategy in ("exchange", "two_level", "doubling", "pipeline"):
+        if strategy in ("exchange", "two_level", "one_shot", "doubling", "pipeline"):
             collective = strategy if strategy in {s for s, _ in mine} else "auto"
             with watch.over(unconnected, watch.limit_s + SLACK_S):
-                own = connect(bootstrap, layout, replace(options, collective=collective, process_groups=False))
+                try:
+                    own = connect(bootstrap, layout, replace(options, collective=collective, process_groups=False))
+                except OneShotImpossible as error:  # all ranks of the group raise it
+                    mine = {row for row in mine if row[0] != strategy}
+                    if bootstrap.rank == layout.ranks[0]:
+                        log.warning("%s", error)
         try:
             for nbytes in (n for s, n in together or plan.sweep if s == strategy):
                 if (strategy, nbytes) in mine:

@@ -104,15 +104,17 @@ def tuned_choice(
     deployment: Deployment, bootstrap: Bootstrap, nodes: Sequence[str], layout: GroupLayout
 ) -> Callable[[int], str] | None:
     """The strategy by message size, or None: then the backend chooses by size alone. With the native backend a table is
-    made if a tuning file is configured or groups span nodes; with NCCL and gloo, which choose well without one, only if
-    both hold. If the file is missing or does not match, rank 0 warns and uses untuned prices. Every rank calls it."""
+    made if a tuning file is configured or groups span nodes; with gloo, which chooses well without one, only if both
+    hold; with NCCL always, for one_shot, unless ranks share GPUs. If the file is missing or does not match, rank 0
+    warns and uses untuned prices. Every rank calls it."""
     parallel, backend = deployment.parallel, backend_here(deployment)
     if parallel.collective != "auto" or parallel.deterministic:
         return None
     # NOTE: tests all groups, not this rank's: either all ranks must reach all_gather, or none.
     world = parallel.world.on(nodes)
     reasons = (parallel.tuning_file is not None, world.spans_nodes)
-    if not (any(reasons) if backend == "native" else all(reasons)):
+    direct = backend == "nccl" and not deployment.launch.share_gpu
+    if not (direct or (any(reasons) if backend == "native" else all(reasons))):
         return None
     table: tuple[tuple[int, str], ...] = ()
     try:
@@ -123,7 +125,7 @@ def tuned_choice(
             shape = shape_of(fabric, placed(fabric, deployment, nodes), world.group_of(0))
             path = None if parallel.tuning_file is None else Path(parallel.tuning_file)
             choose, warnings = chooser(path, group_hosts(fabric, nodes, layout), shape, backend, versions())
-            for warning in warnings:
+            for warning in warnings if any(reasons) else ():
                 log.warning("%s", warning)
             log.info("collectives by %s prices", choose.source)
             table = tabulate(choose)
@@ -131,4 +133,6 @@ def tuned_choice(
         if bootstrap.rank == 0:
             log.warning("collectives go by message size alone, the group's place on the fabric is not known: %s", error)
     told = json.loads(bootstrap.all_gather(json.dumps(table).encode() if bootstrap.rank == 0 else b"")[0])
-    return look_up([(int(bound), str(strategy)) for bound, strategy in told]) if told else None
+    if not told or (backend != "native" and all(strategy == "flat" for _, strategy in told)):
+        return None
+    return look_up([(int(bound), str(strategy)) for bound, strategy in told])

@@ -17,7 +17,8 @@ from ...models.config.parts import Wiring, make_wiring
 from ...models.config.shapes import WHOLE, Sharing
 from ...models.residual import collectives_per_step
 from ...models.stages import Stage
-from ...topology.cost.cost import Backend, Costs, Shape, sent_bytes
+from ...topology.cost.cost import Backend, Costs, Shape, candidates, predict, sent_bytes
+from ...topology.cost.prices import reference
 from ...topology.hardware.fabric import Fabric
 from ...topology.link_cost import Emulation
 from ...topology.placement.mapping import explain
@@ -314,10 +315,22 @@ def _traffic(q: Question, group: SimulatedGroup, wiring: Wiring, batch: int) -> 
     )
 
 
+def _one_shot(q: Question, group: SimulatedGroup) -> str:
+    """What a small all-reduce would take by one_shot, on which no prediction counts."""
+    size = group.message_bytes(Load(decodes=1))
+    if "one_shot" not in candidates(q.backend, q.shape, size):
+        return ""
+    seconds = predict(reference(q.backend, q.shape), q.shape, "one_shot", size)
+    return (
+        f"; one_shot, which never ran on a GPU and is not counted on, would take {seconds * 1e6:.0f} us for "
+        f"{size >> 10} KiB, and these {group.links.wire(size).seconds * 1e6:.0f} us"
+    )
+
+
 def _assumptions(q: Question, group: SimulatedGroup) -> tuple[str, ...]:
     sentences = [
         f"computing: {group.rates.source}",
-        f"collectives: {q.backend}, {group.links.source}",
+        f"collectives: {q.backend}, {group.links.source}{_one_shot(q, group)}",
         f"requests: {q.work.prompt} tokens of prompt, {q.work.output} of output; decoding attends to "
         f"{q.work.context:.0f} positions on average",
     ]

@@ -14,7 +14,7 @@ from ...models.config.parts import Wiring
 from ...models.config.shapes import WHOLE, Sharing
 from ...models.stages import RankShard
 from ...models.weights.slices import SHARED
-from ...topology.cost.cost import Backend, Costs, Shape, choose, predict, untuned
+from ...topology.cost.cost import Backend, Costs, Shape, choose, predict, proven
 from ...topology.cost.prices import reference
 from ...topology.hardware.fabric import Device, LinkClass, Node, counted
 from ...topology.link_cost import Emulation
@@ -167,11 +167,11 @@ def links(
     def wire(nbytes: int) -> Wire:
         if shape.size == 1:
             return Wire(0.0)
-        strategy, seconds = choose(prices, shape, nbytes, untuned(backend, shape, nbytes))
+        strategy, seconds = choose(prices, shape, nbytes, proven(backend, shape, nbytes))
         return Wire(seconds, slows=slows.of(predict(prices, shape, strategy, 1), seconds))
 
     def strategy(nbytes: int) -> str:
-        return choose(prices, shape, nbytes, untuned(backend, shape, nbytes))[0] if shape.size > 1 else "none"
+        return choose(prices, shape, nbytes, proven(backend, shape, nbytes))[0] if shape.size > 1 else "none"
 
     return Links(wire, strategy, source)
 

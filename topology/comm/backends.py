@@ -23,7 +23,7 @@ from ..link_cost import ONE_SHOT_BYTES
 from ..placement.layout import GroupLayout
 from .bootstrap import Bootstrap
 from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Gathering, PeerLost
-from .groups import CommOptions, Deterministic, TorchGroups
+from .groups import CommOptions, Deterministic, OneShotImpossible, TorchGroups
 from .ledger import Ledger
 from .ordered import Ordered
 from .two_level import Relay, TwoLevel, two_level
@@ -112,7 +112,8 @@ def _direct(
         aborts.append(levels.one_shot.abort)
         return [levels]
     if options.collective == "one_shot":
-        raise ValueError(f"collective: one_shot is not possible: {'; '.join(faults)}. Or use collective auto or flat")
+        why = "; ".join(faults)
+        raise OneShotImpossible(f"collective: one_shot is not possible: {why}. Or use collective auto or flat")
     if site.bootstrap.rank == site.layout.ranks[0]:
         log.warning("small all-reduces go by NCCL, not by one_shot: %s", "; ".join(faults))
     return []

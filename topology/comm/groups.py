@@ -28,6 +28,10 @@ Deterministic = Literal["everywhere"] | bool
 CollectiveName = Literal["auto", "flat", "two_level", "one_shot", "exchange", "doubling", "pipeline", "emulated"]
 
 
+class OneShotImpossible(ValueError):
+    """`collective: one_shot`, and a rank of the group cannot; the message names it, its host and the reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class CommOptions:
     """Options of a group. backend auto: native if it was built, else gloo. collective auto: `choose` of `connect` if

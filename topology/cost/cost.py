@@ -10,16 +10,21 @@ from math import ceil, log2
 from typing import Literal
 
 from ..hardware.fabric import Fabric, LinkClass, counted
-from ..link_cost import WHOLE_BYTES, LinkCost
+from ..link_cost import ONE_SHOT_BYTES, WHOLE_BYTES, LinkCost
 from ..placement.placement import Placement
 
-Strategy = Literal["flat", "exchange", "doubling", "two_level", "pipeline", "p2p"]
+Strategy = Literal["flat", "exchange", "doubling", "two_level", "one_shot", "pipeline", "p2p"]
 """flat: the backend's own; exchange: every rank sends to every other at once; doubling: recursive doubling between
 nodes of one rank; two_level: reduce-scatter inside the node, all-reduce across (over NCCL and gloo by calls of theirs),
-all-gather inside; pipeline: the fewest bytes, in chunks: reduce-scatter, then all-gather, inside the node and between
+all-gather inside; one_shot: every GPU of a node reads the others' memory, and across nodes two_level with its two steps
+inside by that; pipeline: the fewest bytes, in chunks: reduce-scatter, then all-gather, inside the node and between
 nodes alike; p2p: one message one way."""
 
 Backend = Literal["nccl", "gloo", "native"]
+
+_KERNEL_CALLS = 0.4
+"""What a call of one_shot's kernel costs of a call of NCCL's: published one-shot all-reduces of 32 KiB over eight H100
+take 8 to 10 us. Not measured here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +94,26 @@ class Costs:
 
 
 def possible(strategy: Strategy, shape: Shape) -> bool:
-    """Whether the strategy exists on this layout: doubling needs 2, 4, 8, … nodes of one rank, two levels two."""
+    """Whether the strategy exists on this layout: doubling needs 2, 4, 8, … nodes of one rank, two levels two, one_shot
+    GPUs that read one another's memory."""
     if strategy == "doubling":
         return shape.nodes.bit_count() == 1 and shape.per_node == 1
     if strategy == "two_level":
         return shape.nodes > 1 and shape.per_node > 1
+    if strategy == "one_shot":
+        return shape.per_node > 1 and shape.intra == "nvlink"
     return True
 
 
 def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
     """The strategies that `backend` supports on this layout for messages of `nbytes` (None: of any size). NCCL and gloo
     choose among their own algorithms, of which NCCL's are hierarchical already. two_level is listed to be measured, and
-    replaces them only for sizes at which a tuning file prefers it (`untuned`)."""
+    replaces them only for sizes at which a tuning file prefers it (`untuned`); one_shot also where it is cheaper."""
     if backend != "native":
-        return ("flat", "two_level") if possible("two_level", shape) else ("flat",)
+        beside: list[Strategy] = ["two_level"] if possible("two_level", shape) else []
+        if backend == "nccl" and possible("one_shot", shape) and (nbytes is None or nbytes <= ONE_SHOT_BYTES):
+            beside.append("one_shot")
+        return ("flat", *beside)
     if nbytes is not None and nbytes > WHOLE_BYTES:
         return ("pipeline",)
     ours: tuple[Strategy, ...] = ("exchange", "two_level", "doubling", "pipeline")
@@ -110,8 +121,14 @@ def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tup
 
 
 def untuned(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
-    """The candidates for `collective: auto` without measurements: of a library, only its own."""
-    return candidates(backend, shape, nbytes) if backend == "native" else ("flat",)
+    """The candidates for `collective: auto` without measurements: of a library its own, and one_shot."""
+    listed = candidates(backend, shape, nbytes)
+    return listed if backend == "native" else tuple(s for s in listed if s != "two_level")
+
+
+def proven(backend: Backend, shape: Shape, nbytes: int | None = None) -> tuple[Strategy, ...]:
+    """The strategies that predictions count on: `untuned` without one_shot, which never ran on a GPU."""
+    return tuple(s for s in untuned(backend, shape, nbytes) if s != "one_shot")
 
 
 def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Terms:
@@ -137,6 +154,12 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
         # handed to the communication thread and back; two nodes exchange slices whole: as many bytes, one hop less
         return Terms(3, hops, around, min(2, nodes - 1), 2 * (nodes - 1) / nodes * volume / inside * share)
     part = volume / inside
+    if strategy == "one_shot":  # a flag and the data behind it, twice where NCCL's all-reduce across lies between
+        if nodes == 1:
+            return Terms(_KERNEL_CALLS, 2, (inside - 1) * volume, 0, 0)
+        across = 2 * ceil(log2(nodes))
+        volume_across = 2 * (nodes - 1) / nodes * part * share
+        return Terms(1 + 2 * _KERNEL_CALLS, 4, 2 * (inside - 1) * part, across, volume_across)
     if backend == "nccl":  # its reduce-scatter and all-gather are rings, its all-reduce across a tree
         hops, across = 2 * (inside - 1), 2 * ceil(log2(nodes))
         return Terms(3, hops, 2 * (inside - 1) * part, across, 2 * (nodes - 1) / nodes * part * share)

@@ -10,7 +10,7 @@ from ..hardware.presets import preset
 from ..link_cost import Emulation, LinkCost
 from ..placement.placement import place
 from ..placement.world import World
-from .cost import Backend, Costs, Regime, Shape, price, shape_of, terms, untuned
+from .cost import Backend, Costs, Regime, Shape, price, proven, shape_of, terms
 
 _US = 1e-6
 
@@ -66,7 +66,7 @@ def emulation_of(spec: str, ranks: int) -> Emulation:
     backend: Backend = "nccl" if any(node.devices for node in fabric.nodes) else "native"
     costs = reference(backend, shape)
     lines = []
-    for strategy in untuned(backend, shape):
+    for strategy in proven(backend, shape):
         for regime in costs.of(strategy):
             # Prices are linear in the size: two of them are all.
             first, last = (price(regime, terms(backend, shape, strategy, size)) for size in (0, _SLOPE_BYTES))

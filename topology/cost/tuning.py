@@ -126,17 +126,22 @@ def refuse_other_fabric(tuning: Tuning, fabric: Fabric, shape: Shape, backend: B
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """The strategy for any size. `source`: measured on this layout, fitted on this fabric, or untuned."""
+    """The strategy for any size. `source`: measured on this layout, fitted on this fabric, or untuned. `measured`: the
+    strategies of the tuning file."""
 
     shape: Shape
     costs: Costs
     choices: tuple[Choice, ...]
     source: Literal["measured", "fitted", "untuned"]
+    measured: frozenset[Strategy] = frozenset()
 
     def strategy(self, nbytes: int) -> Strategy:
         """For messages of `nbytes`. A measured choice that the layout lacks is replaced by prices."""
-        usual = untuned if self.source == "untuned" else candidates
-        allowed = usual(self.costs.backend, self.shape, nbytes)
+        if self.source == "untuned":
+            allowed = untuned(self.costs.backend, self.shape, nbytes)
+        else:  # NCCL's prices, once measured, say nothing of one_shot
+            listed = candidates(self.costs.backend, self.shape, nbytes)
+            allowed = tuple(s for s in listed if s != "one_shot" or s in self.measured)
         for choice in self.choices:
             if choice.up_to_bytes is None or nbytes <= choice.up_to_bytes:
                 if choice.strategy in allowed and possible(choice.strategy, self.shape):
@@ -161,7 +166,7 @@ def chooser(
         return fallback, (f"tuning file not used: {error}",)
     except TuningError as error:
         return fallback, (f"tuning file {path} not used: {error}",)
-    warnings = []
+    warnings, names = [], frozenset(m.strategy for m in tuning.points)
     for name, version in (versions or {}).items():
         was = tuning.versions.get(name)
         if was != version:
@@ -169,7 +174,7 @@ def chooser(
     if replace(tuning.shape, intra_bytes_per_s=None, inter_bytes_per_s=None) == replace(
         shape, intra_bytes_per_s=None, inter_bytes_per_s=None
     ):
-        return Chooser(shape, tuning.costs, tuning.choices, "measured"), tuple(warnings)
+        return Chooser(shape, tuning.costs, tuning.choices, "measured", names), tuple(warnings)
     try:
         choose(tuning.costs, shape, 1 << 15, candidates(backend, shape, 1 << 15))
     except ValueError:
@@ -177,5 +182,5 @@ def chooser(
         return fallback, (why,)
     why = f"tuning file {path}: measured on {tuning.shape}, prices carried over to {shape}"
     # A library's own strategy is kept where no other was measured.
-    tuned = () if any(m.strategy != "flat" for m in tuning.points) else tuning.choices
-    return Chooser(shape, tuning.costs, tuned, "fitted"), (*warnings, why)
+    tuned = tuning.choices if names <= {"flat"} else ()
+    return Chooser(shape, tuning.costs, tuned, "fitted", names), (*warnings, why)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from laddertron.topology.comm.collectives import Done
 from laddertron.topology.comm.ledger import Ledger
-from laddertron.topology.cost.cost import choose, shape_of, untuned
+from laddertron.topology.cost.cost import choose, proven, shape_of
 from laddertron.topology.cost.prices import emulation_of, reference
 from laddertron.topology.hardware.presets import preset
 from laddertron.topology.link_cost import Emulation, LinkCost
@@ -35,7 +35,7 @@ def test_a_fabric_has_the_cost_models_prices_at_every_size(spec: str, ranks: int
     backend = "nccl" if fabric.nodes[0].devices else "native"
     emulation = emulation_of(spec, ranks)
     for nbytes in (2, 16 << 10, 32 << 10, 512 << 10, 2 << 20, 64 << 20):
-        _, wanted = choose(reference(backend, shape), shape, nbytes, untuned(backend, shape))  # type: ignore[arg-type]
+        _, wanted = choose(reference(backend, shape), shape, nbytes, proven(backend, shape))  # type: ignore[arg-type]
         assert emulation.seconds(nbytes) == pytest.approx(wanted, rel=1e-6)
     assert emulation.label == f"emulated {spec}, {ranks} ranks"
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from laddertron.launchers.measure import preflight_links
+from laddertron.launchers.measure.preflight_job import Watch
+from laddertron.launchers.measure.preflight_plan import PreflightPlan
 from laddertron.topology.comm import backends, symmetric
-from laddertron.topology.comm.groups import CommOptions, TorchGroups
+from laddertron.topology.comm.groups import CommOptions, OneShotImpossible, TorchGroups
 from laddertron.topology.comm.symmetric import DirectLevels, Site, connect_one_shot
 from laddertron.topology.connect import _library_strategy, _strategy
+from laddertron.topology.cost.cost import Shape, Strategy
 from laddertron.topology.link_cost import ONE_SHOT_BYTES
 from laddertron.topology.placement.layout import GroupLayout
 from torch import Tensor
@@ -246,7 +251,9 @@ def test_it_is_made_where_a_size_asks_for_it(monkeypatch: pytest.MonkeyPatch, ca
     aborts[0]()
     assert fake.calls == ["abort"]
     outcome[0] = (None, ("rank 3 on b: no peer access", "rank 0 on a: x"))
-    with pytest.raises(ValueError, match="one_shot is not possible: rank 3 on b: no peer access; rank 0 on a: x"):
+    with pytest.raises(
+        OneShotImpossible, match="one_shot is not possible: rank 3 on b: no peer access; rank 0 on a: x"
+    ):
         direct("one_shot")
     with caplog.at_level(logging.WARNING):
         assert direct("auto", lambda nbytes: "one_shot") == []
@@ -260,3 +267,24 @@ def test_it_is_refused_without_gpus() -> None:
         backends.other_backend("gloo", missing, TWO_BY_TWO, TorchGroups(), options, missing)
     with pytest.raises(ValueError, match="one_shot is between GPUs"):
         _strategy(options, TWO_BY_TWO, None)
+
+
+def test_preflight_goes_on_without_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A group in which a rank cannot has no figures of it, says why, and gathers as often as the job's others."""
+    gathered: list[bytes] = []
+    bootstrap: Any = SimpleNamespace(rank=0, all_gather=gathered.append)
+    control: Any = object()
+
+    def connect(*_: Any) -> Any:
+        raise OneShotImpossible("collective: one_shot is not possible: rank 1 on a: no peer access")
+
+    monkeypatch.setattr(preflight_links, "connect", connect)
+    monkeypatch.setattr(preflight_links, "_all_reduce_s", lambda own, *_: 1.0 if own is control else 2.0)
+    rows: tuple[tuple[Strategy, int], ...] = (("flat", 64), ("one_shot", 64), ("one_shot", 128))
+    points = preflight_links.sweep(
+        PreflightPlan((), rows), control, bootstrap, TWO_BY_TWO, CommOptions(), Shape(2, 2, "nvlink"), CPU, rows,
+        Watch(math.inf, print),
+    )  # fmt: skip
+    assert [(p.strategy, p.nbytes) for p in points] == [("flat", 64)]
+    assert len(gathered) == 3
+    assert "rank 1 on a: no peer access" in caplog.text

@@ -21,6 +21,7 @@ from laddertron.topology.cost.cost import (
     choose,
     possible,
     predict,
+    proven,
     shape_of,
     terms,
     untuned,
@@ -128,7 +129,10 @@ def test_what_is_possible() -> None:
 
 
 def test_only_what_the_backend_has_is_a_candidate() -> None:
-    assert candidates("nccl", TWO_BY_8) == candidates("nccl", TWO_BY_8, 8 << 20) == ("flat", "two_level")
+    assert candidates("nccl", TWO_BY_8) == candidates("nccl", TWO_BY_8, 1 << 20) == ("flat", "two_level", "one_shot")
+    assert candidates("nccl", TWO_BY_8, (1 << 20) + 1) == ("flat", "two_level")
+    assert candidates("nccl", NVLINK8) == ("flat", "one_shot")
+    assert candidates("nccl", HOST8) == candidates("nccl", replace(TWO_BY_8, per_node=1)) == ("flat",)
     assert candidates("gloo", Shape(2, 2)) == ("flat", "two_level")
     assert candidates("gloo", Shape(4, 1)) == candidates("nccl", Shape(1, 8)) == ("flat",)
     assert candidates("native", Shape(4, 1)) == ("exchange", "doubling", "pipeline")
@@ -138,7 +142,27 @@ def test_only_what_the_backend_has_is_a_candidate() -> None:
     assert candidates("native", Shape(4, 1), WHOLE_BYTES) == ("exchange", "doubling", "pipeline")
     assert candidates("native", Shape(4, 1), WHOLE_BYTES + 1) == ("pipeline",)
     assert untuned("nccl", TWO_BY_8, 8 << 20) == untuned("gloo", TWO_BY_8) == ("flat",)
+    assert untuned("nccl", TWO_BY_8, KIB) == untuned("nccl", NVLINK8, KIB) == ("flat", "one_shot")
+    assert proven("nccl", TWO_BY_8, KIB) == proven("gloo", TWO_BY_8) == ("flat",)
+    assert proven("native", Shape(2, 2), KIB) == untuned("native", Shape(2, 2), KIB)
     assert untuned("native", Shape(2, 2), 4 * KIB) == candidates("native", Shape(2, 2), 4 * KIB)
+
+
+def test_one_shot_is_priced_as_published_and_chosen_up_to_its_size() -> None:
+    """8 to 10 us for 32 KiB over eight H100; a third of NCCL's hops. Across nodes NCCL's call stays, and its hops. A
+    large message of eight ranks is NCCL's, and where GPUs do not read one another every one is."""
+    costs = reference("nccl", NVLINK8)
+    assert predict(costs, NVLINK8, "one_shot", 32 * KIB) == pytest.approx(9 * US, rel=0.15)
+    inside, across = (terms("nccl", shape, "one_shot", 32 * KIB) for shape in (NVLINK8, TWO_BY_8))
+    assert (inside.intra_hops, inside.intra_bytes, inside.inter_hops) == (2, 7 * 32 * KIB, 0)
+    two_level = terms("nccl", TWO_BY_8, "two_level", 32 * KIB)
+    assert (across.inter_hops, across.inter_bytes) == (two_level.inter_hops, two_level.inter_bytes)
+    assert (across.intra_hops, across.intra_bytes) == (4, two_level.intra_bytes)
+    assert across.calls < two_level.calls
+    for shape in (NVLINK8, TWO_BY_8, replace(NVLINK8, per_node=2)):
+        found = chooser(None, PAIR, shape, "nccl")[0]
+        assert [found.strategy(n) for n in (KIB, 32 * KIB, 1 << 18, 2 << 20)] == ["one_shot"] * 3 + ["flat"], shape
+    assert chooser(None, PAIR, HOST8, "nccl")[0].strategy(KIB) == "flat"
 
 
 def test_the_choice_follows_the_size() -> None:
@@ -367,7 +391,7 @@ def test_a_librarys_own_is_replaced_only_by_what_was_measured(tmp_path: Path) ->
     which nothing else was measured, on this layout or another. Where two levels were, prices carry them over."""
     big, narrow = 64 << 20, replace(TWO_BY_8, per_node=4)
     slow = replace(TWO_BY_8, rails=1)  # one port a node: what crosses it counts
-    assert choose(reference("nccl", slow), slow, big, candidates("nccl", slow))[0] == "two_level"
+    assert choose(reference("nccl", slow), slow, big, candidates("nccl", slow, big))[0] == "two_level"
     assert chooser(None, PAIR, slow, "nccl")[0].strategy(big) == "flat"
     path, tuning = tuned(tmp_path)
     alone = make(PAIR, TWO_BY_8, fit([p for p in _points() if p.strategy == "flat"], "nccl"), tuning.versions)
@@ -375,6 +399,7 @@ def test_a_librarys_own_is_replaced_only_by_what_was_measured(tmp_path: Path) ->
     for shape in (TWO_BY_8, narrow):
         assert chooser(tmp_path / "alone.json", PAIR, shape, "nccl")[0].strategy(big) == "flat"
         assert chooser(path, PAIR, shape, "nccl")[0].strategy(big) == "two_level"
+        assert "one_shot" not in {chooser(path, PAIR, shape, "nccl")[0].strategy(1 << power) for power in range(8, 27)}
 
 
 @pytest.mark.parametrize(

@@ -98,14 +98,15 @@ def test_the_slowest_group_is_kept() -> None:
 
 def test_a_ring_of_nodes_closes() -> None:
     """Over three nodes each rail is measured from the last node to the first as well; of NCCL its own all-reduce and
-    that in two levels, at every size."""
+    that in two levels, at every size, and one_shot up to its largest."""
     fabric = preset("3x2xH100")
     placement = place(fabric, World(6))
     found = make_preflight_plan(fabric, placement, Shape(3, 2, "nvlink", "ib", 2), "nccl")
     across = {(p.a, p.b) for r in found.rounds for p in r if p.rail is not None}
     assert across == {(0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1)}
     by_size = {n: {s for s, m in found.sweep if m == n} for _, n in found.sweep}
-    assert all(strategies == {"flat", "two_level"} for strategies in by_size.values())
+    assert all(strategies - {"one_shot"} == {"flat", "two_level"} for strategies in by_size.values())
+    assert {n for n, strategies in by_size.items() if "one_shot" in strategies} == {n for n in by_size if n <= 1 << 20}
 
 
 def test_other_versions_are_named() -> None:

@@ -22,6 +22,7 @@ from laddertron.topology.cost.fit import Fit, Point, fit
 from laddertron.topology.cost.tuning import Choice, Chooser, Tuning, make
 from laddertron.topology.hardware.discover import Discovery, DiscoveryError, discover
 from laddertron.topology.hardware.fabric import Fabric
+from laddertron.topology.hardware.presets import preset
 from laddertron.topology.link_cost import WHOLE_BYTES
 from laddertron.topology.placement.layout import GroupLayout
 from rich.console import Console
@@ -323,3 +324,30 @@ def test_auto_is_nccl_where_ranks_compute_on_gpus(monkeypatch: pytest.MonkeyPatc
     assert tuned.backend_here(on_cpu) == "native"
     assert tuned.backend_here(deployment(None, backend="gloo")) == "gloo"
     assert comm_options(deployment(None), "127.0.0.1", b"").backend == "nccl"
+
+
+def test_nccl_inside_a_node_goes_by_prices_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a file and within a node: one_shot for small messages where NVLink joins the GPUs, and no warning. Over
+    PCIe, and where ranks share GPUs, nothing but NCCL's own."""
+    fabrics = {name: preset("1x8xH100") for name in ("nvlink", "pcie")}
+    (node,) = fabrics["pcie"].nodes
+    links = tuple(replace(link, path="PHB") if link.path.startswith("NV") else link for link in node.links)
+    fabrics["pcie"] = Fabric((replace(node, links=links, nvswitch=False),))
+    layout, hosts = GroupLayout((tuple(range(8)),)), (node.hostname,) * 8
+
+    def choice(links: str, **launch: object) -> Callable[[int], str] | None:
+        fabrics[links].save(tmp_path / f"{links}.json")
+        given = replace(
+            deployment(None),
+            launch=LaunchConfig(fabric=str(tmp_path / f"{links}.json"), **launch),  # type: ignore[arg-type]
+            parallel=ParallelConfig(tensor_parallel_size=8, backend="nccl"),
+        )
+        return tuned.tuned_choice(given, Alone(size=8), hosts, layout)
+
+    with caplog.at_level(logging.WARNING):
+        found = choice("nvlink")
+        assert found is not None
+        assert [found(n) for n in (1 << 10, 1 << 15, 1 << 18, 1 << 21)] == ["one_shot"] * 3 + ["flat"]
+        assert choice("pcie") is None
+        assert choice("nvlink", share_gpu=True) is None
+    assert caplog.text == ""

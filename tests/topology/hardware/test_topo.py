@@ -105,7 +105,7 @@ def test_a_plan_explains_every_rank(capsys: pytest.CaptureFixture[str], tmp_path
     rows = [line.split() for line in out.splitlines() if line.split()[2:3] in (["dgx-01"], ["dgx-02"])]
     assert len(rows) == 16
     assert rows[9] == ["9", "9", "dgx-02", "1", "GPU1", "mlx5_3", "PXB", "0", "14-27", "bond0"]
-    assert "all-reduce of 32 KiB, predicted (nccl, untuned): flat 49 us" in out
+    assert "all-reduce of 32 KiB, predicted (nccl, untuned): flat 49 us, one_shot 45 us" in out
 
 
 def test_cores_are_called_what_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
