@@ -63,14 +63,16 @@ def _make(
             )
         return RowAttention(cache, windows, scale, kernels), "cpu kernels, each token by itself: deterministic"
     if deterministic:
-        library = _library(device, dtype, config, shard.num_heads)
+        library = flashinfer_or_reason(device, dtype, config, shard.num_heads)
         if isinstance(library, str) or setting == "torch" or cache.keys[0].dtype != dtype:
             why = f" ({library})" if isinstance(library, str) else ""
             raise AttentionError(
                 f"parallel.deterministic with engine.attention={setting}, keys and values {cache.keys[0].dtype}: on a "
                 f"GPU it needs flashinfer{why}, and keys and values in the model's type; or use false"
             )
-        rows = FlashInferRows(cache, windows, scale, shard.num_heads, dtype, library, _store(cache) or store_by_torch)
+        rows = FlashInferRows(
+            cache, windows, scale, shard.num_heads, dtype, library, kernel_store(cache) or store_by_torch
+        )
         return rows, f"flashinfer {library.__version__}, each token by itself: deterministic"
     if setting == "torch":
         return TorchAttention(cache, windows, scale), "torch, as configured"
@@ -79,12 +81,12 @@ def _make(
         if kernels is not None and fits_kernels(cache, dtype, config.head_dim):
             return CpuAttention(cache, windows, scale, kernels), "cpu kernels"
         return TorchAttention(cache, windows, scale), "torch: the CPU kernels were not built or do not fit the dtypes"
-    library = _library(device, dtype, config, shard.num_heads)
+    library = flashinfer_or_reason(device, dtype, config, shard.num_heads)
     if isinstance(library, str):
         if setting == "auto":
             return TorchAttention(cache, windows, scale), f"torch, not flashinfer: {library}"
         raise AttentionError(f"engine.attention=flashinfer: {library}; use auto or torch")
-    store, prompts = _store(cache), prompt_kernel(_capability(device), cache.keys[0].dtype)
+    store, prompts = kernel_store(cache), prompt_kernel(_capability(device), cache.keys[0].dtype)
     backend = FlashInferAttention(cache, windows, scale, shard.num_heads, dtype, library, store or store_by_torch)
     rest = f"rotation and writes by {'triton' if store else 'torch'}; prompts by {prompts}"
     return backend, f"flashinfer {library.__version__}, {rest}"
@@ -115,7 +117,7 @@ def _make_latent(
         )
     if setting == "torch" or (stored.device.type == "cpu" and setting == "auto"):
         return LatentAttention(cache, scale, topk=topk), "torch, on latents"
-    library = _library(stored.device, dtype, config, shard.num_heads)
+    library = flashinfer_or_reason(stored.device, dtype, config, shard.num_heads)
     if stored.dtype != dtype:
         library = f"it reads latents in the model's type, not {stored.dtype}"
     if not isinstance(library, str):
@@ -136,7 +138,7 @@ def flashinfer_serves(
     """Whether `make_attention` will choose FlashInfer. heads: of this rank; kv_dtype: of keys and values."""
     if setting == "torch" or device.type != "cuda" or (config.latent is not None and kv_dtype != dtype):
         return False
-    return not isinstance(_library(device, dtype, config, heads), str)
+    return not isinstance(flashinfer_or_reason(device, dtype, config, heads), str)
 
 
 def _windows(config: ModelConfig) -> tuple[int | None, ...]:
@@ -157,7 +159,7 @@ def _triton() -> Any:
         return None
 
 
-def _store(cache: KVCache) -> Store | None:
+def kernel_store(cache: KVCache) -> Store | None:
     """Triton's rotate_and_store, if it supports this cache; else None."""
     ops = _triton()
     serves = ops is not None and ops.stores(cache, _capability(cache.keys[0].device))
@@ -168,7 +170,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
-def _library(device: torch.device, dtype: torch.dtype, config: ModelConfig, heads: int) -> Any:
+def flashinfer_or_reason(device: torch.device, dtype: torch.dtype, config: ModelConfig, heads: int) -> Any:
     """The module flashinfer, or the reason why it cannot be used."""
     capability = _capability(device)
     reason = (

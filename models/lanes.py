@@ -94,7 +94,7 @@ class LaneModel(LlamaModel):
         if self.head is not None:
             self._head = prepare(self.head, exact, norm)
         else:
-            self._head, lookup = exact.tied(self._table(), norm)
+            self._head, lookup = exact.tied(self.embedding_table(), norm)
             if lookup is not None:
                 assert isinstance(self.embedding, VocabEmbedding)
                 self.embedding.repacked(lookup)

@@ -238,7 +238,7 @@ class LlamaModel(nn.Module):
             self._head = prepare(self.head, self.ops.exact, norm)
         else:
             # A tied table also serves the embedding: it is held once, repacked or not.
-            self._head, lookup = self.ops.exact.tied(self._table(), norm)
+            self._head, lookup = self.ops.exact.tied(self.embedding_table(), norm)
             if lookup is not None:
                 assert isinstance(self.embedding, VocabEmbedding)
                 self.embedding.repacked(lookup)
@@ -300,7 +300,7 @@ class LlamaModel(nn.Module):
     def _norm(self, scale: Scale) -> Norm:
         return Norm(scale.weight.detach(), self.config.norm_eps)
 
-    def _table(self) -> Tensor:
+    def embedding_table(self) -> Tensor:
         table: Tensor = self.embedding.get_parameter("weight").detach()
         return table
 
@@ -356,7 +356,7 @@ class LlamaModel(nn.Module):
             every = torch.cat([c for _, c in self._chosen])
             if padding is not None:
                 every = every.masked_fill(padding.repeat(len(self._chosen))[:, None], -1)
-            self._follow(every.flatten())
+            self.follow_routing(every.flatten())
             self._chosen.clear()
         if self._positions:
             self._follow_positions(torch.cat(self._positions), padding)
@@ -448,7 +448,7 @@ class LlamaModel(nn.Module):
 
     def _embed(self, tokens: Tensor) -> Pending:
         if self.replicate_embedding:
-            return Done(functional.embedding(tokens, self._table()))
+            return Done(functional.embedding(tokens, self.embedding_table()))
         x = self.embedding(tokens)
         if self.config.wiring.kinds[0] == "none":
             return Done(x)
@@ -480,7 +480,7 @@ class LlamaModel(nn.Module):
         if not self.config.wiring.drifts:
             self._chosen.append((layer, chosen))
 
-    def _follow(self, chosen: Tensor) -> None:
+    def follow_routing(self, chosen: Tensor) -> None:
         """Adds a step's chosen experts to the digest of `routed`; on a GPU by operators that can be captured."""
         if self.routing is None:
             self._routing.update(chosen.to(torch.int16).numpy().tobytes())

@@ -155,7 +155,7 @@ class DeviceDraw:
         ids = torch.where(score > -torch.inf, at + self._shard.first, NO_ID)
         heads = [own] if routing is None else [own, routing]
         every = self._gather(torch.cat([*heads, score.view(torch.int64), ids, peak.view(torch.int64)]))
-        drawn, bad = _winner(every[:, len(heads) :].reshape(len(every), 3, len(slots)))
+        drawn, bad = best_of_ranks(every[:, len(heads) :].reshape(len(every), 3, len(slots)))
         self.latest.index_copy_(0, slots, drawn)
         return every[:, : len(heads)].flatten(), drawn, bad
 
@@ -270,7 +270,7 @@ class DeviceDraw:
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _winner(every: Tensor) -> tuple[Tensor, Tensor]:
+def best_of_ranks(every: Tensor) -> tuple[Tensor, Tensor]:
     """Scores, ids and peaks of all ranks, [tp, 3, B], the floats as their bits -> the ids [B] of the best scores, the
     lowest of equals, and which rows have a peak that is not finite (1) or none (2); their ids are 0."""
     score, ids, peak = every[:, 0].view(torch.float64), every[:, 1], every[:, 2].view(torch.float64)

@@ -306,7 +306,7 @@ class CpuOps(TorchOps):
     def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
         if norm is None and not gated:
             return matmul
-        normed, gate = None if norm is None else self._norm(norm), self._gate() if gated else None
+        normed, gate = None if norm is None else self._norm(norm), self.gate_kernel() if gated else None
 
         def product(x: Tensor) -> Tensor:
             y = matmul(x if normed is None else normed(x))
@@ -328,7 +328,7 @@ class CpuOps(TorchOps):
 
         return normed
 
-    def _gate(self) -> Product:
+    def gate_kernel(self) -> Product:
         if self.kernels is None:
             return silu_and_mul
         call = self.kernels.silu_and_mul

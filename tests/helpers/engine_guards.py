@@ -80,7 +80,7 @@ def answer(
     if overlapped:
         built, notes = overlap(built, communicator, **parts_of(built))
     if poisoned is not None and built.runner.model.shard.embeds:
-        table = built.runner.model._table()
+        table = built.runner.model.embedding_table()
         first = built.runner.model.shard.vocab.start
         if first <= poisoned < first + table.shape[0]:
             table[poisoned - first] = float("nan")
@@ -106,7 +106,7 @@ def disagree(
         built = build_on(rank, deployment(folder, rank.size), communicator)
         if overlapped:
             built, _ = overlap(built, communicator)
-        honest, decided, steps = Step.run, device_draw._winner, [0]
+        honest, decided, steps = Step.run, device_draw.best_of_ranks, [0]
 
         def run(self: Step) -> Sampled:
             sampled = honest(self)
@@ -121,7 +121,7 @@ def disagree(
             return ((ids + 1) % 5 if rank.rank == liar and steps[0] == step + 1 else ids), bad
 
         shown: Told = {}
-        there = mock.patch.object(device_draw, "_winner", winner)
+        there = mock.patch.object(device_draw, "best_of_ranks", winner)
         with there, mock.patch.object(sampling_step.Step, "run", run):
             try:
                 if rank.rank == 0:

@@ -62,8 +62,8 @@ def test_over_latents() -> None:
 
 
 def test_the_library_is_taken_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_choice, "_library", lambda *_: LIBRARY)
-    monkeypatch.setattr(attention_choice, "_store", lambda _: None)
+    monkeypatch.setattr(attention_choice, "flashinfer_or_reason", lambda *_: LIBRARY)
+    monkeypatch.setattr(attention_choice, "kernel_store", lambda _: None)
     assert chosen("flashinfer") == ("flashinfer", "flashinfer fake, rotation and writes by torch; prompts by FA2")
 
 
@@ -88,7 +88,7 @@ def test_which_kernels_a_gpu_has(capability: tuple[int, int], monkeypatch: pytes
 def test_why_the_library_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not installed, broken, or not for this model: a reason, never an exception, since auto goes on with torch."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    library = attention_choice._library
+    library = attention_choice.flashinfer_or_reason
     assert "not float32" in library(CUDA, torch.float32, CONFIG, 4)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert "not installed" in library(CUDA, BF16, CONFIG, 4)

@@ -182,7 +182,7 @@ def test_the_digest_of_a_gpu_tells_experts_apart_that_differ_in_proportion() -> 
 
     def digest(*chosen: int) -> int:
         model: Any = SimpleNamespace(routing=torch.zeros(1, dtype=torch.int64))
-        LlamaModel._follow(model, torch.tensor(chosen, dtype=torch.int32))
+        LlamaModel.follow_routing(model, torch.tensor(chosen, dtype=torch.int32))
         return int(model.routing)
 
     assert digest(2, 9, 4) == digest(2, 9, 4)

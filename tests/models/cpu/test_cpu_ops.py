@@ -147,7 +147,7 @@ def test_every_half_is_read_and_written_as_torch_does() -> None:
     for dtype in HALVES:
         values = codes.view(dtype).view(64, -1)
         up = torch.ones_like(values)
-        got = CpuOps(KERNELS)._gate()(torch.cat((values, up), 1))
+        got = CpuOps(KERNELS).gate_kernel()(torch.cat((values, up), 1))
         want = torch.nn.functional.silu(values.float()).to(dtype)
         assert torch.equal(got.isnan(), want.isnan() | (values == -float("inf")))
         finite = want.isfinite() & got.isfinite()

@@ -170,7 +170,7 @@ def test_a_rank_without_a_compiler_computes_by_torch(
     with pytest.raises(WeightsError, match="needs Triton: Triton finds no C compiler"):
         make_ops(cuda, torch.bfloat16, deterministic=True)
     cache: Any = None
-    assert attention_choice._store(cache) is None
+    assert attention_choice.kernel_store(cache) is None
 
 
 def test_topo_and_check_list_what_this_host_lacks(
