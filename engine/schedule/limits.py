@@ -32,8 +32,8 @@ class SchedulerLimits:
     """How decodes get drafts; None: they get none."""
     most_rows: tuple[int, int] = (1 << 30, 1 << 30)
     """Decodes and drafts of a step, at most, without prompts and beside them: more would not be recorded."""
-    settling: int = 0
-    """Steps after the first or the last with drafts whose time is also that of steps before them."""
+    runs_ahead: bool = False
+    """Whether a step starts before the ids of the step before it are known, unless there are drafts."""
     tokens_ahead: int = 0
     """Keys and values of a position depend on so many tokens after it: one with a predicting layer."""
 

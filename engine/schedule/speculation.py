@@ -15,11 +15,13 @@ from math import inf, log
 MOST = 8
 """The most drafts of a sequence in one step."""
 FIRST_ACCEPTANCE = 0.7
-"""The initial acceptance rate of a sequence."""
+"""The acceptance rate of sequences before there are drafts."""
 LIKELY = 0.3
 """The draft model stops at drafts whose probability to be accepted is less than this."""
 MEMORY = 0.9
 """The decay of the acceptance rate's moving average: the weight of one draft's outcome relative to the next one's."""
+COMMON = 0.98
+"""The same decay for the rate of all sequences, at which a new one begins."""
 RECOVERY = 0.01
 """In a step without drafts the acceptance rate rises by this share of its distance to FIRST_ACCEPTANCE, so that drafts
 are tried again."""
@@ -29,7 +31,7 @@ Pauses: steps between such trials, doubled while the same kind wins."""
 STALL = 4.0
 """A step that takes this many times the previous one of its kind is not measured."""
 _FORGET, _LEAST = 0.98, 1e-9
-_NEWEST = 0.2
+_NEWEST = 0.1
 """The least weight of the newest step in its kind's mean."""
 _FIRST_PRICE = 0.3
 """The assumed price of a row until one is measured; high, so that the first steps are not much slower if drafts do not
@@ -91,9 +93,11 @@ class StepPrice:
 
 @dataclass(slots=True)
 class _Kinds:
-    """Steps of one number of sequences, with drafts (True) and without: moving averages of seconds a token."""
+    """Steps of one number of sequences, with drafts (True) and without: moving averages of their seconds and tokens.
+    The average of each step's seconds a token would be too high, since with drafts the numbers of tokens differ."""
 
     seconds: dict[bool, float] = field(default_factory=dict)
+    tokens: dict[bool, float] = field(default_factory=dict)
     settle: int = 0
     """Steps after a change of kind that are not measured."""
     steps: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
@@ -109,7 +113,7 @@ class _Kinds:
 
     @property
     def wins(self) -> bool:
-        return self.seconds[True] < self.seconds[False]
+        return self.seconds[True] * self.tokens[False] < self.seconds[False] * self.tokens[True]
 
     def next(self) -> bool:
         if not self.known:
@@ -128,12 +132,13 @@ class _Kinds:
         self.last[drafted] = seconds
         return seconds > STALL * last
 
-    def observe(self, drafted: bool, seconds: float) -> None:
+    def observe(self, drafted: bool, tokens: int, seconds: float) -> None:
         both = self.known
         before = both and self.wins
         self.steps[drafted] += 1
         share = max(_NEWEST, 1.0 / self.steps[drafted])
-        self.seconds[drafted] = (1.0 - share) * self.seconds.get(drafted, 0.0) + share * seconds
+        for mean, value in ((self.seconds, seconds), (self.tokens, tokens)):
+            mean[drafted] = (1.0 - share) * mean.get(drafted, 0.0) + share * value
         if both and self.wins != before:
             self.since, self.pause = 0, FIRST_PAUSE
 
@@ -151,6 +156,8 @@ class Speculation:
         self.price = StepPrice()
         self._kinds: dict[int, _Kinds] = {}
         self._drafts = self._tokens = 0
+        self.first = FIRST_ACCEPTANCE
+        """The acceptance rate at which a new sequence begins."""
         self.accepted = [0] * MOST
         """Accepted drafts by their position after the last known token."""
 
@@ -185,7 +192,7 @@ class Speculation:
             return
         if not kinds.stalled(drafted, seconds):
             self.price.observe(sequences + drafts, seconds)
-            kinds.observe(drafted, seconds / max(1, tokens))
+            kinds.observe(drafted, tokens, seconds)
 
     def observe_drafts(self, acceptance: float, drafted: int, right: int) -> float:
         """Counts the drafts of one sequence, of which the first `right` were accepted; returns its new acceptance
@@ -197,5 +204,6 @@ class Speculation:
         for place in range(right):
             self.accepted[place] += 1
         trials = right + (right < drafted)
-        decay = MEMORY**trials
-        return decay * acceptance + (1.0 - decay) * right / trials
+        rate, decay, common = right / trials, MEMORY**trials, COMMON**trials
+        self.first = common * self.first + (1.0 - common) * rate
+        return decay * acceptance + (1.0 - decay) * rate

@@ -61,7 +61,8 @@ class Planner:
         self, limits: SchedulerLimits, waiting: WaitingQueues, residency: Residency, counters: Counters
     ) -> None:
         self.limits, self.waiting, self.residency, self.counters = limits, waiting, residency, counters
-        self.speculation = None if limits.speculation is None else Speculation(limits.speculation, limits.settling)
+        settling = limits.microbatches if limits.microbatches > 1 else int(limits.runs_ahead)
+        self.speculation = None if limits.speculation is None else Speculation(limits.speculation, settling)
         self.step = 0
         self.parked: list[str] = []
         """Ids of the requests of which the last plan preempted a choice."""
@@ -297,6 +298,8 @@ class Planner:
         if reuse.cached and sequence.chain is not None and not sequence.fresh:
             self.counters.prefix_queries += len(sequence.tokens)
             self.counters.prefix_hits += reuse.start
+        if self.speculation is not None and not sequence.outputs:
+            sequence.acceptance = self.speculation.first
         if sequence.fresh:
             sequence.fresh = False
             group.unforked -= 1

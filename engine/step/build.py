@@ -223,7 +223,7 @@ def build(
         microbatches=parallel.microbatches,
         max_scored_positions=max(1, SCORED_LOGITS // len(share.shard.vocab)),
         speculation=speculation_rule(keys.speculation),
-        settling=parallel.microbatches if parallel.microbatches > 1 else int(on_device is not None),
+        runs_ahead=on_device is not None,
         tokens_ahead=int(keys.speculation == "mtp"),
     )
     graphs = _warmed_up(runner, limits, deployment, communicator, device, working.get("CUDA graphs", 0), start_log)

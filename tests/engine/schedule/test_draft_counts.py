@@ -101,6 +101,30 @@ def test_one_unlucky_step_does_not_decide() -> None:
     assert speculation.threshold(8) < inf
 
 
+def test_tokens_that_differ_are_averaged_before_they_are_compared() -> None:
+    """Nine tokens or one in turns: 2.5 seconds for five of them win against 1.0 for one, although the mean of each
+    step's seconds a token is 1.4."""
+    speculation = Speculation(SpeculationRule())
+    for n in range(40):
+        speculation.observe_step(1, 8, 9 if n % 2 else 1, 2.5)
+        speculation.observe_step(1, 0, 1, 1.0)
+    assert speculation.threshold(1) < inf
+
+
+def test_a_new_sequence_begins_where_the_others_are(run_seed: int) -> None:
+    """None of their drafts was right: it starts at nearly none. Some are right again: it starts near those."""
+    speculation, dice = Speculation(SpeculationRule()), random.Random(run_seed)
+    assert speculation.first == FIRST_ACCEPTANCE
+    for _ in range(200):
+        speculation.observe_drafts(0.5, 3, 0)
+    assert speculation.first < 0.02
+    found = []
+    for n in range(600):
+        speculation.observe_drafts(0.5, 1, int(dice.random() < 0.6))
+        found += [speculation.first] * (n > 200)
+    assert sum(found) / len(found) == pytest.approx(0.6, abs=0.1)
+
+
 def test_without_a_price_every_draft_is_taken() -> None:
     speculation = Speculation(SpeculationRule(priced=False))
     assert speculation.wanted(0.01, speculation.threshold(64)) == MOST

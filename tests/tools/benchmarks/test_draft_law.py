@@ -38,15 +38,17 @@ def best_rate(layout: Layout, sequences: int, accepted: float, delay_s: float) -
 @pytest.mark.draws
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize("answer", [50, 900])
 def test_auto_is_not_slower_than_the_better_of_on_and_off(
-    layout: Layout, sequences: int, run_seed: int, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, sequences: int, answer: int, run_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a random delay and acceptance, once it has learned; the trials of the slower kind are in it."""
+    """At a random delay and acceptance, once it has learned; the trials of the slower kind are in it. Short answers end
+    before a sequence has learned its acceptance, which those after it know."""
     monkeypatch.setattr(draft_law, "TOKENS", 900)
     dice = Random(run_seed)
     delay_s, accepted = dice.choice(draft_law.DELAYS_S), dice.choice(draft_law.ACCEPTED)
     counts = {
-        name: simulate(layout, rule, sequences, accepted, delay_s, run_seed)
+        name: simulate(layout, rule, sequences, accepted, delay_s, run_seed, answer)
         for name, rule in (("off", None), ("on", speculation_rule("ngram")), ("auto", speculation_rule("auto")))
     }
     better = max(counts["off"].rate, counts["on"].rate)

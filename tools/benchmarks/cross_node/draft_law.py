@@ -26,6 +26,8 @@ BATCHES = (1, 8, 32)
 ACCEPTED = (0.0, 0.4, 0.7, 0.9)
 TOKENS = 600
 """Of each sequence in a cell; the first third is not counted, while `auto` learns."""
+SHORT = 50
+"""Tokens of the answers of a cell in which new sequences follow those that end."""
 
 
 @dataclass(frozen=True)
@@ -95,25 +97,37 @@ class _Stages:
 
 
 def simulate(
-    layout: Layout, rule: SpeculationRule | None, sequences: int, accepted: float, delay_s: float, seed: int = 0
+    layout: Layout,
+    rule: SpeculationRule | None,
+    sequences: int,
+    accepted: float,
+    delay_s: float,
+    seed: int = 0,
+    answer: int = TOKENS,
 ) -> Counts:
+    """Answers of `answer` tokens one after the other, TOKENS in all for each of the sequences that run at once."""
     limits = SchedulerLimits(
         sequences, 4096, 2 * TOKENS, 16, sequences * 2 * TOKENS // 16 + sequences, microbatches=layout.stages,
         speculation=rule, enable_prefix_caching=False,
     )  # fmt: skip
     scheduler, stages = Scheduler(limits), _Stages(layout, delay_s, accepted, seed)
-    for n in range(sequences):
-        scheduler.add(Request(f"r{n}", (2, 3), SamplingParams(max_tokens=TOKENS, seed=n)), 0.0)
+    every = range(sequences * TOKENS // answer)
+    waiting = deque(Request(f"r{n}", (2, 3), SamplingParams(max_tokens=answer, seed=n)) for n in every)
+    for _ in range(sequences):
+        scheduler.add(waiting.popleft(), 0.0)
     now, began, first, tokens, rows, steps = 0.0, 0.0, 0, 0, 0, 0
-    while True:  # until the first sequence ends
+    while True:  # until a sequence ends that none follows
         arrived = bool(stages.flight) and stages.flight[0][0] <= now
         if not arrived and (batch := scheduler.schedule(now)) is not None:
             now = stages.start(batch, now)
             continue
         at, done, result = stages.flight.popleft()
         now = max(now, at)
-        if any(event.finish for event in scheduler.commit(done, result, now)):
+        ended = sum(event.finish is not None for event in scheduler.commit(done, result, now))
+        if ended > len(waiting):
             break
+        for _ in range(ended):
+            scheduler.add(waiting.popleft(), now)
         generated = scheduler.counters.generation_tokens
         if began:
             rows, steps, tokens = rows + done.num_tokens, steps + len(done.chunks), generated - first
@@ -125,19 +139,19 @@ def simulate(
 
 def main() -> None:
     """Prints a row for each layout, batch and acceptance; counts are those of the longest delay."""
-    rules = {"off": None, "on": speculation_rule("ngram"), "auto": speculation_rule("auto")}
+    rules = None, speculation_rule("ngram"), speculation_rule("auto")
     delays = " | ".join(f"{delay_s * 1e3:g} ms" for delay_s in DELAYS_S)
-    print(f"| layout, batch, accepted | crossings | rows | {delays} | of better |")
-    print("|---" * (4 + len(DELAYS_S)) + "|")
+    print(f"| layout, batch, accepted | crossings | rows | {delays} | of better | of better, short |")
+    print("|---" * (5 + len(DELAYS_S)) + "|")
     for layout, batch, accepted in product(LAYOUTS, BATCHES, ACCEPTED):
-        gains, shares = [], []
-        for delay_s in DELAYS_S:
-            counts = {name: simulate(layout, rule, batch, accepted, delay_s) for name, rule in rules.items()}
-            off, on, auto = counts["off"], counts["on"], counts["auto"]
-            gains.append(f"{auto.rate / off.rate:.2f}")
-            shares.append(auto.rate / max(off.rate, on.rate))
+        gains, shares = [], dict[int, list[float]]()
+        for delay_s, answer in product(DELAYS_S, (SHORT, TOKENS)):
+            off, on, auto = (simulate(layout, rule, batch, accepted, delay_s, 0, answer) for rule in rules)
+            shares.setdefault(answer, []).append(auto.rate / max(off.rate, on.rate))
+            if answer == TOKENS:
+                gains.append(f"{auto.rate / off.rate:.2f}")
         cells = [f"{layout.name}, {batch}, {100 * accepted:.0f} %", f"{auto.crossings:.2f}", f"{auto.rows:.2f}", *gains]
-        print(f"| {' | '.join([*cells, f'{min(shares):.2f}'])} |", flush=True)
+        print(f"| {' | '.join([*cells, *(f'{min(shares[answer]):.2f}' for answer in (TOKENS, SHORT))])} |", flush=True)
 
 
 if __name__ == "__main__":
