@@ -10,6 +10,9 @@ WHOLE_BYTES = 128 << 10
 ONE_SHOT_BYTES = 1 << 20
 """The largest message of one_shot: there a library that sends each byte once or twice is as fast."""
 
+SIZES = tuple(round(256 * 2 ** (step / 4)) for step in range(4 * 19))
+"""Message sizes at which strategies are chosen: 256 B to 128 MiB, four for each doubling."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinkCost:

@@ -21,13 +21,11 @@ from ...topology.cost.tuning import Chooser, chooser
 from ...topology.hardware import fabric as fabrics
 from ...topology.hardware.discover import discover, gather
 from ...topology.hardware.fabric import Fabric
+from ...topology.link_cost import SIZES
 from ...topology.placement.layout import GroupLayout
 from ...topology.placement.placement import Placement, place
 
 log = logging.getLogger(__name__)
-
-SIZES = tuple(round(256 * 2 ** (step / 4)) for step in range(4 * 19))
-"""Message sizes at which a chooser is evaluated: 256 B to 128 MiB, four for each doubling."""
 
 
 def backend_here(deployment: Deployment) -> Backend:

@@ -13,7 +13,7 @@ from ...engine.config.schema import LaunchConfig
 from ...topology.placement.identity import Identity
 from ...topology.placement.mapping import MappingError
 
-_NCCL = {
+_VARIABLES = {
     "NCCL_NET": "Socket",
     "NCCL_IB_DISABLE": "1",
     "NCCL_SOCKET_IFNAME": "=lo",
@@ -21,13 +21,14 @@ _NCCL = {
     "NCCL_MNNVL_ENABLE": "0",
     "NCCL_CUMEM_HOST_ENABLE": "0",
     "NCCL_MAX_NCHANNELS": "2",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
 
 
 def separate(identity: Identity, environ: MutableMapping[str, str]) -> None:
     """Gives the rank a host id of its own. Must precede the first communicator."""
     environ["NCCL_HOSTID"] = f"{identity.node}-{identity.rank}"
-    for name, value in _NCCL.items():
+    for name, value in _VARIABLES.items():
         environ.setdefault(name, value)
 
 

@@ -78,7 +78,8 @@ def parts(device: str, tiny: bool) -> list[Part]:
     ]
     return [
         Part("ranks", (str(HERE / "gpu" / "gpu_ranks.py"), "--device", device), 125),
-        Part("jobs of ranks", (str(HERE / "gpu" / "gpu_jobs.py"), *where), 240),
+        Part("one_shot", (str(HERE / "gpu" / "gpu_one_shot.py"), *where), 90),
+        Part("jobs of ranks", (str(HERE / "gpu" / "gpu_jobs.py"), *where), 280),
         *[part for part in compiled if not tiny or part.name == "compile shard 70b"],
         *measured,
         Part("transformers", (*decode, *few, "--engines", "transformers"), 100),
@@ -136,7 +137,7 @@ def markdown(results_so_far: Mapping[str, Any]) -> str:
         out += ["", *table("model | weights | step | ms", cells)]
     if shards:
         out += ["", shard_table(shards)]
-    ranks = [line for name, line in lines if name in ("ranks", "jobs of ranks")]
+    ranks = [line for name, line in lines if name in ("ranks", "one_shot", "jobs of ranks")]
     if ranks:
         out += ["", *table("ranks that share a GPU | measured", ((line["part"], json.dumps(line)) for line in ranks))]
     return "\n".join([*out, "", *bars(decodes, shards), ""])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ..link_cost import ONE_SHOT_BYTES
+from ..link_cost import SIZES
 from ..placement.layout import GroupLayout
 from .bootstrap import Bootstrap
 from .collectives import Collective, CollectiveTimeout, CommunicationError, Gather, Gathering, PeerLost
@@ -93,8 +93,10 @@ def other_backend(
 
 
 def _takes(choose: Callable[[int], str] | None, strategy: str) -> Callable[[int], bool] | None:
-    """Message bytes -> whether to go by `strategy`; None where no message goes by another than flat."""
-    return None if choose is None else lambda nbytes: choose(nbytes) == strategy
+    """Message bytes -> whether to go by `strategy`; None where no message does."""
+    if choose is None or all(choose(size) != strategy for size in SIZES):
+        return None
+    return lambda nbytes: choose(nbytes) == strategy
 
 
 def _direct(
@@ -105,16 +107,19 @@ def _direct(
     from .symmetric import connect_one_shot
 
     takes = _takes(choose, "one_shot")
-    if takes is None or not any(takes(1 << power) for power in range(ONE_SHOT_BYTES.bit_length())):
+    if takes is None:
         return []
     levels, faults = connect_one_shot(site, takes)
+    leads = site.bootstrap.rank == site.layout.ranks[0]
     if levels is not None:
+        if leads:
+            log.info("one_shot sums between %d ranks of a node are right", levels.ranks)
         aborts.append(levels.one_shot.abort)
         return [levels]
     if options.collective == "one_shot":
         why = "; ".join(faults)
         raise OneShotImpossible(f"collective: one_shot is not possible: {why}. Or use collective auto or flat")
-    if site.bootstrap.rank == site.layout.ranks[0]:
+    if leads:
         log.warning("small all-reduces go by NCCL, not by one_shot: %s", "; ".join(faults))
     return []
 

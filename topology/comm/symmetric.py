@@ -91,7 +91,7 @@ def connect_one_shot(site: Site, takes: Callable[[int], bool]) -> tuple[DirectLe
     steps: Sequence[Callable[[], str]] = (
         lambda: unable(len(node), device) or unreachable(device.index, [uuids[rank] for rank in node]),
         share,
-        lambda: wrong_in_node(one_shots[0], site.limit_s),
+        lambda: wrong_in_node(one_shots[0], site.limit_s, rail is not None),
         lambda: wrong_in_group(levels(), site.groups.tp, ranks.index(me), site.wait),
     )
     faults: tuple[str, ...] = ()
@@ -169,8 +169,9 @@ def _sizes(ranks: int) -> tuple[int, ...]:
     return (step, 32 << 10, (25 << 10) // step * step + step, ONE_SHOT_BYTES)
 
 
-def wrong_in_node(one_shot: OneShot, limit_s: float) -> str:
-    """What was wrong with sums over the node's ranks, or ""; then no later call has a sum. Compiles the kernels."""
+def wrong_in_node(one_shot: OneShot, limit_s: float, in_two: bool) -> str:
+    """What was wrong with sums over the node's ranks (in_two: by scatter and collect too), or "". Compiles the
+    kernels, ends them after `limit_s`."""
     device, size = one_shot.device, one_shot.ranks
     for dtype in _DTYPES:
         for nbytes in _sizes(size):
@@ -179,9 +180,10 @@ def wrong_in_node(one_shot: OneShot, limit_s: float) -> str:
             x, y = given.repeat(_ROUNDS, 1), given.clone()
             for row in x:
                 one_shot(row)
-            part = y.view(size, -1)[one_shot.rank]
-            one_shot.scatter(y, part)
-            one_shot.collect(y, part)
+            if in_two:
+                part = y.view(size, -1)[one_shot.rank]
+                one_shot.scatter(y, part)
+                one_shot.collect(y, part)
             done, until = _EVENT(), time.monotonic() + limit_s
             done.record()
             while not done.query():
@@ -190,7 +192,7 @@ def wrong_in_node(one_shot: OneShot, limit_s: float) -> str:
                     late = ", ".join(map(str, one_shot.missing()))
                     return f"waited {limit_s:g} s for rank {late or '?'} of its node in a sum of {nbytes} bytes"
                 time.sleep(_POLL_S)
-            if not (bool((x == right).all()) and torch.equal(y, right)):
+            if not (bool((x == right).all()) and torch.equal(y, right if in_two else given)):
                 return f"a sum of {nbytes} bytes of {dtype} was wrong"
     return ""
 

@@ -21,6 +21,7 @@ def test_each_rank_is_a_host_to_nccl() -> None:
     assert [environ["NCCL_HOSTID"] for environ in environs] == ["box-0", "box-1"]
     assert [environ["NCCL_NET"] for environ in environs] == ["IB", "Socket"]
     assert environs[1]["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert environs[1]["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
 
 
 def test_nodes_are_groups_of_ranks() -> None:

@@ -35,7 +35,7 @@ def call(gpu_day: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_it_goes_on_where_it_was_cut_off(gpu_day: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Interrupted in its fifth part: the file has four. The next call runs the fifth and all after it, a last one
+    """Interrupted in its sixth part: the file has five. The next call runs the sixth and all after it, a last one
     nothing; --again runs what it names; a part that failed is tried again; another machine's figures go."""
     out, ran, cut = tmp_path / "day.json", list[str](), ["decode"]
 
@@ -50,7 +50,7 @@ def test_it_goes_on_where_it_was_cut_off(gpu_day: Any, monkeypatch: pytest.Monke
     names = [part.name for part in gpu_day.parts("cpu", True)]
     with pytest.raises(KeyboardInterrupt):
         call(gpu_day, monkeypatch, "--out", str(out))
-    assert list(json.loads(out.read_text())["parts"]) == ran == names[:4]
+    assert list(json.loads(out.read_text())["parts"]) == ran == names[:5]
     cut.clear()
     assert call(gpu_day, monkeypatch, "--out", str(out)) == 1
     assert ran == names
@@ -79,9 +79,9 @@ def test_compiling_comes_first_and_is_not_counted(
     gpu_day: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every measured part on a GPU that compiles has one before all of them that compiles the same; its time is given
-    back. What never ran comes first: ranks that share a GPU, which compile nothing."""
-    first, parts = gpu_day.parts("cuda", False)[:2], gpu_day.parts("cuda", False)[2:]
-    assert [part.name for part in first] == ["ranks", "jobs of ranks"]
+    back. What never ran comes first: ranks that share a GPU, which compile little."""
+    first, parts = gpu_day.parts("cuda", False)[:3], gpu_day.parts("cuda", False)[3:]
+    assert [part.name for part in first] == ["ranks", "one_shot", "jobs of ranks"]
     compiled = [part for part in parts if part.apart]
     assert parts[: len(compiled)] == compiled
     assert [part.name.removeprefix("compile ") for part in compiled] == [p.name for p in parts[len(compiled) :]][
@@ -99,7 +99,7 @@ def test_compiling_comes_first_and_is_not_counted(
     monkeypatch.setattr(gpu_day.time, "monotonic", lambda: clock[0])
     assert call(gpu_day, monkeypatch, "--out", str(tmp_path / "day.json"), "--minutes", "1") == 0
     assert limits["compile shard 70b"] == 400
-    assert limits["tests"] == 58
+    assert limits["tests"] == 57
 
 
 def test_the_page(gpu_day: Any) -> None:

@@ -142,7 +142,7 @@ def checked(ranks: int) -> bool:
     def work(rank: int) -> None:
         torch.set_num_threads(1)
         delayed(random.Random(rank))
-        assert symmetric.wrong_in_node(OneShot(rank, regions), ALIVE_S) == ""
+        assert symmetric.wrong_in_node(OneShot(rank, regions), ALIVE_S, True) == ""
 
     return forked(list(range(ranks)), work)
 

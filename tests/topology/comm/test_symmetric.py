@@ -15,6 +15,7 @@ import torch
 from laddertron.launchers.measure import preflight_links
 from laddertron.launchers.measure.preflight_job import Watch
 from laddertron.launchers.measure.preflight_plan import PreflightPlan
+from laddertron.launchers.rank.load_tuning import look_up
 from laddertron.topology.comm import backends, symmetric
 from laddertron.topology.comm.groups import CommOptions, OneShotImpossible, TorchGroups
 from laddertron.topology.comm.symmetric import DirectLevels, Site, connect_one_shot
@@ -167,10 +168,13 @@ def test_all_ranks_of_a_group_use_it_or_none(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch, spoils: int) -> None:
     monkeypatch.setattr(symmetric, "_EVENT", Event)
     good: Any = Fake()
-    assert symmetric.wrong_in_node(good, 1.0) == ""
-    assert good.calls.count("sum") == 3 * good.calls.count("scatter")
+    assert symmetric.wrong_in_node(good, 1.0, True) == ""
+    assert good.calls.count("sum") == 3 * good.calls.count("scatter") > 0
+    good.calls.clear()
+    assert symmetric.wrong_in_node(good, 1.0, False) == ""
+    assert set(good.calls) == {"sum"}
     bad: Any = Fake(spoils=spoils)
-    assert symmetric.wrong_in_node(bad, 1.0) == f"a sum of {spoils} bytes of torch.bfloat16 was wrong"
+    assert symmetric.wrong_in_node(bad, 1.0, False) == f"a sum of {spoils} bytes of torch.bfloat16 was wrong"
 
 
 def test_sums_of_the_check_are_exact() -> None:
@@ -184,7 +188,7 @@ def test_a_check_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> 
     """The kernels that wait are told to stop, and the rank that is missing is named."""
     monkeypatch.setattr(symmetric, "_EVENT", lambda: Event(False))
     late: Any = Fake()
-    assert symmetric.wrong_in_node(late, 0.01) == "waited 0.01 s for rank 3 of its node in a sum of 64 bytes"
+    assert symmetric.wrong_in_node(late, 0.01, False) == "waited 0.01 s for rank 3 of its node in a sum of 64 bytes"
     assert late.calls[-1] == "abort"
 
 
@@ -258,6 +262,18 @@ def test_it_is_made_where_a_size_asks_for_it(monkeypatch: pytest.MonkeyPatch, ca
     with caplog.at_level(logging.WARNING):
         assert direct("auto", lambda nbytes: "one_shot") == []
     assert "small all-reduces go by NCCL, not by one_shot: rank 3 on b" in caplog.text
+
+
+def test_groups_of_a_strategy_are_made_if_a_size_goes_by_it() -> None:
+    """Each has communicators and their memory. A table may have one for a range of sizes without a power of two."""
+    table = look_up([(40_000, "flat"), (55_000, "two_level"), (1 << 20, "one_shot"), (1 << 40, "flat")])
+    assert [backends._takes(table, name) is None for name in ("two_level", "one_shot", "exchange")] == [
+        False,
+        False,
+        True,
+    ]
+    assert backends._takes(lambda nbytes: "one_shot", "two_level") is None
+    assert backends._takes(None, "two_level") is None
 
 
 def test_it_is_refused_without_gpus() -> None:

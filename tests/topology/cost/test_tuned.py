@@ -23,7 +23,7 @@ from laddertron.topology.cost.tuning import Choice, Chooser, Tuning, make
 from laddertron.topology.hardware.discover import Discovery, DiscoveryError, discover
 from laddertron.topology.hardware.fabric import Fabric
 from laddertron.topology.hardware.presets import preset
-from laddertron.topology.link_cost import WHOLE_BYTES
+from laddertron.topology.link_cost import SIZES, WHOLE_BYTES
 from laddertron.topology.placement.layout import GroupLayout
 from rich.console import Console
 from waiting import HANG_S
@@ -88,7 +88,7 @@ def test_a_table_says_what_the_chooser_says() -> None:
     table = tuned.tabulate(choose)
     assert [strategy for _, strategy in table] == ["exchange", "two_level", "pipeline"]
     look = tuned.look_up(table)
-    for size in tuned.SIZES:
+    for size in SIZES:
         assert look(size) == choose.strategy(size)
     assert look(1) == "exchange"
     assert look(WHOLE_BYTES // 2) == "two_level"
@@ -111,8 +111,8 @@ def test_ranks_follow_rank_0_whatever_lies_on_their_own_disk(tmp_path: Path) -> 
     follower = tuned.tuned_choice(deployment(tmp_path / "gone.json"), _Second(told.said), nodes, ONE_NODE)
     assert leader is not None
     assert follower is not None
-    assert [leader(n) for n in tuned.SIZES] == [follower(n) for n in tuned.SIZES]
-    assert {leader(n) for n in tuned.SIZES if n <= WHOLE_BYTES} == {"exchange"}
+    assert [leader(n) for n in SIZES] == [follower(n) for n in SIZES]
+    assert {leader(n) for n in SIZES if n <= WHOLE_BYTES} == {"exchange"}
 
 
 class _Second(Alone):
@@ -181,7 +181,7 @@ def test_an_untuned_group_over_nodes_is_warned_of(tmp_path: Path, caplog: pytest
     assert [choose(n) for n in (4096, 64 << 10, 1 << 20)] == ["exchange", "two_level", "pipeline"]
     follower = tuned.tuned_choice(given, _Second(told.said), ("a", "a", "b", "b"), over)
     assert follower is not None
-    assert [follower(n) for n in tuned.SIZES] == [choose(n) for n in tuned.SIZES]
+    assert [follower(n) for n in SIZES] == [choose(n) for n in SIZES]
 
 
 def test_a_fabric_that_lacks_the_hosts_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,8 @@ JOBS: dict[str, tuple[str, dict[str, Any], int]] = {
     "standard, tp 2": ("demo-standard", {"tensor_parallel_size": 2}, 1),
     "tp 4 as 2 nodes x 2, two-level": ("demo-ladder", {"tensor_parallel_size": 4, "collective": "two_level"}, 2),
     "tp 2 x pp 2": ("demo-standard", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 2),
+    "one_shot, tp 2": ("demo-standard", {"tensor_parallel_size": 2, "collective": "one_shot"}, 2),
+    "one_shot, tp 4 as 2 nodes x 2": ("demo-ladder", {"tensor_parallel_size": 4, "collective": "one_shot"}, 2),
     "split steps, tp 2": ("demo-standard", {"tensor_parallel_size": 2, "split_steps": "always"}, 1),
 }
 """For each job: the model, `parallel`, ranks a node."""
@@ -34,6 +36,8 @@ def deployment(model: str, parallel: Mapping[str, Any], per_node: int, device: s
     """The deployment of a job. In fp32, where sums of other orders change no greedy id of a trained model."""
     ranks = parallel.get("tensor_parallel_size", 1) * parallel.get("pipeline_parallel_size", 1)
     backend = ("nccl" if device == "cuda" else "gloo") if ranks > 1 else "auto"
+    if device == "cpu":  # gloo has no one_shot
+        parallel = {key: value for key, value in parallel.items() if value != "one_shot"}
     launch = {"launcher": "torchrun", "hosts": [f"localhost:{ranks}"], "share_gpu": True, "ranks_per_node": per_node}
     return {
         "model": {"path": str(DEMO / model), "served_model_name": "demo", "dtype": "float32"},
