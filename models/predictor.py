@@ -20,7 +20,7 @@ from .cuda.fp8 import StoredProducts
 from .layers import Cut, Layers, Linear, Scale, prepare
 from .llama import LayerProducts, LayerWeights, LlamaModel
 from .ops import TorchOps
-from .stages import RankShard, Stage
+from .stages import RankShard
 
 
 class PredictorWeights(LayerWeights):
@@ -39,18 +39,18 @@ class Predictor(LlamaModel):
     def __init__(
         self,
         model: LlamaModel,
-        stage: Stage,
         shard: RankShard,
         all_reduce: Collective,
         ops: TorchOps,
         stored: StoredProducts | None,
         everywhere: bool,
     ) -> None:
-        """model: the last stage, with `states`. stage: of models/stages.py's predictor_stage; it embeds if the model
-        does not. shard, all_reduce: of the ranks that it is split over. ops: without retained pages. The rest as the
-        model has it."""
+        """model: the last stage, with `states`. shard: of models/stages.py's predictor_shard; it embeds if the model
+        does not. all_reduce: of the ranks that it is split over. ops: without retained pages. The rest as the model has
+        it."""
+        assert shard.stage is not None
         super().__init__(
-            stage,
+            shard.stage,
             Cut(shard.size, shard.rank),  # type: ignore[arg-type]  # of a group only size and rank are used
             all_reduce,
             ops,

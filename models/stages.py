@@ -64,6 +64,15 @@ def predictor_stage(config: ModelConfig, embeds: bool, samples: bool = False) ->
     return Stage(predictor_of(config), 0 if embeds or samples else 1, 1 if samples else 3, first)
 
 
+def predictor_shard(config: ModelConfig, model: RankShard, node_size: int = 0) -> RankShard:
+    """A rank's share of the predicting layer. model: the rank's share of the last stage; node_size: the number of ranks
+    of a node, if each node has the whole layer. Raises ShapeError as predictor_stage."""
+    stage = predictor_stage(config, not model.embeds, node_size > 0)
+    if node_size:
+        return RankShard(stage.config, node_size, model.rank % node_size, stage)
+    return RankShard(stage.config, model.size, model.rank, stage, model.spread, model.per_node)
+
+
 def _chooses(config: ModelConfig, layer: int) -> bool:
     """Whether a layer, or the end, needs no positions that an earlier layer chose."""
     index = None if config.latent is None else config.latent.index

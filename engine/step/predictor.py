@@ -21,7 +21,7 @@ from ...models.cuda.fp8 import StoredProducts
 from ...models.llama import LlamaModel
 from ...models.ops_choice import make_ops, make_stored_products
 from ...models.predictor import Predictor
-from ...models.stages import RankShard, Stage
+from ...models.stages import RankShard
 from ...models.weights.load import NOTHING
 from ...models.weights.mapping import Source
 from ...topology.comm.groups import Communicator, Deterministic
@@ -35,23 +35,18 @@ class PredictorShare:
 
     def __init__(
         self,
-        stage: Stage,
-        model: RankShard,
+        shard: RankShard,
         source: Source,
         dtype: torch.dtype,
         weights: str,
         deterministic: Deterministic,
-        node_size: int = 0,
     ) -> None:
-        """model: the rank's share of the last stage. weights: as `model.weights`. node_size: the number of ranks of a
-        node, if each node has the whole layer."""
-        self._stage, self._source, self.in_node = stage, source, node_size > 0
+        """shard: of models/stages.py's predictor_shard. source: of the model. weights: as `model.weights`."""
+        source = source.of_predictor(shard)
+        self._shard, self._source, self.in_node = shard, source, shard.samples
         # nodes that draft by themselves must draft alike, with any number of threads
         deterministic = deterministic or (self.in_node and Kernels.find() is not None)
         self._deterministic: Deterministic = deterministic
-        self._shard = RankShard(stage.config, model.size, model.rank, stage, model.spread, model.per_node)
-        if self.in_node:
-            self._shard = RankShard(stage.config, node_size, model.rank % node_size, stage)
         device = torch.device("cpu")
         self._ops = make_ops(device, dtype, weights, deterministic)
         self._stored: StoredProducts | None = make_stored_products(source, self._shard, device, deterministic, weights)
@@ -77,7 +72,7 @@ class PredictorShare:
             reduce, gathers, ids = communicator.node_reduce, communicator.node_gathers, self._shard.vocab
             exchange = partial(exchanged, lambda payload: gathers.start(payload).wait())
         everywhere = self._deterministic == "everywhere"
-        predictor = Predictor(model, self._stage, self._shard, reduce, self._ops, self._stored, everywhere)
+        predictor = Predictor(model, self._shard, reduce, self._ops, self._stored, everywhere)
         predictor.load(self._source, verify=NOTHING)
         vocab_size, device = model.config.vocab_size, model.rotary.cos.device
         draws = DraftDraws(vocab_size, ids, max_slots, device, sampler.grammars, exchange)

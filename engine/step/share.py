@@ -17,7 +17,7 @@ from ...models.config.wiring import check_split, choose_wiring
 from ...models.cuda.fp8 import StoredProducts
 from ...models.ops import TorchOps
 from ...models.ops_choice import make_ops, make_stored_products
-from ...models.stages import RankShard, Stage, choose_layers, make_stages, predictor_stage
+from ...models.stages import RankShard, Stage, choose_layers, make_stages, predictor_shard
 from ...models.weights.identity import Sample, Stamps, stamps_of
 from ...models.weights.mapping import Source, open_source
 from ...models.weights.tensor_reader import FP8
@@ -113,8 +113,8 @@ def make_share(
         nodes, per_node = len(communicator.layout.nodes), communicator.layout.per_node
         if communicator.node_reduce is not None and whole_in_node(config, dtype.itemsize, nodes, per_node):
             node_size = per_node
-        last = predictor_stage(config, not shard.embeds, node_size > 0)
-    source = open_source(Path(keys.path), shard, config, deployment.dummy_seed, last)
+        last = predictor_shard(config, shard, node_size)
+    source = open_source(Path(keys.path), shard, config, deployment.dummy_seed, None if last is None else last.stage)
     draft = None if engine.draft_model is None else DraftWeights(Path(engine.draft_model), config, dtype, length)
     sources = {MODEL: source} if draft is None else {MODEL: source, DRAFT: draft.source}
     sources = {part: source for part, source in sources.items() if source.seed is None}
@@ -133,7 +133,7 @@ def make_share(
     draft = draft if shard.samples else None
     predictor: PredictorShare | None = None
     if last is not None and shard.samples and device.type == "cpu":
-        predictor = PredictorShare(last, shard, source, dtype, keys.weights, parallel.deterministic, node_size)
+        predictor = PredictorShare(last, source, dtype, keys.weights, parallel.deterministic)
     needed += sum(drafter.bytes for drafter in (draft, predictor) if drafter is not None)
     return ModelShare(
         config,

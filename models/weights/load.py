@@ -15,7 +15,6 @@ from .manifest import Verifier
 from .mapping import Source
 from .parallel_reader import Readers, cut, reading_threads
 from .quantised import is_scale, scale_fills
-from .rank_files import sizes_of
 from .slices import Fill, plan_fills
 from .tensor_reader import DummyReader, Reader
 
@@ -115,7 +114,8 @@ def _own_fills(
     source: Source, shard: RankShard, replicate_embedding: bool, parameters: Mapping[str, Tensor]
 ) -> list[Fill]:
     """Fills that read each parameter whole from this rank's own file."""
-    again = f"write them again with `laddertron shard {source.folder} {sizes_of(shard)}"
+    assert source.own is not None
+    again = f"write them again with `laddertron shard {source.folder} {source.own.sizes}"
     if shard.embeds and source.replicate_embedding != replicate_embedding:
         expected = "replicate" if replicate_embedding else "shard"
         raise CheckpointError(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -33,7 +33,7 @@ from .quantised import (
     scale_of,
     scaled_by,
 )
-from .rank_files import OwnFile, open_shards
+from .rank_files import PREDICTOR, OwnFile, open_shards
 from .slices import (
     Fill,
     embedding_of,
@@ -65,6 +65,8 @@ class Source:
     """All tensors of the checkpoint's files, as their headers describe them."""
     own: OwnFile | None = None
     """This rank's own file, in place of the checkpoint."""
+    predicting: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """The tensors of the predicting layer in the rank's own file."""
     quantisation: Quantisation | None = None
     sharded_over: int = 0
     """Number of ranks of the per-rank files; 0: the checkpoint itself."""
@@ -72,6 +74,16 @@ class Source:
     """Whether per-rank files have the whole embedding."""
     seed: int | None = None
     """The seed of random weights (DummyReader); None: weights are read from files."""
+
+    def of_predictor(self, shard: RankShard) -> Source:
+        """The source of a rank's share of the predicting layer."""
+        if self.own is None:
+            return self
+        whole_in_node = shard.samples
+        sizes = self.own.sizes + f" --ranks-per-node {shard.size}" * whole_in_node
+        replicate = self.replicate_embedding and not whole_in_node
+        own = replace(self.own, sizes=sizes)
+        return replace(self, tensors=self.predicting, own=own, replicate_embedding=replicate)
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -152,11 +164,6 @@ def open_source(
     own = open_shards(folder, shard)
     if own is None:
         return open_checkpoint(folder, config or shard.config, predictor)
-    if predictor is not None:
-        raise CheckpointError(
-            f"{folder}: its per-rank files have no layer that predicts further tokens: serve the checkpoint that they "
-            "were written from, or use another engine.speculation than mtp"
-        )
     tensors, quantisation = dict(own.tensors), _quantisation(folder)
     for name, stored in own.tensors.items():
         if stored.dtype == "U8" and quantisation is not None:
@@ -166,7 +173,13 @@ def open_source(
             weight = tensors[scaled_by(name)]
             tensors[name] = replace(stored, block=(1, weight.shape[1] * weight.per_byte // stored.shape[1]))
     scales = _scaled_as_stored(quantisation, tensors)
-    return Source(folder, tensors, (), own, scales, shard.size, own.replicate_embedding)
+    predicting = {name.removeprefix(PREDICTOR): tensors.pop(name) for name in own.tensors if name.startswith(PREDICTOR)}
+    if predictor is not None and shard.samples and not predicting:
+        raise CheckpointError(
+            f"{own.file}: has no layer that predicts further tokens: write the files again with `laddertron shard "
+            f"{folder} {own.sizes} --mtp --overwrite`, or use another engine.speculation than mtp"
+        )
+    return Source(folder, tensors, (), own, predicting, scales, shard.size, own.replicate_embedding)
 
 
 def open_checkpoint(folder: Path, config: ModelConfig, predictor: Stage | None = None) -> Source:

@@ -20,6 +20,8 @@ from .checkpoint import CheckpointError, StoredTensor, inside, read_annotated
 from .own_sums import check_own
 
 METADATA = "laddertron"
+PREDICTOR = "predictor."
+"""Begins the names of the parameters of a layer that predicts further tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class OwnFile:
     digest: str
     replicate_embedding: bool
     metadata: Mapping[str, Any]
+    sizes: str
+    """The options of `laddertron shard` that write it."""
     again: str
 
     def check(self, salt: bytes) -> None:
@@ -100,7 +104,8 @@ def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
         return None
     file = inside(home, file_name(shard))
     metadata, tensors = read_annotated(file)
-    again = f"write them again with `laddertron shard {folder} {sizes_of(shard)} --overwrite`, or remove {home}"
+    sizes = sizes_of(shard) + " --mtp" * any(t.name.startswith(PREDICTOR) for t in tensors)
+    again = f"write them again with `laddertron shard {folder} {sizes} --overwrite`, or remove {home}"
     origin = _origin(metadata, file, again)
     if origin.size != shard.size or metadata.get("rank") != str(shard.rank):
         raise CheckpointError(f"{file}: was written for another rank (rank {metadata.get('rank')}): {again}")
@@ -114,7 +119,7 @@ def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
     if current and changed:  # if none of the checkpoint's files exists, the folder was moved without them: valid
         raise CheckpointError(f"{file}: stale: {folder / changed[0]} has changed since: {again}")
     own = {t.name: t for t in tensors}
-    return OwnFile(file, own, origin.source, origin.replicate_embedding, metadata, again)
+    return OwnFile(file, own, origin.source, origin.replicate_embedding, metadata, sizes, again)
 
 
 def origins_in(folder: Path) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from math import prod
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from .load import module_of
 from .mapping import Source
 from .own_sums import BLOCKS, SAMPLES, BlockSums, unknown_sums
 from .quantised import is_quantised, is_scale, scale_fills, scaled_by, zero_of
-from .rank_files import METADATA, ShardOrigin, config_digest, file_name, folder_of, layers_of, stamps
+from .rank_files import METADATA, PREDICTOR, ShardOrigin, config_digest, file_name, folder_of, layers_of, stamps
 from .slices import Fill, plan_fills
 from .tensor_reader import DTYPES, Reader
 
@@ -47,10 +47,11 @@ def write_shards(
     home: Path,
     *,
     replicate_embedding: bool = False,
+    predictors: Sequence[RankShard] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Writes a file for each rank into a folder under `home`, atomically; returns the folder. `shards`: of all ranks,
-    stage by stage. progress(done, total) in bytes.
+    stage by stage. predictors: the last ranks' shares of the predicting layer. progress(done, total) in bytes.
 
     Raises CheckpointError if the folder exists.
     """
@@ -66,6 +67,9 @@ def write_shards(
         source.digest, config_digest(source.folder), size, replicate_embedding, stamps(source.folder, names)
     )
     plans = [_parameters(source, shard, replicate_embedding) for shard in shards]
+    for plan, predictor in zip(plans[len(plans) - len(predictors) :], predictors, strict=True):
+        layer = _parameters(source, predictor, replicate_embedding and not predictor.samples)
+        plan |= {PREDICTOR + name: parameter for name, parameter in layer.items()}
     total = sum(prod(shape) * dtype.itemsize for plan in plans for _, shape, dtype in plan.values())
     done = 0
 

@@ -13,11 +13,13 @@ import predictors
 import pytest
 import torch
 from laddertron.engine.step.predictor import PredictorShare
+from laddertron.launchers.cli import __main__ as cli
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.cpu.kernels import Kernels
 from laddertron.models.stages import RankShard, predictor_stage
 from laddertron.models.weights.mapping import open_checkpoint
 from laddertron.models.weights.slices import expected_shapes
+from rank_pool import RankError
 from test_drafted_answers import answers
 
 Ranks = Callable[..., list[Any]]
@@ -120,6 +122,41 @@ def test_as_many_drafts_are_accepted_as_by_transformers(
         assert 0 < accepted < most // 2
 
 
+@pytest.mark.parametrize(
+    ("family", "size", "stages", "per_node"),
+    [
+        ("deepseek_v3", 2, 2, None),
+        ("glm4_moe", 2, 1, 1),
+        pytest.param("longcat_flash", 4, 1, 2, marks=pytest.mark.slow),
+        pytest.param("glm_moe_dsa", 4, 2, None, marks=pytest.mark.slow),
+    ],
+)
+def test_per_rank_files_have_the_layer(
+    ranks: Ranks, family: str, size: int, stages: int, per_node: int | None, tmp_path: Path
+) -> None:
+    """Split over a group, or whole on each node: the same drafts as from the checkpoint, which is not read. Files
+    without the layer, or with another share of it, are refused with the command that writes the right ones."""
+    folder, written = predictors.save(tmp_path / "m", family), tmp_path / "w"
+    args: dict[str, Any] = {"prompts": checkpoints.prompts(2), "stages": stages, "max_tokens": 12, "per_node": per_node}
+    want = ranks(size, "predictor_cases:drafts", args | {"folder": str(folder)}, timeout_s=240.0)
+    words = ["shard", str(folder), "--tp", str(size // stages), "--pp", str(stages), "-o", str(written)]
+    words += ["--embedding", "replicate"] * bool(per_node)
+    assert cli.main(words) == 0
+    with pytest.raises(RankError, match=r"no layer that predicts further tokens.*--mtp --overwrite"):
+        ranks(size, "predictor_cases:drafts", args | {"folder": str(written)}, timeout_s=240.0)
+    if per_node:
+        assert cli.main([*words, "--mtp", "--overwrite"]) == 0
+        with pytest.raises(RankError, match=rf"--mtp --ranks-per-node {per_node}"):
+            ranks(size, "predictor_cases:drafts", args | {"folder": str(written)}, timeout_s=240.0)
+        words += ["--ranks-per-node", str(per_node), "--expert-layout", "tensor"]
+    assert cli.main([*words, "--mtp", "--overwrite"]) == 0
+    assert not list(written.glob("*.safetensors"))
+    found = ranks(size, "predictor_cases:drafts", args | {"folder": str(written)}, timeout_s=240.0)
+    assert [result["drafts"] for result in found] == [result["drafts"] for result in want]
+    assert any(result["drafts"] for result in found)
+    assert found[0]["answers"] == want[0]["answers"]
+
+
 @pytest.mark.skipif(Kernels.find() is None, reason="the C kernels were not built here")
 @pytest.mark.parametrize(
     ("size", "stages", "how"),
@@ -170,8 +207,8 @@ def test_a_start_counts_its_weights_and_its_cache(embeds: bool, tmp_path: Path) 
     folder = predictors.save(tmp_path / "m", "deepseek_v3", tokenizer=False)
     config = from_folder(folder)
     stage = predictor_stage(config, embeds)
-    source, shard = open_checkpoint(folder, config, stage), RankShard(config, 1, 0)
-    share = PredictorShare(stage, shard, source, torch.float32, "stored", False)
+    source, shard = open_checkpoint(folder, config, stage), RankShard(stage.config, 1, 0, stage)
+    share = PredictorShare(shard, source, torch.float32, "stored", False)
     own = expected_shapes(config, stage).items() - expected_shapes(config).items()
     embedding = checkpoints.VOCAB * checkpoints.HIDDEN * embeds
     assert share.bytes == 4 * (sum(prod(shape) for _, shape in own) + embedding)

@@ -24,17 +24,20 @@ from ..errors import ended_by
     "--expert-layout", type=click.Choice(["auto", "tensor", "spread"]), default="auto", help="parallel.expert_layout."
 )
 @click.option("--dense-path", type=click.Choice(["whole", "node"]), default="whole", help="parallel.dense_path.")
-@click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks of a group on each node, for --dense-path node.")
+@click.option(
+    "--ranks-per-node", type=click.IntRange(1), help="Ranks of a group on each node, for --dense-path node and --mtp."
+)
 @click.option(
     "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Write a complete model folder here."
 )
 @click.option("--embedding", type=click.Choice(["shard", "replicate"]), default="shard", help="parallel.embedding.")
+@click.option("--mtp", is_flag=True, help="Also the layer that drafts with engine.speculation: mtp.")
 @click.option("--overwrite", is_flag=True, help="Overwrite existing files.")
 @ended_by(Refusal, ValueError)
 @ended_by(OSError, end=click.ClickException)
 def command(
     model: Path, size: int, stages: int, pipeline_layers: str, expert_layout: str, dense_path: str,
-    ranks_per_node: int | None, output: Path | None, embedding: str, overwrite: bool,
+    ranks_per_node: int | None, output: Path | None, embedding: str, mtp: bool, overwrite: bool,
 ) -> None:  # fmt: skip
     """Write MODEL/laddertron-tpN/rank-*.safetensors: each rank's weights, in the order of loading.
 
@@ -48,11 +51,13 @@ def command(
       laddertron shard /models/DeepSeek-V3 --tp 16 --dense-path node \\
         --ranks-per-node 8
     """
+    import torch
     from rich.console import Console
 
     from ....models.config.model_config import from_folder
+    from ....models.config.predictor import whole_in_node
     from ....models.config.shapes import check_shapes, share
-    from ....models.stages import RankShard, choose_layers, make_stages
+    from ....models.stages import RankShard, choose_layers, make_stages, predictor_shard
     from ....models.weights.mapping import open_checkpoint
     from ....models.weights.rank_files import shards_folder
     from ....models.weights.shard_writer import write_shards
@@ -69,15 +74,21 @@ def command(
     check_shapes(config, size, sharing)
     layer_counts = tuple(int(n) for n in pipeline_layers.split(",") if n)
     parts = make_stages(config, choose_layers(config, stages, layer_counts))
-    source = open_checkpoint(model, config)
+    shards = [RankShard.of(stage, size, rank, sharing) for stage in parts for rank in range(size)]
+    predictors: list[RankShard] = []
+    if mtp:
+        alone = whole_in_node(config, getattr(torch, config.dtype).itemsize, size // per_node, per_node)
+        predictors = [predictor_shard(config, shard, per_node if alone else 0) for shard in shards[-size:]]
+    source = open_checkpoint(model, config, predictors[0].stage if predictors else None)
     if overwrite:
         shutil.rmtree(shards_folder(home, size, stages, sharing), ignore_errors=True)
     with byte_bar(Console(stderr=True), counted(size * stages, "rank")) as progress:
         folder = write_shards(
             source,
-            [RankShard.of(stage, size, rank, sharing) for stage in parts for rank in range(size)],
+            shards,
             home,
             replicate_embedding=embedding == "replicate",
+            predictors=predictors,
             progress=progress,
         )
     written, seconds = sum(file.stat().st_size for file in folder.iterdir()), time.monotonic() - start
