@@ -103,6 +103,8 @@ CASES = (
     Case("8B deterministic, tp 8", "llama-3.1-8b", 8, parallel={"deterministic": True}),
     Case("70B fp8 KV, tp 8", "llama-3.1-70b", 8, engine={"kv_cache_dtype": "fp8"}),
     Case("405B two-level, tp 16", "llama-3.1-405b", 16, 2, strategy="two_level"),
+    Case("70B one-shot, tp 8", "llama-3.1-70b", 8, strategy="one_shot", engine={"max_num_seqs": 64}),
+    Case("70B one-shot, tp 16", "llama-3.1-70b", 16, 2, strategy="one_shot", engine={"max_num_seqs": 64}),
     Case("70B split steps, tp 8", "llama-3.1-70b", 8, parallel={"split_steps": "always"}),
     Case("Qwen3-235B, tp 8", "qwen3-235b-a22b", 8, words=_QWEN3_235B),
     Case("Qwen3-235B spread, 2 x 8", "qwen3-235b-a22b", 16, 2, words=_QWEN3_235B, parallel=_SPREAD),
@@ -116,7 +118,7 @@ CASES = (
 )
 
 RANKS = (
-    "405B, tp 16", "405B two-level, tp 16", "405B, tp 8 x pp 2", "8B deterministic, tp 8",
+    "405B, tp 16", "405B two-level, tp 16", "70B one-shot, tp 16", "405B, tp 8 x pp 2", "8B deterministic, tp 8",
     "LongCat-Flash spread, 2 x 8",
 )  # fmt: skip
 """Cases whose collectives are compared over all ranks."""
