@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -36,14 +36,17 @@ COMPILE_SECONDS, _HELD_SECONDS = 0.5, 4.0
 since time is a measure of memory. A prime `multipleOf` of a million takes 5 s and 300 MB, but none of the library's
 fuel."""
 _TRIAL_IDS, _STRIDE = 16, 7919  # a prime: ids from all over what is allowed
+MAX_GBNF_CHARS, MAX_GBNF_RULES = 1 << 16, 1000
+"""The library converts GBNF in a time that grows with the square of each."""
 MAX_WHITESPACE = 32
 """The most white-space characters in a row where only white space may repeat: small models may emit blanks for ever."""
 _PROBES = 64
 _SPACES = {"whitespace_flexible", "whitespace_pattern"}
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_RULE = re.compile(r"^\s*([\w-]+)\s*::=", re.MULTILINE)
 _GBNF_TEXT = r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]'
 _GBNF_TOKEN = re.compile(rf"{_GBNF_TEXT}|#[^\n]*")
 _GBNF_NEXT = re.compile(rf"{_GBNF_TEXT}|\s*\n\s*(?![\w-]+\s*::=|\Z)")
+_GBNF_TWICE = re.compile(rf"{_GBNF_TEXT}|(?<=[*+?}}])(?=\s*\)\s*[*+?{{])")
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([^xuUnrt]))")
 
 
@@ -72,7 +75,7 @@ def validate(spec: str) -> tuple[str, tuple[str, ...]]:
 def _accepted(schema: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The schema as the library accepts it, and what is not enforced. Raises ValueError."""
     given = schema.get("x-guidance")
-    guidance = given if isinstance(given, dict) else {}
+    guidance = {name: given[name] for name in given if name != "lenient"} if isinstance(given, dict) else {}
 
     def refusal(schema: dict[str, Any]) -> str:
         return _refusal(json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": guidance}}]}))
@@ -80,7 +83,10 @@ def _accepted(schema: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     for any_of in (False, True):
         if any_of:
             guidance = {**guidance, "coerce_one_of": True}
-        relaxed_schema, notes = relaxed(schema, _enforces, any_of)
+        try:
+            relaxed_schema, notes = relaxed(schema, _enforces, any_of)
+        except ValueError as error:
+            raise ValueError(f"the grammar cannot be used: {error}") from None
         if not refusal(relaxed_schema):
             return {**relaxed_schema, "x-guidance": guidance} if guidance else relaxed_schema, notes
     raise ValueError(f"the grammar cannot be used: {located(relaxed_schema, refusal)}")
@@ -102,17 +108,28 @@ def _refusal(spec: str) -> str:
 
 def _lark_of(gbnf: str) -> str:
     """Converts a GBNF grammar (`root ::= …`). Raises ValueError. Rules may go on in the next line, as vLLM takes
-    them; escapes become characters where the library's converter does not know them."""
+    them; escapes become characters where the library's converter does not know them, and a repetition of a repetition
+    one of a sequence."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    names = _GBNF_RULE.findall(_GBNF_TOKEN.sub(lambda match: "" if match[0][0] == "#" else '""', gbnf))
+    if len(gbnf) > MAX_GBNF_CHARS or len(names) > MAX_GBNF_RULES:
+        most = f"at most {MAX_GBNF_CHARS} and {MAX_GBNF_RULES} are allowed"
+        raise ValueError(f"a GBNF grammar of {len(gbnf)} characters and {len(names)} rules: {most}, write it in lark")
+    if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
+        raise ValueError(f"the grammar cannot be used: rule {twice!r} is defined twice")
 
     def plain(match: re.Match[str]) -> str:
         text = match[0]
         if text[0] == "#":
             return ""
-        return _GBNF_ESCAPE.sub(_character, text) if text[0] in '"[' else " "
+        return _GBNF_ESCAPE.sub(_character, text) if text[:1] in ('"', "[") else " "
+
+    def separated(match: re.Match[str]) -> str:
+        return match[0] or ' ""'
 
     try:
-        return str(gbnf_to_lark(_GBNF_NEXT.sub(plain, _GBNF_TOKEN.sub(plain, gbnf))))
+        return str(gbnf_to_lark(_GBNF_TWICE.sub(separated, _GBNF_NEXT.sub(plain, _GBNF_TOKEN.sub(plain, gbnf)))))
     except Exception as error:  # of a class of its own, or any other: it reads beyond the end
         raise ValueError(f"the grammar cannot be read as GBNF: {_brief(str(error) or repr(error))}") from error
 

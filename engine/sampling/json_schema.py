@@ -3,13 +3,18 @@ finds the keyword for which the library refuses a schema. Pure: the library is c
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 Steps = tuple[str | int, ...]
 Reason = Callable[[dict[str, Any]], str]
 """Why the library refuses a schema; "" if it does not."""
+MAX_FACTOR = 50_000
+"""Of a multipleOf, powers of 2 and 5 apart: the library's automaton has so many states."""
+_HALF_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
 MAX_TRIALS = 200
 """Schemas that are compiled to find the keyword of an error."""
 
@@ -45,7 +50,8 @@ _NO_DEMAND: dict[str, tuple[Any, ...]] = {
 
 def relaxed(schema: Any, is_enforced: Callable[[str], bool], any_of: bool = False) -> tuple[Any, tuple[str, ...]]:
     """The schema without annotations that the library takes for demands, and what of it is not enforced: "PLACE:
-    KEYWORD". `is_enforced`: whether the library knows a string format; `any_of`: whether it takes oneOf for anyOf."""
+    KEYWORD". `is_enforced`: whether the library knows a string format; `any_of`: whether it takes oneOf for anyOf.
+    Raises ValueError for what the library would accept in another meaning, or compile for seconds."""
     notes: list[str] = []
 
     def walk(node: Any, place: str) -> Any:
@@ -57,6 +63,10 @@ def relaxed(schema: Any, is_enforced: Callable[[str], bool], any_of: bool = Fals
                 continue
             if key == "$schema" and not (isinstance(value, str) and _DIALECT.match(value)):
                 continue
+            if key == "pattern" and isinstance(value, str) and _HALF_ESCAPE.search(value):
+                raise ValueError(f"{place}: pattern: it ends in the middle of an escape")
+            if key == "multipleOf" and _is_fine(value):
+                raise ValueError(f"{place}: multipleOf: it has a factor above {MAX_FACTOR}: use minimum and maximum")
             if key == "format" and isinstance(value, str) and not is_enforced(value):
                 notes.append(f"{place}: format {value}")
                 continue
@@ -69,6 +79,17 @@ def relaxed(schema: Any, is_enforced: Callable[[str], bool], any_of: bool = Fals
         return out
 
     return walk(schema, "#"), tuple(notes)
+
+
+def _is_fine(multiple: Any) -> bool:
+    """Whether a multipleOf has a factor above MAX_FACTOR."""
+    if not isinstance(multiple, (int, float)) or not math.isfinite(multiple):
+        return False
+    digits = abs(int("".join(map(str, Decimal(repr(multiple)).as_tuple().digits))))
+    for prime in (2, 5):
+        while digits and digits % prime == 0:
+            digits //= prime
+    return digits > MAX_FACTOR
 
 
 def located(schema: dict[str, Any], reason: Reason) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,21 @@ ENFORCED: dict[str, Schema] = {
     },
     "nothing demanded": {**COUNT, "uniqueItems": False, "not": False, "dependentRequired": {}, "propertyNames": True},
     "format of no text": {"type": "object", "properties": {"format": COUNT}, "required": ["format"]},
+    **{f"const {value!r}": {"const": value} for value in (None, False, 1.5, "", "\u2028\"\\", [1, [None]], {}, 10**20)},
+    "type list": {"type": ["string", "integer", "null"], "maxLength": 2},
+    "enum of a type": {"type": "integer", "enum": [1, "a", None, 2]},
+    "patternProperties, several": {
+        "type": "object", "patternProperties": {"^a": COUNT, "^b": TEXT}, "additionalProperties": False,
+    },
+    "lazy pattern": {"type": "string", "pattern": "^(?:a|b)?c+?$"},
+    "pattern of classes": {"type": "string", "pattern": r"^[\w.-]{1,3}@\/[^\x00-\x7F]$"},
+    "open interval": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    "multipleOf of cents": {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 9},
+    "odd keys": {"type": "object", "properties": {"": COUNT, "\u00e9\"\n": COUNT}, "required": ["", "\u00e9\"\n"]},
+    "no items": {"type": "array", "items": False},
+    "maxItems huge": {"type": "array", "items": COUNT, "maxItems": 10**9},
+    "maxProperties 0": {"type": "object", "maxProperties": 0},
+    "contentSchema": {**TEXT, "contentSchema": COUNT},
     "recursion": {"type": "array", "items": {"anyOf": [COUNT, {"type": "array", "maxItems": 1}]}, "maxItems": 2},
 }  # fmt: skip
 NOTED: dict[str, tuple[Schema, str, Schema]] = {
@@ -81,12 +97,36 @@ REFUSED: dict[str, tuple[Schema, str]] = {
     "unevaluatedProperties": ({**PAIR, "unevaluatedProperties": False}, "unevaluatedProperties"),
     "unevaluatedItems": ({"type": "array", "unevaluatedItems": False}, "unevaluatedItems"),
     "$dynamicRef": ({"$dynamicRef": "#n"}, "$dynamicRef"),
+    "contains, any number": ({"type": "array", "contains": COUNT, "minContains": 0}, "minContains"),
+    "then": ({"then": COUNT}, "then"),
+    "$recursiveRef": ({"$recursiveRef": "#"}, "$recursiveRef"),
+    "dependencies": ({"type": "object", "dependencies": {"a": ["b"]}}, "dependencies"),
+    "prime multipleOf": ({"type": "integer", "multipleOf": 1_000_003}, "multipleOf"),
+    "fine multipleOf": ({"type": "number", "multipleOf": 0.1234567}, "multipleOf"),
+    "half an escape": ({"type": "string", "pattern": "a\\\\\\"}, "pattern"),
+    "back-reference": ({"type": "string", "pattern": r"(a)\1"}, "pattern"),
+    "look-behind": ({"type": "string", "pattern": "(?<!a)b"}, "pattern"),
+    "overlapping patternProperties": (
+        {"type": "object", "patternProperties": {"^a": COUNT, "a$": TEXT}},
+        "patternProperties",
+    ),
     "look-ahead": ({"type": "string", "pattern": "^(?!a)"}, "pattern"),
     "remote $ref": ({"$ref": "http://example.org/schema"}, "$ref"),
     "no such type": ({"type": "text"}, "type"),
     "minProperties": ({**PAIR, "minProperties": 2}, "minProperties"),
     "maxLength of no number": ({"type": "string", "maxLength": "3"}, "maxLength"),
 }
+IMPOSSIBLE: dict[str, tuple[Schema, str]] = {
+    "no enum": ({"enum": []}, "enum"),
+    "const of another type": ({"type": "string", "const": 1}, "const"),
+    "required false": ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "required"),
+    "empty interval": (
+        {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+        "exclusiveMinimum, exclusiveMaximum",
+    ),
+    "lengths apart": ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength, maxLength"),
+}  # fmt: skip
+"""Refused where they stand alone: within another schema they may be left out."""
 PLACES: dict[str, tuple[Callable[[Schema], Schema], str]] = {
     "alone": (lambda schema: schema, "#"),
     "property": (
@@ -141,6 +181,7 @@ CASES = {
         for place, (where, at) in PLACES.items()
     },
     **{name: (schema, "", schema) for name, schema in WHOLE.items()},
+    **{name: (schema, f"#: {keyword}", None) for name, (schema, keyword) in IMPOSSIBLE.items()},
 }
 
 
@@ -192,3 +233,50 @@ def test_a_schema_is_refused_by_name_or_obeyed(slots: grammar.GrammarSlots, name
 
 def test_the_table_is_large() -> None:
     assert len(CASES) >= 240
+
+
+def test_a_client_cannot_have_keywords_ignored(slots: grammar.GrammarSlots) -> None:
+    """By the library's own option."""
+    with pytest.raises(ValueError, match="#: not: "):
+        slots.check(json.dumps({"grammars": [{"json_schema": {"not": {}, "x-guidance": {"lenient": True}}}]}))
+
+
+GBNF: dict[str, tuple[str, str | None]] = {
+    "alternatives": ('root ::= "a" | "b"', "a|b"),
+    "comments": ('# x ::= "y"\nroot ::= "a#" # "b"\n# end', "a#"),
+    "escapes": (r'root ::= "\u00e9" [\u0041-\u0043] "\x41" "\U0001F600"', "\u00e9[A-C]A\U0001f600"),
+    "class escapes": (r"root ::= [\]\-\\^a]{3}", r"[\]\-\\^a]{3}"),
+    "repetitions": ('root ::= "a"{2,4} "b"{2} "c"{1,2} "d"{0,1}', "a{2,4}b{2}c{1,2}d?"),
+    "repetition of a repetition": ('root ::= ("a"*)* "b" (("c"{2}){1,2} )? "d+)*"', r"a*b(cc){0,2}d\+\)\*"),
+    "left recursion": ('root ::= root "a" | "b"', "ba*"),
+    "empty alternatives": ('root ::= | "a" | x "c"\nx ::=', "a?|c"),
+    "names": ('root ::= my-rule Foo a_b2\nmy-rule ::= "x"\nFoo ::= "y"\na_b2 ::= "z"', "xyz"),
+    "line breaks": ('root\t::= "a"\r\n  "b"\r\n  | "c"\r\nx::="d"', "ab|c"),
+    "undefined": ("root ::= x", None),
+    "no root": ('a ::= "x"', None),
+    "defined twice": ('root ::= "a"\nroot ::= "b"', None),
+    "endless": ("root ::= a\na ::= b\nb ::= a", None),
+    "endless recursion": ('root ::= root "a"', None),
+    "wrong bounds": ('root ::= "a"{3,1}', None),
+    "nested bounds": ('root ::= (("a"{1000}){1000}){1000}', None),
+    "unclosed text": ('root ::= "a', None),
+    "unclosed class": ("root ::= [a", None),
+    "unclosed group": ('root ::= ("a"', None),
+    "nesting": (f"root ::= {'(' * 3000}'a'{')' * 3000}", None),
+    "many rules": ("root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(3000)), None),
+    "long": ("root ::= " + " | ".join(f'"w{i}"' for i in range(20_000)), None),
+}
+
+
+@pytest.mark.parametrize("name", GBNF)
+def test_a_gbnf_grammar_is_refused_or_obeyed(slots: grammar.GrammarSlots, name: str) -> None:
+    text, pattern = GBNF[name]
+    spec = json.dumps({"grammars": [{"lark_grammar": text}]})
+    if pattern is None:
+        with pytest.raises(ValueError, match="grammar"):
+            slots.check(spec)
+        return
+    ready, _ = slots.check(spec)
+    for seed in range(4):
+        answer = drawn(slots, ready, random.Random(seed))
+        assert re.fullmatch(pattern, answer), answer
