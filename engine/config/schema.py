@@ -274,6 +274,7 @@ class LimitsConfig:
     max_interactive_requests: Count = 1024
     max_held_bytes: Size = 256 * MIB
     max_connections_per_address: Count = 512
+    max_responses_bytes: Size = 4 * GIB
     min_free_disk: Annotated[int, Unit("bytes"), Range(0, 2**60)] = 1 * GIB
 
 
@@ -291,6 +292,7 @@ class DaemonConfig:
     tls_key: PathStr | None = None
     drain_timeout: Annotated[float, Unit("seconds"), Range(0, DAY)] = 30.0
     retention: Annotated[float, Unit("seconds"), Range(60, 3650 * DAY)] | None = 30 * DAY
+    responses_retention: Annotated[float, Unit("seconds"), Range(60, 3650 * DAY)] | None = None
     load_timeout: Annotated[float, Unit("seconds"), Range(1, 7 * DAY)] = 600.0
     heartbeat_timeout: Annotated[float, Unit("seconds"), Range(1, 3600)] = 10.0
     max_restarts: Annotated[int, Range(0, 1000)] = 3

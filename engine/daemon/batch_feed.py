@@ -13,13 +13,13 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from ..config.schema import LimitsConfig
 from ..metrics.observer import AnswerTimes
 from ..openai.answers import LARGE_VALUES
 from ..openai.batch_input import BatchLine, LineRules, digests_of, error_line, off_loop, read_lines, same_lines
 from ..openai.body_worker import prepare_line
 from ..openai.errors import ApiError
 from ..openai.prefetch import Ready, answer_id, prepared
+from ..openai.responses import whole_response
 from ..openai.schema import CHAT
 from .core import Core
 from .flight import Flight
@@ -53,8 +53,9 @@ class Gate:
         (self.event.clear if why else self.event.set)()
 
 
-def rules_of(batch: BatchRow, limits: LimitsConfig) -> LineRules:
-    return LineRules(batch.endpoint, limits.max_line_bytes, limits.max_lines)
+def rules_of(batch: BatchRow, core: Core) -> LineRules:
+    limits, retains = core.limits, core.retained is not None
+    return LineRules(batch.endpoint, limits.max_line_bytes, limits.max_lines, retains=retains)
 
 
 def damaged_results(batch: BatchRow, numbers: Sequence[int]) -> Damaged:
@@ -71,7 +72,7 @@ class BatchFeed(LineFlights):
         self._store, self._usage = core.store, core.usage
         self._encoder = core.encoder.of(batch.owner, batch.id, math.inf)
         self._in_turn = partial(core.store.in_turn, batch.owner)
-        self._rules = rules_of(batch, core.limits)
+        self._rules = rules_of(batch, core)
         self._sink = ResultSink(self._store_group)
         self._making: set[asyncio.Task[None]] = set()
         self._deaths: dict[int, int] = {}
@@ -130,7 +131,9 @@ class BatchFeed(LineFlights):
         """Prepares a large line in a text worker."""
         served, limits = self._core.served_model_name, self._dispatcher.limits
         most = limits.max_model_len if ids and limits is not None else _ANY
-        return await prepare_line(line, self.batch.endpoint, served, most, self._encoder, ids)
+        retained = self._core.retained
+        load = None if retained is None else partial(retained.load, self.batch.owner)
+        return await prepare_line(line, self.batch.endpoint, served, most, self._encoder, ids, load)
 
     async def checked(self, line: BatchLine) -> BatchLine:
         """Checks a large line without encoding its prompts."""
@@ -218,8 +221,12 @@ class BatchFeed(LineFlights):
             self._answer(flight, out)
 
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
-        tokens = NO_TOKENS if flight is None or error is not None else tokens_of(flight.answer)
-        result = Result(line.custom_id or "", line.number, error is None, out.decode(), tokens)
+        tokens, response = NO_TOKENS, None
+        if flight is not None and error is None:
+            tokens = tokens_of(flight.answer)
+            if self._core.retained is not None and flight.answer.body.stored_input is not None:
+                response = self._core.retained.row(self.batch.owner, flight.answer, whole_response(flight.answer))
+        result = Result(line.custom_id or "", line.number, error is None, out.decode(), tokens, response)
         self._sink.add(result, len(out))
         if flight is None:
             return
@@ -248,9 +255,13 @@ class BatchFeed(LineFlights):
     async def _write(self, results: Iterable[Result], deaths: dict[int, int] | None = None) -> None:
         """Stores results; while the store is unavailable, waits and retries."""
         part, day, model = list(results), self._usage.today(), self._model
+        responses = [result.response for result in part if result.response is not None]
+        retain = self._core.retained.change(self.batch.owner, responses) if self._core.retained and responses else None
 
         def work(rows: Rows) -> BatchRow:
             records.add_deaths(rows, self.batch.id, deaths or {})
+            if retain is not None:
+                retain(rows)
             batch = records.add_results(rows, self.batch.id, part, self._store.generation, day)
             if batch.model_digest not in (None, model) and any(result.ok for result in part):
                 return records.change_batch(rows, batch.id, model_digest=None)  # answers of several models

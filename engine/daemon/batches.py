@@ -319,7 +319,7 @@ class Batches:
         async with self.checking[batch.owner]:
             with await feed.input() as file:
                 in_turn = partial(self._store.in_turn, batch.owner)
-                rules = rules_of(batch, core.limits)
+                rules = rules_of(batch, core)
                 check = await check_file(file, rules, core.served_model_name, in_turn, feed.checked)
         now = self._clock.stamp()
         # a line for another model gets an error line, like a prompt that is too long; a file of only such lines was

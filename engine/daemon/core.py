@@ -10,6 +10,7 @@ from ..metrics.observer import Observer
 from ..text.pool import TextPool
 from ..text.tokenizer import TextModel
 from .dispatch import Dispatcher
+from .retained import RetainedResponses
 from .store.store import Store
 from .usage import Usage
 
@@ -28,3 +29,5 @@ class Core:
     """Whether equal lines of a batch are computed once (`batch.deduplicate`)."""
     model_digest: Callable[[], str]
     """Returns the digest of the model in service; "" while replicas have different models or it is unknown."""
+    retained: RetainedResponses | None
+    """None without `daemon.responses_retention`."""

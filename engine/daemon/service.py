@@ -35,6 +35,7 @@ from .http.reservations import Reservations
 from .http.server import make_server
 from .http.state import Services
 from .keys import NO_LIMITS, KeyLimits, KeyRing
+from .retained import RetainedResponses
 from .store import records
 from .store.disk_watch import WatchedFiles
 from .store.open import open_store
@@ -307,7 +308,11 @@ class Daemon:
         daemon, parts = self._deployment.daemon, self.parts
         limits, served = daemon.limits, self._deployment.served_model_name
         model = served, self._deployment.batch.deduplicate, parts.model_digest
-        core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, *model)
+        retained = None
+        if (retention := daemon.responses_retention) is not None:
+            most = limits.max_responses_bytes, limits.max_line_bytes
+            retained = RetainedResponses(store, usage, parts.observer, retention, *most)
+        core = (store, self.dispatcher, parts.text, pool, parts.observer, usage, limits, *model, retained)
         batches = Batches(Core(*core), daemon.retention)
         bodies = HeldBodies(limits.max_held_bytes, limits.max_line_bytes)
         uploads = Reservations(store, usage, limits.min_free_disk)

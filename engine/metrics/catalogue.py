@@ -120,6 +120,7 @@ def _requests() -> Iterator[Series]:
     yield _histogram("request_generation_tokens", "Tokens generated for a request, all choices.", TOKENS)
     yield _counter("ignored_fields_total", "Unknown fields of assistant turns, which are ignored.")
     yield _counter("unparsed_tool_calls_total", "Texts like a tool call that were returned as content.")
+    yield _counter("responses_evicted_total", "Stored responses deleted before their time, for want of room.")
     yield _counter("key_requests_total", "Requests and batch lines computed for a key.", "key")
     yield _counter("key_tokens_total", "Tokens computed for a key, counted as in usage.", "key", "tokens")
     yield _counter("key_limited_total", "Requests refused by a limit of their key.", "key", "limit")

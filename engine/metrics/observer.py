@@ -198,6 +198,10 @@ class Observer:
         """Counts a failed commit or failed write of a file."""
         self.series.add("store_errors_total", 1.0)
 
+    def evicted(self, count: int) -> None:
+        """Counts stored responses that were deleted before their time; may be called on the store's thread."""
+        self.series.add("responses_evicted_total", count)
+
     def damage(self, kind: str) -> None:
         """Counts something stored that did not match its checksum: a row, a result or a file."""
         self.series.add("store_damaged_total", 1.0, kind)

@@ -10,8 +10,9 @@ from typing import Any
 
 from ...topology.json_codec import one_line
 from ..request import Request, TokenLogprob, TokensEvent
+from ..text.call_values import parameter_types
 from ..text.chat_formats import marks_of
-from ..text.chat_parts import ChatParts, OutputParts, Part, message_of, parameter_types
+from ..text.chat_parts import ChatParts, OutputParts, Part, message_of
 from ..text.detokenizer import OutputText
 from ..text.tokenizer import TextModel
 from .body import Body

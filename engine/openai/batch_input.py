@@ -15,6 +15,7 @@ from ..text.pool import LARGE_BYTES
 from .body import Body, check_body
 from .errors import ApiError
 from .schema import GENERATING, Route
+from .stored_responses import Stored
 from .to_engine import wrong_model
 from .validators import did_you_mean, show
 
@@ -44,12 +45,14 @@ class BatchLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LineRules:
-    """`endpoint`: the only url allowed (a batch). `max_lines=None`: any number. `digests`: lines carry their digest."""
+    """`endpoint`: the only url allowed (a batch). `max_lines=None`: any number. `digests`: lines carry their digest.
+    `retains`: see as_chat (responses_body.py)."""
 
     endpoint: Route | None = None
     max_line_bytes: int = MAX_LINE_BYTES
     max_lines: int | None = None
     digests: bool = False
+    retains: bool = False
 
 
 def read_lines(
@@ -61,8 +64,8 @@ def read_lines(
 ) -> Iterator[BatchLine]:
     """Yields every line that is not blank, in order. A duplicate custom_id is the later line's error. Memory: one line,
     and 16 bytes a custom_id. The first line beyond `max_lines` is an error and the last one yielded. Lines whose
-    numbers are in `skip` are not parsed. `large`: lines longer than LARGE_BYTES are yielded unparsed (`raw`), and
-    `seen` has the keys of the other lines' custom_ids, for `once`."""
+    numbers are in `skip` are not parsed. `large`: lines longer than LARGE_BYTES, and those that refer to stored
+    responses, are yielded unparsed (`raw`), and `seen` has the keys of the other lines' custom_ids, for `once`."""
     seen = set() if seen is None else seen
     for number, length, raw in _raw_lines(file, rules.max_line_bytes):
         if rules.max_lines is not None and number > rules.max_lines:
@@ -79,6 +82,9 @@ def read_lines(
                 yield BatchLine(number, length, raw=raw)
                 continue
             line = check_line(raw, number, rules)
+            if large and line.body is not None and line.body.missing is not None:
+                yield BatchLine(number, length, raw=raw)
+                continue
             yield once(line._replace(digest=digest_of(raw)) if rules.digests else line, seen)
 
 
@@ -137,9 +143,10 @@ def check_line(
     number: int = 1,
     rules: LineRules = LineRules(),
     bound: Callable[[Any], None] = lambda body: None,
+    stored: Stored | None = None,
 ) -> BatchLine:
     """Checks one line; its error begins with its number. `bound` may refuse (ApiError) or shorten a body before it is
-    checked."""
+    checked; `stored`: see as_chat (responses_body.py)."""
     custom_id = url = None
     try:
         try:
@@ -152,7 +159,7 @@ def check_line(
         url = value.get("url") if type(value.get("url")) is str else None
         endpoint = _envelope(value, rules)
         bound(value["body"])
-        body = check_body(value["body"], endpoint)
+        body = check_body(value["body"], endpoint, rules.retains, stored)
         if body.stream:
             raise ApiError("stream: true is not supported in a batch file", param="stream", code="unsupported_value")
         return BatchLine(number, len(raw), custom_id, url, body)

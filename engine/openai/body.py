@@ -10,6 +10,7 @@ from .chat_messages import Message, as_template_takes_it, unknown_fields
 from .errors import ApiError
 from .responses_body import as_chat
 from .schema import CHAT, COMPLETIONS, MODELS, Endpoint, Prompt, Route
+from .stored_responses import References, Stored, StoredInput
 from .structured_output import GrammarFields, grammar_of, grammar_param
 from .tools import Choice, tools_of
 from .validators import checked, parsed
@@ -64,6 +65,10 @@ class Body(NamedTuple):
     """What of the grammar and the tools is not enforced."""
     responses: dict[str, Any] | None = None
     """The fields that a response of /v1/responses repeats; None for the other endpoints."""
+    stored_input: StoredInput | None = None
+    """Stored with the response; None if it is not stored."""
+    missing: References | None = None
+    """Stored responses that must be read before the body is complete."""
 
     @property
     def prompt_param(self) -> str:
@@ -77,8 +82,8 @@ _FOR_TEMPLATE = ("documents", "reasoning_effort", "verbosity")
 _UNSUPPORTED = "unsupported_parameter"
 
 
-def parse_body(data: bytes, endpoint: Route) -> Body:
-    return check_body(parsed(data), endpoint)
+def parse_body(data: bytes, endpoint: Route, retains: bool = False, stored: Stored | None = None) -> Body:
+    return check_body(parsed(data), endpoint, retains, stored)
 
 
 def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
@@ -96,17 +101,23 @@ def check_tokenize(value: Any, served: str) -> tuple[Body, bool]:
     return body, bool(named)
 
 
-def check_body(value: Any, endpoint: Route) -> Body:
-    """Checks a body that json_codec has parsed. Raises ApiError, which names the field."""
+def check_body(value: Any, endpoint: Route, retains: bool = False, stored: Stored | None = None) -> Body:
+    """Checks a body that json_codec has parsed. `retains`, `stored`: see as_chat. Raises ApiError, which names the
+    field."""
     if endpoint == "/v1/responses":
-        converted = as_chat(value)
+        converted = as_chat(value, retains, stored)
         try:
             body = check_body(converted.chat, CHAT)
         except ApiError as bad:
             raise converted.named(bad) from None
         param = "text.format" if body.grammar_param == "response_format" else body.grammar_param
-        ignored = converted.ignored_fields
-        return body._replace(grammar_param=param, responses=converted.repeated, ignored_fields=ignored)
+        return body._replace(
+            grammar_param=param,
+            responses=converted.repeated,
+            ignored_fields=converted.ignored_fields,
+            stored_input=converted.stored_input,
+            missing=converted.missing,
+        )
     fields = checked(MODELS[endpoint], value)
     values = fields.__dict__
     body_fields = {name: values[name] for name in fields.__pydantic_fields_set__ if values[name] is not None}

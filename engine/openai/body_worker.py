@@ -6,17 +6,18 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from ..request import SamplingParams, params_to_json
 from ..text import worker
-from ..text.chat_parts import parameter_types
+from ..text.call_values import parameter_types
 from ..text.pool import LARGE_BYTES, Blob, Encoder, PromptError
 from ..text.tokenizer import TextModel
 from .batch_input import BatchLine, LineRules, check_line
 from .body import TOKENIZE, Body, check_body, check_tokenize, parse_body
 from .errors import ApiError
 from .schema import CHAT, Route
+from .stored_responses import References, StoredInput
 from .to_engine import TRUNCATED, check_model, encode_prompts, with_worker_params
 from .validators import parsed
 
@@ -28,15 +29,39 @@ MAX_STRINGS = 4096
 Prepared = tuple[Body, list[tuple[int, ...]]]
 
 
-async def prepare(raw: Blob, endpoint: Route, served: str, max_ids: int, encoder: Encoder) -> Prepared:
-    """Checks a body and encodes its prompts, which may have at most `max_ids` ids each if the body is large. Raises
-    ApiError or TextUnavailable."""
-    if len(raw) <= LARGE_BYTES:
-        body = parse_body(bytes(raw), endpoint)
-        check_model(body, served)
+class Load(Protocol):
+    """Reads stored responses (stored_responses.Stored) as JSON. Raises ApiError for those that are not stored."""
+
+    async def __call__(self, previous: str | None, of_items: tuple[str, ...]) -> bytes: ...
+
+
+async def prepare(
+    raw: Blob, endpoint: Route, served: str, max_ids: int, encoder: Encoder, load: Load | None = None
+) -> Prepared:
+    """Checks a body and encodes its prompts, which may have at most `max_ids` ids each if the body is large. `load`:
+    None without a retention of responses. Raises ApiError or TextUnavailable."""
+    stored: bytes | None = None
+    place = {"endpoint": endpoint, "served": served, "max_ids": max_ids, "retains": load is not None}
+    while True:
+        if len(raw) + len(stored or b"") <= LARGE_BYTES:
+            body = parse_body(bytes(raw), endpoint, load is not None, None if stored is None else json.loads(stored))
+            check_model(body, served)
+            missing: Any = body.missing
+        else:
+            reply = await _asked(*_with_stored(raw, stored, place), encoder)
+            missing = reply.get("missing")
+        if missing is None:
+            break
+        assert load is not None
+        stored = await load(missing[0], tuple(missing[1]))
+    if len(raw) + len(stored or b"") <= LARGE_BYTES:
         return await with_worker_params(body, encoder), await encode_prompts(body, encoder)
-    reply = await _asked(raw, {"endpoint": endpoint, "served": served, "max_ids": max_ids}, encoder)
     return await with_worker_params(unpacked(reply["rest"]), encoder), [tuple(ids) for ids in reply["ids"]]
+
+
+def _with_stored(raw: Blob, stored: bytes | None, payload: dict[str, Any]) -> tuple[Blob, dict[str, Any]]:
+    """The blob and payload for a worker."""
+    return (raw, payload) if stored is None else (b"".join((raw, stored)), {**payload, "stored": len(stored)})
 
 
 async def _asked(raw: Blob, payload: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
@@ -59,20 +84,35 @@ async def tokenize(raw: Blob, served: str, max_model_len: int | None, encoder: E
 
 
 async def prepare_line(
-    line: BatchLine, endpoint: Route, served: str, max_ids: int, encoder: Encoder, ids: bool = True
+    line: BatchLine,
+    endpoint: Route,
+    served: str,
+    max_ids: int,
+    encoder: Encoder,
+    ids: bool = True,
+    load: Load | None = None,
 ) -> tuple[BatchLine, list[tuple[int, ...]] | ApiError]:
     """Checks a large line of a batch in a worker. Returns the line, its body without prompts, and their ids or the
-    error. `ids=False`: only checks it. Raises TextUnavailable."""
+    error. `ids=False`: only checks it, without the stored responses that it refers to. Raises TextUnavailable."""
     assert line.raw is not None
-    place = [line.number, endpoint]
+    place = {"line": [line.number, endpoint], "served": served, "max_ids": max_ids, "ids": ids}
+    place["retains"] = load is not None
+    stored: bytes | None = None
     try:
-        payload = {"line": place, "served": served, "max_ids": max_ids, "ids": ids}
-        reply = await encoder.ask(payload, len(line.raw), line.raw)
+        while True:
+            blob, payload = _with_stored(line.raw, stored, place)
+            reply = await encoder.ask(payload, len(blob), blob)
+            if load is None or (missing := reply.get("missing")) is None:
+                break
+            stored = await load(missing[0], tuple(missing[1]))
+    except ApiError as unknown:
+        named, _ = await prepare_line(line, endpoint, served, max_ids, encoder, ids=False, load=load)
+        return named._replace(body=None, error=unknown), unknown
     except PromptError as error:
         bad = ApiError(f"line {line.number}: {error}", code=error.code)
         named = line._replace(raw=None)
         if ids:  # get its custom_id: checking the form alone costs less, and has succeeded before
-            named, _ = await prepare_line(line, endpoint, served, max_ids, encoder, ids=False)
+            named, _ = await prepare_line(line, endpoint, served, max_ids, encoder, ids=False, load=load)
         return named._replace(body=None, error=bad), bad
     parsed_line = line._replace(raw=None, custom_id=reply.get("custom_id"), url=reply.get("url"))
     if "refused" in reply:
@@ -90,6 +130,8 @@ def unpacked(rest: dict[str, Any]) -> Body:
     """The Body that a worker has checked, from `packed`."""
     values = {name: _tuples(value) for name, value in rest.items()}
     params = {name: _tuples(value) for name, value in rest["params"].items()}
+    if "stored_input" in values:
+        values["stored_input"] = StoredInput(values["stored_input"][0], References(*values["stored_input"][1]))
     return Body(**{**values, "params": SamplingParams(**params)})
 
 
@@ -109,9 +151,12 @@ class DirectEncoder(Encoder):
 
 
 def answer(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any]:
-    """Answers an item with a body by {"rest", "ids"}, {"answer"} or {"refused"}; other items like any text worker."""
+    """Answers an item with a body by {"rest", "ids"}, {"missing"}, {"answer"} or {"refused"}; other items like any text
+    worker."""
     if "blob" not in item:
         return worker.answer(model, item, max_ids)
+    if (length := item.pop("stored", 0)) != 0:
+        item |= {"blob": item["blob"][:-length], "stored": json.loads(item["blob"][-length:])}
     try:
         return (_line if "line" in item else _body)(model, item, min(max_ids, item["max_ids"]))
     except ApiError as bad:
@@ -138,12 +183,15 @@ def _line(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
                 raise
             body["prompt"] = [0]  # too long: becomes this line's error when its ids are requested
 
-    line = check_line(item["blob"], number, LineRules(endpoint), bound)
+    rules = LineRules(endpoint, retains=item["retains"])
+    line = check_line(item["blob"], number, rules, bound, item.get("stored"))
     out = {"custom_id": line.custom_id, "url": line.url}
     if line.error is not None or line.body is None:
         return {**out, **_refused(line.error or ApiError("the line has no body"))}
     if not item["ids"]:
-        return {**out, "rest": packed(line.body._replace(echo=False)), "ids": []}
+        return {**out, "rest": packed(line.body._replace(echo=False, stored_input=None, missing=None)), "ids": []}
+    if line.body.missing is not None:
+        return {"missing": line.body.missing}
     try:
         check_model(line.body, item["served"])
         return {**out, **prepared(line.body, DirectEncoder(model, max_ids), max_ids)}
@@ -162,9 +210,9 @@ def _body(model: TextModel, item: dict[str, Any], max_ids: int) -> dict[str, Any
         strings = [model.tokenizer.id_to_token(token) for token in ids] if named else None
         fields = {"count": len(ids), "max_model_len": item["max_model_len"], "tokens": ids, "token_strs": strings}
         return {"answer": json.dumps(fields, ensure_ascii=False).encode()}
-    body = check_body(value, item["endpoint"])
+    body = check_body(value, item["endpoint"], item["retains"], item.get("stored"))
     check_model(body, item["served"])
-    return prepared(body, here, max_ids)
+    return {"missing": body.missing} if body.missing is not None else prepared(body, here, max_ids)
 
 
 def prepared(body: Body, here: DirectEncoder, max_ids: int) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class CalledFunction(_Lenient):
 
 class ToolCall(_Lenient):
     id: Annotated[str, text(256)]
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], BeforeValidator(lambda kind: kind or "function")] = "function"
     function: CalledFunction
 
 
@@ -148,7 +148,7 @@ def as_template_takes_it(message: Message) -> dict[str, Any]:
         shaped["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     elif content is None and message.role == "assistant" and message.model_fields_set - {"role"}:
         shaped["content"] = ""
-    elif "content" not in message.model_fields_set:
+    elif content is None and "content" not in message.model_fields_set:
         raise ApiError("content is missing", code="missing_required_parameter")
     elif content is None:
         raise ApiError("content is null; a string or an array of text parts is expected", code="invalid_type")

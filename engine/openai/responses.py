@@ -11,6 +11,7 @@ from ..text.chat_parts import Part
 from .answers import Answer
 from .choice import Delta
 from .errors import ApiError
+from .stored_responses import item_id
 
 
 class Items:
@@ -27,7 +28,7 @@ class Items:
             (call,) = part["tool_calls"]
             if "id" in call:
                 head = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
-                yield from self._begin("function_call", "fc", head)
+                yield from self._begin("function_call", head)
             if arguments := call["function"]["arguments"]:
                 self.output[-1]["arguments"] += arguments
                 yield self._event("function_call_arguments.delta", delta=arguments)
@@ -36,7 +37,7 @@ class Items:
         kind = "reasoning" if reasons else "message"
         fields: dict[str, Any] = {"summary": []} if reasons else {"role": "assistant"}
         if not (self._open and self.output[-1]["type"] == kind):
-            yield from self._begin(kind, "rs" if reasons else "msg", {**fields, "content": []})
+            yield from self._begin(kind, {**fields, "content": []})
             empty = {"type": "reasoning_text", "text": ""} if reasons else _output_text("")
             self.output[-1]["content"] = [empty]
             yield self._event("content_part.added", content_index=0, part=dict(empty))
@@ -63,10 +64,10 @@ class Items:
         item["status"] = status
         yield {"type": "response.output_item.done", "output_index": len(self.output) - 1, "item": item}
 
-    def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    def _begin(self, kind: str, fields: dict[str, Any]) -> Iterable[dict[str, Any]]:
         yield from self.end()
         index, self._open = len(self.output), True
-        item = {"id": f"{prefix}_{self._id}_{index}", "type": kind, "status": "in_progress", **fields}
+        item = {"id": item_id(kind, self._id, index), "type": kind, "status": "in_progress", **fields}
         self.output.append(item)
         yield {"type": "response.output_item.added", "output_index": index, "item": dict(item)}
 
@@ -92,8 +93,6 @@ def response_of(answer: Answer, output: list[dict[str, Any]], status: str) -> di
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": answer.body.model,
         "output": output,
-        "previous_response_id": None,
-        "store": False,
         "usage": None
         if status == "in_progress"
         else {
@@ -118,13 +117,20 @@ def _error_code(error: ApiError) -> str:
 
 
 def whole_response(answer: Answer) -> dict[str, Any]:
-    """The response of a finished answer."""
+    """The response of a finished answer, or of one that failed."""
     items = Items(answer.base_id)
-    status = "incomplete" if answer.finish == "length" else "completed"
     for part in answer.parts:
         list(items.add(part))
-    list(items.end(status))
+    status, item_status = _statuses(answer)
+    list(items.end(item_status))
     return response_of(answer, items.output, status)
+
+
+def _statuses(answer: Answer) -> tuple[str, str]:
+    """The status of an ended answer's response, and of its last item."""
+    if answer.error is not None:
+        return "failed", "incomplete"
+    return ("incomplete", "incomplete") if answer.finish == "length" else ("completed", "completed")
 
 
 class ResponseWriter:
@@ -147,8 +153,8 @@ class ResponseWriter:
         """The last events."""
         out = self._begun(answer)
         assert self._items is not None
-        status = "failed" if answer.error is not None else "incomplete" if answer.finish == "length" else "completed"
-        out += b"".join(map(self._event, self._items.end("incomplete" if status == "failed" else status)))
+        status, item_status = _statuses(answer)
+        out += b"".join(map(self._event, self._items.end(item_status)))
         response = response_of(answer, self._items.output, status)
         return out + self._event({"type": f"response.{status}", "response": response})
 

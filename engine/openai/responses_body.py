@@ -1,26 +1,39 @@
-"""The body of /v1/responses, converted to that of a chat. Nothing is stored: a body has the whole conversation."""
+"""The body of /v1/responses, converted to that of a chat. Stored responses that it refers to are given with it."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter
+from pydantic import ValidationError as PydanticError
 
 from .chat_messages import MAX_MESSAGES, MAX_PARTS, TextContent
 from .errors import ApiError
 from .schema import Tokens
-from .validators import Refused, StrictModel, array, checked, ignored, invalid, kind_of, show
+from .stored_responses import (
+    References,
+    Stored,
+    StoredInput,
+    as_stored,
+    conversation,
+    referenced_item,
+    response_of,
+    unknown_item,
+)
+from .validators import Refused, StrictModel, array, checked, described, ignored, invalid, kind_of, show
 from .validators import text as text_within
 
-_KEEPS = "no retention of responses is configured: send the whole conversation as input"
+_KEEPS = "no retention of responses is configured (daemon.responses_retention): send the whole conversation as input"
+_NEEDS_RETENTION = described("Needs daemon.responses_retention.")
 _UNUSED = Annotated[Any, ignored("it changes no answer")]
 _LONG = Annotated[str, text_within(1 << 28)]
 
 
 class _Item(StrictModel):
-    id: Annotated[Any, ignored("items are not stored")] = None
+    id: Annotated[Any, ignored("a stored item gets its own")] = None
     status: Annotated[Any, ignored("it changes no answer")] = None
 
 
@@ -72,9 +85,12 @@ class ReasoningItem(_Sent):
     encrypted_content: Annotated[str, text_within(1 << 28)] | None = None
 
 
+class ItemReference(StrictModel):
+    type: Literal["item_reference"]
+    id: Annotated[str, text_within(256, 1)]
+
+
 def _other_kind(kind: Any) -> None:
-    if kind == "item_reference":
-        raise invalid(f"={show(kind)}: {_KEEPS} (clients do with store: false)", "unsupported_value")
     raise invalid(f"={show(kind)}: supported: message, {', '.join(_ITEMS)}", "unsupported_value")
 
 
@@ -87,8 +103,9 @@ _ITEMS: dict[Any, type[StrictModel]] = {
     "function_call": FunctionCall,
     "function_call_output": FunctionCallOutput,
     "reasoning": ReasoningItem,
+    "item_reference": ItemReference,
 }
-Item = InputMessage | OutputMessage | FunctionCall | FunctionCallOutput | ReasoningItem
+Item = InputMessage | OutputMessage | FunctionCall | FunctionCallOutput | ReasoningItem | ItemReference
 
 
 def _item(value: Any) -> Any:
@@ -115,6 +132,7 @@ _Items = Annotated[
     tuple[Annotated[Any, PlainValidator(_item, json_schema_input_type=Item)], ...], array(MAX_MESSAGES, 1)
 ]
 _INPUT: TypeAdapter[tuple[Item, ...]] = TypeAdapter(_Items)
+_ITEM: TypeAdapter[Item] = TypeAdapter(Annotated[Any, PlainValidator(_item)])
 
 
 def _choice(value: Any) -> Any:
@@ -160,9 +178,9 @@ class ResponsesFields(StrictModel):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    store: Annotated[None, Refused(_KEEPS, (False,))] = None
-    previous_response_id: Annotated[None, Refused(_KEEPS)] = None
-    conversation: Annotated[None, Refused(_KEEPS)] = None
+    store: Annotated[bool | None, _NEEDS_RETENTION] = None
+    previous_response_id: Annotated[Annotated[str, text_within(256, 1)] | None, _NEEDS_RETENTION] = None
+    conversation: Annotated[None, Refused("use previous_response_id, or send the whole conversation as input")] = None
     background: Annotated[None, Refused("send a batch instead", (False,))] = None
     prompt: Annotated[None, Refused("prompts are not stored here")] = None
     include: Annotated[
@@ -186,12 +204,15 @@ class ResponsesFields(StrictModel):
 
 class Converted(NamedTuple):
     """The body of a chat, the fields that the response repeats, the place of the item in which each message begins, and
-    the number of fields that were ignored."""
+    the number of fields that were ignored. `stored_input`: stored with the response; `missing`: stored responses
+    without which the chat is incomplete."""
 
     chat: dict[str, Any]
     repeated: dict[str, Any]
     places: list[str]
     ignored_fields: int
+    stored_input: StoredInput | None
+    missing: References | None
 
     def named(self, error: ApiError) -> ApiError:
         """A chat's error with the user's name of the field in `param` and message."""
@@ -205,12 +226,16 @@ class Converted(NamedTuple):
         return error
 
 
-def as_chat(value: Any) -> Converted:
-    """Raises ApiError."""
+def as_chat(value: Any, retains: bool = False, stored: Stored | None = None) -> Converted:
+    """Converts a body. `retains`: responses are stored unless `store` is false; `stored`: those that it refers to, None
+    if they have not been read. Raises ApiError."""
     fields = checked(ResponsesFields, value)
+    references = _references(fields, retains)
+    stores = retains and fields.store is not False
     names = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user")
     body = {name: given for name in names if (given := getattr(fields, name)) is not None}
-    body["messages"], places = _messages(fields)
+    complete = stored is not None or references == _NO_REFERENCES
+    body["messages"], places = _messages(fields, _items(fields, stored or {} if complete else None))
     sent = [item for item in fields.input if isinstance(item, _Sent)]
     if fields.max_output_tokens is not None:
         body["max_tokens"] = fields.max_output_tokens
@@ -233,7 +258,9 @@ def as_chat(value: Any) -> Converted:
         "max_output_tokens": fields.max_output_tokens,
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": fields.previous_response_id,
         "reasoning": {"effort": effort, "summary": None},
+        "store": stores,
         "temperature": 1.0 if fields.temperature is None else fields.temperature,
         "text": {"format": options.format or {"type": "text"}, "verbosity": options.verbosity},
         "tool_choice": choice or "auto",
@@ -242,7 +269,57 @@ def as_chat(value: Any) -> Converted:
         "truncation": fields.truncation or "disabled",
         "user": fields.user,
     }
-    return Converted(body, repeated, places, sum(len(item.model_extra or ()) for item in sent))
+    items_json = json.dumps(as_stored(value["input"]), ensure_ascii=False) if stores else ""
+    stored_input = StoredInput(items_json, references) if stores else None
+    ignored_fields = sum(len(item.model_extra or ()) for item in sent)
+    return Converted(body, repeated, places, ignored_fields, stored_input, None if complete else references)
+
+
+_NO_REFERENCES = References(None, ())
+
+
+def _references(fields: ResponsesFields, retains: bool) -> References:
+    """The stored responses that a body refers to. Raises ApiError without a retention, or for an id of another form."""
+    if not retains and fields.store:
+        raise ApiError(f"store is not supported: {_KEEPS}", "unsupported_parameter", "store")
+    if not retains and fields.previous_response_id is not None:
+        message = f"previous_response_id is not supported: {_KEEPS}"
+        raise ApiError(message, "unsupported_parameter", "previous_response_id")
+    of_items: dict[str, None] = {}
+    for index, item in enumerate(fields.input if isinstance(fields.input, tuple) else ()):
+        if isinstance(item, ItemReference):
+            if not retains:
+                message = f"input[{index}].type='item_reference': {_KEEPS} (clients do with store: false)"
+                raise ApiError(message, "unsupported_value", f"input[{index}].type")
+            if (response := response_of(item.id)) is None:
+                raise unknown_item(item.id)
+            of_items[response] = None
+    return References(fields.previous_response_id, tuple(of_items))
+
+
+def _items(fields: ResponsesFields, stored: Stored | None) -> list[tuple[str, Item]]:
+    """The conversation's items, references resolved, and the place that has each; without `stored` only those that were
+    sent. Raises ApiError."""
+    sent = (InputMessage(role="user", content=fields.input),) if isinstance(fields.input, str) else fields.input
+    places = ["input"] if isinstance(fields.input, str) else [f"input[{index}]" for index in range(len(sent))]
+    items: list[tuple[str, Item | dict[str, Any]]] = []
+    if stored is not None:
+        items += [("previous_response_id", item) for item in conversation(fields.previous_response_id, stored)]
+    for place, item in zip(places, sent, strict=True):
+        if not isinstance(item, ItemReference):
+            items.append((place, item))
+        elif stored is not None:
+            items.append((place, referenced_item(item.id, stored)))
+    return _validated(items) or [("input", InputMessage(role="user", content=""))]
+
+
+def _validated(items: Sequence[tuple[str, Item | dict[str, Any]]]) -> list[tuple[str, Item]]:
+    """Items in order; those that were stored become models again. Raises ApiError."""
+    try:
+        return [(place, _ITEM.validate_python(item) if isinstance(item, dict) else item) for place, item in items]
+    except PydanticError as error:
+        message = f"a stored response has an item that this version cannot read ({error.errors()[0]['msg'][:100]})"
+        raise ApiError(message, "unsupported_value", "previous_response_id") from None
 
 
 _NAMES: Mapping[str, str | None] = {
@@ -283,7 +360,7 @@ def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     return {"type": "function", "function": _without_type(tool)}
 
 
-def _messages(fields: ResponsesFields) -> tuple[list[dict[str, Any]], list[str]]:
+def _messages(fields: ResponsesFields, items: Sequence[tuple[str, Item]]) -> tuple[list[dict[str, Any]], list[str]]:
     """The items as a chat's messages, and the place that each begins in; reasoning and calls of one turn become one
     message."""
     messages: list[dict[str, Any]] = []
@@ -296,11 +373,7 @@ def _messages(fields: ResponsesFields) -> tuple[list[dict[str, Any]], list[str]]
 
     if fields.instructions:
         add("instructions", {"role": "system", "content": fields.instructions})
-    if isinstance(fields.input, str):
-        add("input", {"role": "user", "content": fields.input})
-        return messages, places
-    for index, item in enumerate(fields.input):
-        place = f"input[{index}]"
+    for place, item in items:
         if isinstance(item, (InputMessage, OutputMessage)):
             add(place, {"role": item.role, "content": item.content})
         elif isinstance(item, FunctionCall):
@@ -309,7 +382,7 @@ def _messages(fields: ResponsesFields) -> tuple[list[dict[str, Any]], list[str]]
         elif isinstance(item, FunctionCallOutput):
             answer = {"role": "tool", "tool_call_id": item.call_id, "content": item.output, "name": item.name}
             add(place, {name: given for name, given in answer.items() if given is not None or name == "content"})
-        else:
+        elif isinstance(item, ReasoningItem):
             add(place, {"role": "assistant", "reasoning_content": _reasoning(item, place)})
     return messages, places
 

@@ -11,7 +11,7 @@ from ..request import MAX_ID, MAX_LOGPROBS, MAX_ORDER, MAX_TOKENS, PARAMS, Param
 from .chat_messages import MAX_MESSAGES, Message
 from .structured_output import GrammarFields
 from .tools import Chosen, Tools
-from .validators import Refused, StrictModel, array, ignored, invalid, kind_of, show, text
+from .validators import Refused, StrictModel, array, described, ignored, invalid, kind_of, show, text
 from .validators import json_schema as schema_of
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
@@ -19,7 +19,7 @@ CHAT: Endpoint = "/v1/chat/completions"
 COMPLETIONS: Endpoint = "/v1/completions"
 Route = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 RESPONSES: Route = "/v1/responses"
-"""A chat in another form, interactive only: it is no endpoint of batches."""
+"""A chat in another form."""
 GENERATING: tuple[Route, ...] = (CHAT, COMPLETIONS, RESPONSES)
 
 MAX_PROMPTS = 1024
@@ -114,16 +114,12 @@ _Beams = Annotated[Any, ignored("it applies to beam search only")]
 _Media = Annotated[Any, ignored("prompts are text only")]
 
 
-def _said(about: str) -> Any:
-    return Field(description=about)
-
-
-_Echo = Annotated[bool | None, _said("The answer begins with the continued prompt or message.")]
+_Echo = Annotated[bool | None, described("The answer begins with the continued prompt or message.")]
 
 
 class StreamOptions(StrictModel):
     include_usage: bool | None = None
-    continuous_usage_stats: Annotated[bool | None, _said("Usage so far in every chunk, with include_usage.")] = None
+    continuous_usage_stats: Annotated[bool | None, described("Usage so far in every chunk, with include_usage.")] = None
     include_obfuscation: Annotated[Any, ignored("no padding is sent")] = None
 
 
@@ -135,15 +131,17 @@ class SharedFields(GrammarFields):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[
-        Kept | None, _said("Keeps so many tokens of the prompt's end; -1: as many as fit.")
+        Kept | None, described("Keeps so many tokens of the prompt's end; -1: as many as fit.")
     ] = None
     bad_words: Annotated[tuple[Annotated[str, text(64, 1)], ...], array(128)] | None = None
-    priority: Annotated[Order | None, _said("Lower runs first, among interactive requests or a batch's lines.")] = None
+    priority: Annotated[Order | None, described("Lower runs first, among interactive requests or a batch's lines.")] = (
+        None
+    )
     cache_salt: Annotated[
-        Annotated[str, text(256, 1)] | None, _said("Only requests with the same salt share cached prefixes.")
+        Annotated[str, text(256, 1)] | None, described("Only requests with the same salt share cached prefixes.")
     ] = None
-    return_token_ids: Annotated[bool | None, _said("Adds token_ids and prompt_token_ids to the text.")] = None
-    return_tokens_as_token_ids: Annotated[bool | None, _said("Logprobs name tokens as token_id:ID.")] = None
+    return_token_ids: Annotated[bool | None, described("Adds token_ids and prompt_token_ids to the text.")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, described("Logprobs name tokens as token_id:ID.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, text(512)] | None = None
@@ -161,7 +159,7 @@ class SharedFields(GrammarFields):
     early_stopping: _Beams = None
     spaces_between_special_tokens: Annotated[Any, ignored("no supported tokenizer adds them")] = None
     use_beam_search: Annotated[None, Refused("beam search is not implemented", (False,))] = None
-    best_of: Annotated[int | None, _said("At most n: every choice is returned.")] = None
+    best_of: Annotated[int | None, described("At most n: every choice is returned.")] = None
     detokenize: Annotated[None, Refused("answers are text", (True,))] = None
     logits_processors: Annotated[None, Refused("code from requests is not run", ([],))] = None
     kv_transfer_params: Annotated[None, Refused("prompts and answers are computed by the same ranks", ({},))] = None
@@ -180,12 +178,12 @@ class ChatFields(SharedFields):
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     chat_template: Annotated[None, Refused("the checkpoint's own template is used")] = None
     documents: Annotated[
-        tuple[dict[str, Any], ...] | None, array(1024), _said("Passed to the chat template unchanged.")
+        tuple[dict[str, Any], ...] | None, array(1024), described("Passed to the chat template unchanged.")
     ] = None
-    reasoning_effort: Annotated[Word | None, _said("Passed to the chat template.")] = None
-    verbosity: Annotated[Word | None, _said("Passed to the chat template.")] = None
+    reasoning_effort: Annotated[Word | None, described("Passed to the chat template.")] = None
+    verbosity: Annotated[Word | None, described("Passed to the chat template.")] = None
     echo: _Echo = None
-    include_reasoning: Annotated[bool | None, _said("Whether reasoning_content is sent.")] = None
+    include_reasoning: Annotated[bool | None, described("Whether reasoning_content is sent.")] = None
     tools: Tools | None = None
     tool_choice: Chosen | None = None
     parallel_tool_calls: bool | None = None

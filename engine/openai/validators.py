@@ -47,6 +47,11 @@ def ignored(why: str) -> Any:
     return Field(description=f"Ignored: {why}.")
 
 
+def described(about: str) -> Any:
+    """For Annotated[…, …]: a field with this description."""
+    return Field(description=about)
+
+
 def text(most: int, least: int = 0) -> Any:
     """For Annotated[str, …]: a text of `least` to `most` characters, strict even in a model that is not."""
     return Field(strict=True, min_length=least, max_length=most)

@@ -16,7 +16,8 @@ class ToolSyntax:
     there to the arguments; `objects`: whether a call is a JSON object with name and arguments, of which several may
     follow one mark; `closes`: marks that may follow a call; `marks`: further marks, which are special tokens in some
     tokenizers. Arguments are JSON, or pairs: `pair` matches one, which `pair_close` ends, `open_pair` the last one
-    without it, and `end` what ends them. A search for `pair_close` is quick where `pair` is not."""
+    without it, `pair_begin` one up to its value. A pair begins with `pair_mark`, and `end` ends them all. A search for
+    `pair_close` is quick where `pair` is not."""
 
     opens: tuple[str, ...]
     headers: tuple[re.Pattern[str], ...]
@@ -25,6 +26,8 @@ class ToolSyntax:
     marks: tuple[str, ...] = ()
     pair: re.Pattern[str] | None = None
     open_pair: re.Pattern[str] | None = None
+    pair_begin: re.Pattern[str] | None = None
+    pair_mark: str = ""
     pair_close: re.Pattern[str] | None = None
     end: str = ""
 
@@ -47,11 +50,15 @@ def _pairs(opens: tuple[str, ...], header: str, pair: str, close: str, end: str,
     not extend into another call."""
     ends = "|".join(map(re.escape, (end, *closes)))
     after = rf"{re.escape(end)}\s*(?:(?:{ends})\s*)*(?:{'|'.join(map(re.escape, opens))})"
-    following = rf"{pair.partition('(?P')[0]}|{ends}"
+    mark = pair.partition("(?P")[0]
+    following = rf"{mark}|{ends}"
     value = rf"\s*{pair}(?P<value>(?:(?!{after}).)*?)"
     closed, unclosed = rf"{re.escape(close)}(?=\s*(?:{following}))", rf"(?=\s*(?:{ends}))"
     strict, lax = (re.compile(value + rest, re.DOTALL) for rest in (closed, unclosed))
-    return ToolSyntax(opens, (re.compile(header),), False, closes, (), strict, lax, re.compile(closed), end)
+    begin = re.compile(pair)
+    return ToolSyntax(
+        opens, (re.compile(header),), False, closes, (), strict, lax, begin, mark, re.compile(closed), end
+    )
 
 
 _V3_BEGIN, _V3_CALL, _V3_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
@@ -69,7 +76,7 @@ TOOL_FORMATS: dict[str, ToolSyntax] = {
     ),
     "glm": _pairs(
         ("<tool_call>",), rf"<tool_call>\s*{_NAME}\s*(?=<arg_key>|</tool_call>)",
-        r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>", "</arg_value>", "</tool_call>",
+        r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>", "</arg_value>", "</tool_call>",
     ),
     "deepseek_v32": _pairs(
         (f"{_DSML}function_calls>", f"{_DSML}tool_calls>", f"{_DSML}invoke name="),
@@ -86,7 +93,7 @@ TOOL_FORMATS: dict[str, ToolSyntax] = {
     "mistral": _objects(
         "[TOOL_CALLS]", more=r"(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*|(?=\{))"
     ),
-    "gpt_oss": ToolSyntax(("<|channel|>commentary to=functions.",), (), False, ("<|call|>",)),
+    "gpt_oss": ToolSyntax(("<|channel|>commentary to=functions.",), (), False, ("<|call|>", "<|end|>")),
     "llama": ToolSyntax((), _objects("<|python_tag|>").headers, marks=("<|python_tag|>",)),
     "array": _objects(),
 }  # fmt: skip
@@ -107,6 +114,11 @@ CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|
 CHANNEL_HEADS = ("<|channel|>", " to=functions.", "<|start|>assistant")
 """With which a message begins."""
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+HEAD = re.compile(
+    r"<\|start\|>assistant|<\|channel\|>\s*(?:analysis|commentary|final)?|\bto=\S+?(?=<\||\s|$)"
+    r"|<\|constrain\|>|\b(?:json|code)\b"
+)
+"""What a message's head may have."""
 RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 
 

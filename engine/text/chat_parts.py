@@ -9,53 +9,28 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .chat_formats import CHANNEL, CHANNEL_HEADS, REASONING_FORMATS, RECIPIENT, TOOL_FORMATS
+from .call_values import (
+    BLANK,
+    PYTHON_WORDS,
+    USELESS,
+    JsonValue,
+    ParameterTypes,
+    parsed_json,
+    says_nothing,
+    text_of_string,
+    typed_json,
+    unquoted,
+)
+from .chat_formats import CHANNEL, CHANNEL_HEADS, HEAD, REASONING_FORMATS, RECIPIENT, TOOL_FORMATS
 from .detokenizer import Detokeniser, OutputText, held_back
 
 Part = dict[str, Any]
-ParameterTypes = Mapping[str, Sequence[str]]
-"""A tool's parameters with the types that their schema allows; () if it does not say."""
-_BLANK = " \n\t\r"  # JSON's white space
 _SURPLUS = re.compile(r"[\s}\],;`]*")
 _MORE = re.compile(r'\s*,\s*"')
-_LITERAL = re.compile(r"[^\s,\[}\]<]+(?=[\s,\[}\]<])")
+_LITERAL = re.compile(r"(?:null|true|false|-?\d[\d.eE+-]*)(?=[\s,\[}\]<])")
+_LITERAL_BEGUN = re.compile(r"n(?:u(?:ll?)?)?|t(?:r(?:ue?)?)?|f(?:a(?:l(?:se?)?)?)?|-?(?:\d[\d.eE+-]*)?")
 _NEAR = 64  # white space and marks that may follow a pair
 _BLANKS = 256  # so many before a call are content
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-
-class _Value:
-    """Finds the end of a JSON object, array or string at the beginning of a growing text, and escapes the control
-    characters in its strings."""
-
-    def __init__(self, depth: int = 0) -> None:
-        """depth: of the brackets around the text."""
-        self._depth = depth
-        self._string = self._escaped = False
-        self.ended = False
-
-    def feed(self, text: str) -> tuple[str, int]:
-        """Returns what the text adds to the value, and the index after that."""
-        out = []
-        for at, char in enumerate(text):
-            if self._string:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._string = False
-            elif char == '"':
-                self._string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-            out.append(json.dumps(char)[1:-1] if char < " " and (self._string or self._escaped) else char)
-            if self._depth <= 0 and not self._string and char in '"}]':
-                self.ended = True
-                return "".join(out), at + 1
-        return "".join(out), len(text)
 
 
 class ChatParts:
@@ -85,12 +60,12 @@ class ChatParts:
         self._said = False  # there is content
         self._blank = ""  # before what may be a call: of a call it is no content
         self._strip = False  # remove line breaks after reasoning
-        self._scan, self._scanned = _Value(), 0
+        self._scan, self._scanned = JsonValue(), 0
         self._value_text = ""  # of arguments that are no object, or an object read to its end
         self._silent = False  # the call is left out
-        self._pairs = 0
+        self._keys: list[str] = []
+        self._spare = ""  # within a call, and none of it
         self._closed = False  # a mark closed the last call: what follows is content
-        self._unended = False  # the answer ends within pairs
         self._types: ParameterTypes = {}
         self._thinking, self._channels = thinking, "gpt_oss" in (tool_format, reasoning)
         self._state = self._content if reasoning is None else self._begin
@@ -107,6 +82,8 @@ class ChatParts:
         while (part := self._state(last)) is not None:
             if part:
                 parts.append(part)
+        if last and (part := self._spared()):  # of a call that has not ended
+            parts.append(part)
         return parts
 
     # states: each returns the next part, {} if the state changed without one, None if more text is needed
@@ -152,7 +129,7 @@ class ChatParts:
             return self._beginning(last)
         starts = [i for i in map(self._held.find, self._syntax.opens) if i >= 0]
         cut = min(starts) if starts else len(self._held) - (0 if last else held_back(self._held, self._syntax.opens))
-        blank = not self._said and cut < _BLANKS and not self._held[:cut].strip(_BLANK)
+        blank = not self._said and cut < _BLANKS and not self._held[:cut].strip(BLANK)
         if blank and not (starts or last):
             return None
         text, self._held = self._held[:cut], self._held[cut:]
@@ -173,19 +150,21 @@ class ChatParts:
             return {}
         if not mark:
             return self._plain(last) if last else None
-        recipient, channel = RECIPIENT.search(head), CHANNEL.search(head)
+        recipient, channel, other = RECIPIENT.search(head), CHANNEL.search(head), HEAD.sub("", head)
         self._at_head = False
+        if other.strip() and (recipient is None or recipient[1] in self._tools):
+            self._spare = other
         if recipient is not None:
             if recipient[1] not in self._tools:
                 self.unparsed += 1
                 return self._plain(last)
-            self._held, self._scan, self._scanned, self._value_text = rest, _Value(), 0, ""
+            self._held, self._scan, self._scanned, self._value_text = rest, JsonValue(), 0, ""
             self._state = self._arguments
             return self._made(recipient[1], "")
         self._held = rest
         if channel is not None and channel[1] == "analysis":
             self._state = self._reasoning
-        return {}
+        return self._spared()
 
     def _message(self, last: bool) -> Part | None:
         """The text of a message, to the mark that ends it."""
@@ -205,9 +184,9 @@ class ChatParts:
     def _beginning(self, last: bool) -> Part | None:
         """Waits for the beginning of a call at that of the answer."""
         assert self._syntax is not None
-        text = self._held.lstrip(_BLANK)
+        text = self._held.lstrip(BLANK)
         for mark in self._syntax.marks:
-            text = text.removeprefix(mark).lstrip(_BLANK)
+            text = text.removeprefix(mark).lstrip(BLANK)
             if mark.startswith(text) and not last:
                 return None
         if text[:1] not in ("{", "["):
@@ -216,18 +195,18 @@ class ChatParts:
         return {}
 
     def _start_call(self) -> None:
-        self._state, self._scan, self._scanned = self._call, _Value(), 0
+        self._state, self._scan, self._scanned = self._call, JsonValue(), 0
 
     def _call(self, last: bool) -> Part | None:
         syntax = self._syntax
         assert syntax is not None
         for header in syntax.headers:
             if (match := header.match(self._held)) is not None:
-                name = _unquoted(match["name"])
+                name = unquoted(match["name"])
                 if name not in self._tools:
                     return self._fail(last)
                 self._held = self._held[match.end() :]
-                self._scan, self._scanned, self._value_text, self._pairs = _Value(), 0, "", 0
+                self._scan, self._scanned, self._value_text, self._keys = JsonValue(), 0, "", []
                 self._state = self._arguments if syntax.pair is None else self._next_pair
                 return self._made(name, "")
         start = self._lead()
@@ -242,9 +221,9 @@ class ChatParts:
         """The number of characters before a call's object."""
         assert self._syntax is not None
         marks = (*self._syntax.opens, *(self._syntax.marks if not self._syntax.opens else ()))
-        text = self._held.lstrip(_BLANK) if not self._syntax.opens else self._held
+        text = self._held.lstrip(BLANK) if not self._syntax.opens else self._held
         at = len(self._held) - len(text) + next((len(mark) for mark in marks if text.startswith(mark)), 0)
-        while at < len(self._held) and self._held[at] in _BLANK + "[,;":
+        while at < len(self._held) and self._held[at] in BLANK + "[,;":
             at += 1
         return at
 
@@ -255,7 +234,7 @@ class ChatParts:
         if not self._scan.ended:
             return self._fail(last) if last else None
         try:
-            value = _parsed(self._held[start : self._scanned])
+            value = parsed_json(self._held[start : self._scanned])
         except (ValueError, RecursionError):
             return self._fail(last)
         value = value["function"] if isinstance(value.get("function"), dict) else value
@@ -263,6 +242,10 @@ class ChatParts:
         if not isinstance(name, str) or name not in self._tools:
             return self._fail(last)
         arguments = value.get("arguments", value.get("parameters"))
+        if others := {key: value[key] for key in value.keys() - {"name", "arguments", "parameters", *USELESS}}:
+            if arguments is None:
+                return self._fail(last)
+            self._spare = json.dumps(others, ensure_ascii=False)
         if not isinstance(arguments, str):
             arguments = "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
         self._held, self._state = self._held[self._scanned :], self._after
@@ -282,7 +265,7 @@ class ChatParts:
 
     def _arguments(self, last: bool) -> Part | None:
         """JSON arguments, to their own end."""
-        self._held = self._held.lstrip(_BLANK)
+        self._held = self._held.lstrip(BLANK)
         if not self._held and not last:
             return None
         self._state = self._object_value if self._held.startswith("{") else self._other_value
@@ -291,74 +274,135 @@ class ChatParts:
     def _object_value(self, last: bool) -> Part | None:
         if not self._held:
             return None
-        text, length = self._scan.feed(self._held)
+        text, length = self._scan.feed(self._held, self._ends, last)
         self._held = self._held[length:]
         if self._scan.ended:
             self._state = self._after
-        return self._more(text)
+        return self._more(text) if length or self._scan.ended else None
 
     def _other_value(self, last: bool) -> Part | None:
-        """An array, an object in a string, or null: emitted when it is complete."""
+        """An array, an object in a string, a literal, or a text that is no JSON, to the mark that ends the call. It is
+        emitted when it is complete."""
+        in_object = self._syntax is None or self._syntax.objects
         if self._value_text or self._held[:1] in ("[", '"'):
-            text, length = self._scan.feed(self._held)
+            text, length = self._scan.feed(self._held, self._ends, last)
             self._value_text, self._held = self._value_text + text, self._held[length:]
             if not (self._scan.ended or last):
                 return None
-        elif match := _LITERAL.match(self._held + "," * last):
+        elif in_object and (match := _LITERAL.match(self._held + "," * last)):
             self._value_text, self._held = match[0], self._held[match.end() :]
-        elif not last:
+        elif in_object and _LITERAL_BEGUN.fullmatch(self._held) and not last:
             return None
+        else:
+            cut = min((i for i in map(self._held.find, self._ends) if i >= 0), default=-1)
+            if cut < 0 and not last:
+                return None
+            value, self._held = self._held[: cut if cut >= 0 else None], self._held[cut:] if cut >= 0 else ""
+            value = value.rstrip().removesuffix("}" if in_object else "```").rstrip()
+            self._value_text = PYTHON_WORDS.get(value, value)
         value, self._state = self._value_text, self._after
         if value.startswith('"') and self._scan.ended:
-            value = _text_of(value)
+            value = text_of_string(value)
         return self._more("{}" if value in ("null", "") else value)
 
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """Marks that end the arguments of a call, though they be incomplete."""
+        syntax = self._syntax
+        marks = () if syntax is None else (*syntax.closes, *syntax.opens, *syntax.marks)
+        return (*marks, "<|start|>assistant") if self._channels else marks
+
     def _next_pair(self, last: bool) -> Part | None:
-        """The next pair of arguments, or their end."""
+        """The next pair of arguments, or their end; a text between pairs becomes content after the call."""
         syntax = self._syntax
         assert syntax is not None
         assert syntax.pair is not None
-        if last and not any(mark in self._held for mark in (syntax.end, *syntax.closes)):
-            self._held, self._unended = self._held + syntax.end, True
-        if self._held.lstrip().startswith((syntax.end, *syntax.closes)):
-            self._held = self._held.lstrip().removeprefix(syntax.end)
+        ends, rest = (syntax.end, *syntax.closes), self._held.lstrip()
+        if rest.startswith(ends) or (last and not rest):
+            self._held = rest.removeprefix(syntax.end)
             self._state, self._scanned = self._after, 0
-            return self._more("}" if self._pairs else "{}")
+            return self._more("}" if self._keys else "{}")
+        if rest and not rest.startswith(syntax.pair_mark):
+            begin = min((i for i in map(self._held.find, (syntax.pair_mark, *ends)) if i >= 0), default=-1)
+            if begin < 0:
+                return self._cut_off() if last else None
+            self._spare, self._held = self._spare + self._held[:begin], self._held[begin:]
+            return {}
         near, self._scanned = max(0, self._scanned - _NEAR), len(self._held)
         assert syntax.pair_close is not None
         if not last and not syntax.pair_close.search(self._held, near):
             return None
-        match = syntax.pair.match(self._held)
-        if match is None and last and not self._unended and syntax.open_pair is not None:
+        ended = not last or any(mark in self._held for mark in ends)
+        match = syntax.pair.match(self._held if ended else self._held + syntax.end)
+        if match is None and last and ended and syntax.open_pair is not None:
             match = syntax.open_pair.match(self._held)
         if match is None:
-            if last:
-                self._held, self._state = "", self._content  # cut off within a pair
-            return {} if last else None
-        self._held, self._scanned = self._held[match.end() :], 0
-        self._pairs += 1
+            return self._cut_off() if last else None
+        end = self._unclosed(match)
+        value = match["value"] if end is None else match["value"][: end - match.start("value")]
+        self._held, self._scanned = self._held[match.end() if end is None else end :], 0
         string = match.groupdict().get("string")
         types = self._types.get(match["key"], ()) if string is None else ("string",) if string == "true" else ("any",)
-        before = "{" if self._pairs == 1 else ", "
-        return self._more(f"{before}{json.dumps(match['key'], ensure_ascii=False)}: {_typed(match['value'], types)}")
+        return self._pair(match["key"], typed_json(value, types))
+
+    def _unclosed(self, match: re.Match[str]) -> int | None:
+        """Where a value ends that has no closing mark: where a parameter begins that the tool has and the call has not
+        yet."""
+        assert self._syntax is not None
+        assert self._syntax.pair_begin is not None
+        for begin in self._syntax.pair_begin.finditer(match["value"]):
+            if begin["key"] in self._types and begin["key"] not in {match["key"], *self._keys}:
+                return match.start("value") + begin.start()
+        return None
+
+    def _pair(self, key: str, value: str) -> Part:
+        before = ", " if self._keys else "{"
+        self._keys.append(key)
+        return self._more(f"{before}{json.dumps(key, ensure_ascii=False)}: {value}")
+
+    def _cut_off(self) -> Part:
+        """What an answer that ends within a pair has of its value, without an end; what is no pair is content."""
+        assert self._syntax is not None
+        assert self._syntax.pair_begin is not None
+        text, self._held, self._state = self._held, "", self._after
+        begin = self._syntax.pair_begin.match(text.lstrip())
+        if begin is not None and not any(mark in text for mark in (self._syntax.end, *self._syntax.closes)):
+            value = text.lstrip()[begin.end() :].removeprefix("\n")
+            return self._pair(begin["key"], json.dumps(value, ensure_ascii=False)[:-1])
+        self._spare += text
+        return self._spared()
+
+    def _spared(self) -> Part:
+        """The text within a call that is none of it, as content."""
+        text, self._spare = self._spare, ""
+        if not text.strip() or self._silent:
+            return {}
+        self.unparsed += 1
+        self._said = True
+        return {"content": text}
 
     def _after(self, last: bool) -> Part | None:
         """Skips what may follow a call: further members and surplus braces, white space, closing marks."""
         syntax = self._syntax
+        if self._spare:
+            return self._spared()
         if syntax is None:
             return self._plain(last)
         if syntax.objects and _MORE.match(self._held):
-            self._scan, self._scanned, self._state = _Value(depth=1), 0, self._members
+            self._scan, self._scanned, self._state = JsonValue(depth=1), 0, self._members
             return {}
         return self._after_members(last)
 
     def _members(self, last: bool) -> Part | None:
-        """Skips further members of a call's object, to its end."""
+        """Skips further members of a call's object that say nothing, to its end; others are content."""
         self._scanned += self._scan.feed(self._held[self._scanned :])[1]
         if not (self._scan.ended or last):
             return None
-        self._held, self._state = self._held[self._scanned * self._scan.ended :], self._after_members
-        return {}
+        if self._scan.ended:
+            members, self._held = self._held[: self._scanned], self._held[self._scanned :]
+            self._spare = "" if says_nothing(members) else members
+        self._state = self._after_members
+        return self._spared()
 
     def _after_members(self, last: bool) -> Part | None:
         syntax = self._syntax
@@ -369,7 +413,7 @@ class ChatParts:
         closes = (*syntax.closes, *syntax.marks, *filter(None, (syntax.end,)))
         if any(mark.startswith(rest) and mark != rest for mark in (*closes, *syntax.opens)) and rest and not last:
             return None
-        self._held = rest if surplus or rest.startswith((*closes, *syntax.opens)) else self._held.lstrip(_BLANK)
+        self._held = rest if surplus or rest.startswith((*closes, *syntax.opens)) else self._held.lstrip(BLANK)
         if close := next((mark for mark in closes if rest.startswith(mark)), ""):
             self._held, self._state, self._closed = rest[len(close) :], self._after_members, True
         elif rest.startswith(syntax.opens or "{") or (syntax.objects and rest.startswith("{")):
@@ -396,73 +440,6 @@ class ChatParts:
         if self._silent or not arguments:
             return {}
         return {"tool_calls": [{"index": self.calls - 1, "function": {"arguments": arguments}}]}
-
-
-def _parsed(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError, also for values that JSON text cannot have (a lone surrogate, NaN,
-    an infinity such as 1e999), and RecursionError."""
-    value = json.loads(text, strict=False)
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    return value
-
-
-def _text_of(string: str) -> str:
-    """The text of a JSON string; the argument itself if it is none."""
-    try:
-        return str(_parsed(string))
-    except ValueError:
-        return string
-
-
-def _unquoted(name: str) -> str:
-    try:
-        return str(json.loads(f'"{name}"'))
-    except ValueError:
-        return name
-
-
-_JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
-
-
-def _typed(text: str, types: Sequence[str]) -> str:
-    """The JSON of a value that a model wrote without quotes, by the types that its parameter allows."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    if tuple(types) == ("string",):
-        return json.dumps(text, ensure_ascii=False)
-    written = _PYTHON_WORDS.get(text.strip(), text)
-    try:
-        value = _parsed(written)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    kind = "null" if value is None else _JSON_TYPES[type(value)]
-    fits = kind in types or (kind == "integer" and "number" in types) or "string" not in types
-    return json.dumps(value if fits else text, ensure_ascii=False)
-
-
-def types_of(schema: Any) -> list[str]:
-    """The types that a parameter's schema allows; [] if it does not say."""
-    if not isinstance(schema, dict):
-        return []
-    types = schema.get("type")
-    if isinstance(types, str):
-        return [types]
-    if isinstance(types, list):
-        return [name for name in types if isinstance(name, str)]
-    options: list[Any] = next((schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)), [])
-    if options:
-        return sorted({name for option in options for name in types_of(option)})
-    values = schema.get("enum") if isinstance(schema.get("enum"), list) else []
-    return sorted({"null" if value is None else _JSON_TYPES.get(type(value), "") for value in values or ()})
-
-
-def parameter_types(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """The types of each tool's parameters."""
-    types = {}
-    for tool in tools:
-        properties = (tool["function"].get("parameters") or {}).get("properties")
-        named = properties if isinstance(properties, dict) else {}
-        types[tool["function"]["name"]] = {key: types_of(schema) for key, schema in named.items()}
-    return types
 
 
 def message_of(parts: Iterable[Part]) -> Part:

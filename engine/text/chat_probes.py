@@ -6,8 +6,9 @@ import json
 import re
 from typing import Any
 
+from .call_values import parameter_types
 from .chat_formats import REASONING_FORMATS, TOOL_FORMATS
-from .chat_parts import ChatParts, message_of, parameter_types
+from .chat_parts import ChatParts, message_of
 from .chat_shape import PROBE_TOOL, ChatShape, Messages, Render, probe_chat
 
 _USER: Messages = [{"role": "user", "content": "zquser"}]

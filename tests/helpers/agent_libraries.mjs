@@ -11,7 +11,8 @@ const weather = tool({
   inputSchema: z.object({ city: z.string() }),
   execute: async ({ city }) => (asked.push(city), "sun"),
 });
-for (const [model, providerOptions] of [[openai("demo"), { openai: { store: false } }], [openai.chat("demo"), {}]]) {
+const unstored = { openai: { store: false } };
+for (const [model, providerOptions] of [[openai("demo"), {}], [openai("demo"), unstored], [openai.chat("demo"), {}]]) {
   const common = { model, providerOptions, maxRetries: 0 };
   assert.equal((await generateText({ ...common, prompt: "hello" })).text, SAYS);
   let said = "";
@@ -21,6 +22,14 @@ for (const [model, providerOptions] of [[openai("demo"), { openai: { store: fals
   assert.equal((await generateText(calling)).text, SAYS);
   assert.equal(await streamText(calling).text, SAYS);
   assert.deepEqual(asked.splice(0), ["Rome", "Rome"]);
+  const messages = [];
+  for (const content of ["weather", "and now", "weather"]) {
+    messages.push({ role: "user", content });
+    const turn = await generateText({ ...calling, prompt: undefined, messages });
+    assert.equal(turn.text, SAYS);
+    messages.push(...turn.response.messages);
+  }
+  assert.equal(asked.splice(0).length, 3);
   const schema = z.object({ city: z.enum(["Rome", "Oslo"]), sunny: z.boolean() });
   const typed = await generateText({ ...common, prompt: "hello", output: Output.object({ schema }) });
   assert.ok(typed.output.city);

@@ -253,6 +253,7 @@ def _rows(names: Sequence[str], agent: bool) -> list[tuple[str, ...]]:
 
             model = scripted_model.save(folder / "model", SCRIPTS, max_position_embeddings=8192)
         settings = {"daemon.data_dir": folder / "data", "model.path": model, "model.wiring": "auto"}
+        settings |= {"daemon.responses_retention": "1h"} if agent else {}
         with (
             serving(ROOT / "configs/demo.yaml", ROOT / "build/judges/daemon.log", settings) as daemon,
             behind_nginx(daemon.port, folder) as url,

@@ -23,6 +23,7 @@ from .generate import Direct, Generator, generate_router
 from .guard import OPEN, Guard
 from .page import page_router
 from .probes import metrics_router, probes_router
+from .responses import responses_router
 from .state import Services
 from .usage import usage_router
 from .vllm import vllm_router
@@ -70,8 +71,8 @@ def _model(services: Services) -> dict[str, Any]:
 
 def make_api(services: Services, generator: Generator, version: str, with_metrics: bool = True) -> FastAPI:
     app = FastAPI(title="laddertron", version=version, docs_url=None, redoc_url=None)
-    own = (files_router(services), batches_router(services), generate_router(generator), models_router(services))
-    more = (page_router(services, version), probes_router(services), usage_router(services))
+    own = (files_router(services), batches_router(services), generate_router(generator), responses_router(services))
+    more = (models_router(services), page_router(services, version), probes_router(services), usage_router(services))
     for router in (*own, *more, vllm_router(services, version)):
         app.include_router(router)
     if with_metrics:
@@ -103,7 +104,6 @@ def _handle_errors(app: FastAPI) -> None:
         if status == 404:
             kind = path.removeprefix("/v1/").lstrip("/").partition("/")[0]
             none = f"{kind} are not supported; " if kind in _OTHER_KINDS else ""
-            none = "responses are not stored; " if kind == "responses" else none
             routes = app.openapi()["paths"]
             at_v1 = any(route.startswith(f"/v1/{kind}") for route in routes) and kind and not path.startswith("/v1/")
             there = f"the API is at /v1: set the base URL to end in /v1 (/v1{path})" if at_v1 else ""

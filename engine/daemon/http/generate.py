@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: one body in, an answer or a stream of server-sent events out."""
+"""/v1/completions, /v1/chat/completions and /v1/responses: one body in, an answer or a stream of events out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +28,10 @@ from ...openai.to_engine import RequestOrigin, to_requests
 from ...openai.validators import json_schema as schema_of
 from ...openai.validators import takes
 from ..flight import Flight, FlightOwner
+from ..retained import RetainedResponses
 from ..usage import tokens_of
 from .bodies import GROWING, SMALL_BYTES, Unread
-from .errors import not_ready, text_workers
+from .errors import not_ready, text_workers, unstored
 from .state import Services, owner_of
 
 _VALUE_BYTES = 100  # of a large answer: tokens and numbers as Python keeps them
@@ -50,6 +52,7 @@ class _Reply(FlightOwner):
         self.over = self.gone = self.late = self.sent = self._said_late = False
         self._writer = EventWriter() if body.responses is None else ResponseWriter()
         self._events: list[bytes] = []
+        self._ended: Answer | None = None
         self._backlog = 0
         self._pieces: Iterator[bytes] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -76,8 +79,9 @@ class _Reply(FlightOwner):
     def finished(self, flight: Flight) -> None:
         answer = flight.answer
         self.over = True
-        if self.body.stream:
+        if self.body.stream and self.body.stored_input is None:
             self._events.append(self._writer.end(answer))
+        self._ended = answer
         self._wake()
         times = (self.arrived, self.submitted, self.first, self.now())
         tokens = (answer.prompt_tokens, answer.completion_tokens)
@@ -127,12 +131,27 @@ class _Reply(FlightOwner):
             return await self._services.store.in_turn(self._unread.owner, self._piece)
         if self._said_late:
             return b""  # its end was sent: later tokens are discarded
+        if self._ended is not None and self.body.stored_input is not None:
+            ended, self._ended = self._ended, None
+            try:
+                await self.stored(ended)
+            except ApiError as error:
+                ended.error = error
+            self._events.append(self._writer.end(ended))
         if self.late and not self.over:
             self._said_late = True
             self._events.append(self._writer.failed(_late()))
         events, self._events, self._backlog = self._events, [], 0
         self._unread.hold(GROWING, 0)
         return events[0] if len(events) == 1 else b"".join(events)
+
+    async def stored(self, answer: Answer) -> str:
+        """Stores the response of an answer whose body has `stored_input`; returns it as JSON. Raises ApiError."""
+        retained, owner = self._services.retained, self._unread.owner
+        assert retained is not None
+        row = retained.row(owner, answer, whole_answer(answer))
+        await self._services.write(retained.add(row))
+        return row.to_json()
 
     def send_in_pieces(self, answer: Answer) -> None:
         """Makes `next` return a large answer, piece by piece. Raises ApiError if too many unread bytes are in
@@ -184,6 +203,8 @@ class Generator:
                 raise _shown(flight.answer.error)
             kind, headers = "text/event-stream", _notes(body)
             if not body.stream:
+                if body.stored_input is not None:
+                    return Response(await reply.stored(flight.answer), 200, headers, "application/json")
                 if flight.answer.values <= LARGE_VALUES or body.responses is not None:
                     return JSONResponse(whole_answer(flight.answer), headers=headers)
                 reply.send_in_pieces(flight.answer)
@@ -207,10 +228,24 @@ class Generator:
         """Reads and checks the body. Its bytes are freed when this returns, because the answer may take minutes."""
         services, limits = self._services, self._services.dispatcher.limits
         assert limits is not None
-        encoder = services.encoder.of(owner_of(request))
+        owner, load = owner_of(request), None
+        encoder, retained = services.encoder.of(owner), services.retained
+        if retained is not None and endpoint == RESPONSES:
+            load = partial(self._load, retained, owner)
         async with services.bodies.read(request) as raw:
             with text_workers():
-                return await prepare(raw, endpoint, services.served_model_name, limits.max_model_len, encoder)
+                most = limits.max_model_len
+                body, prompts = await prepare(raw, endpoint, services.served_model_name, most, encoder, load)
+        if retained is not None and body.stored_input is not None:
+            if why := services.batches.gate.why:
+                raise unstored(f"{why}: send store: false, or wait")
+            await services.write(retained.admit(owner, len(body.stored_input.input)))
+        return body, prompts
+
+    async def _load(
+        self, retained: RetainedResponses, owner: str, previous: str | None, of_items: tuple[str, ...]
+    ) -> bytes:
+        return await self._services.write(retained.load(owner, previous, of_items))
 
     def _flight(self, request: Request, body: Body, prompts: list[tuple[int, ...]]) -> tuple[Flight, _Reply]:
         dispatcher, limits = self._services.dispatcher, self._services.limits
@@ -323,14 +358,14 @@ def generate_router(generator: Generator) -> APIRouter:
 
     @router.post(RESPONSES, openapi_extra=takes(schema_of(ResponsesFields)), **answers)
     async def respond(request: Request) -> Response:
-        """Answer a conversation in the form of OpenAI's Responses API; nothing is stored."""
+        """Answer a conversation in the form of OpenAI's Responses API."""
         return await generator.answer(request, RESPONSES)
 
     return router
 
 
 class Direct:
-    """The application with a direct path to the two most frequent routes: the framework's layers take as much time as
+    """The application with a direct path to the most frequent routes: the framework's layers take as much time as
     the rest of a short request, on the event loop that all streams share. The guard answers errors."""
 
     def __init__(self, app: ASGIApp, generator: Generator) -> None:

@@ -1,4 +1,4 @@
-"""The files of batches: checks uploads, makes output and error files from the store, deletes old files."""
+"""The files of batches: checks uploads, makes output and error files from the store; deletes what is old."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from . import records
 from .disk import Files, NewFile
+from .responses import drop_responses, expired_responses
 from .rows import FileRow
 from .store import Store, StoreUnavailable
 from .sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged
@@ -24,7 +25,8 @@ _CLEANING_SECONDS = 600.0
 
 
 class Cleaner:
-    """Deletes old files. `retention` in seconds; None: only files that expire. Waits while the clock is paused."""
+    """Deletes old files, batches and responses. `retention` in seconds; None: only what expires. Waits while the clock
+    is paused."""
 
     def __init__(self, store: Store, retention: float | None) -> None:
         self._store, self._retention = store, retention
@@ -40,9 +42,11 @@ class Cleaner:
             await asyncio.sleep(_CLEANING_SECONDS)
 
     async def clean(self, before: int, now: int) -> int:
-        """Deletes batches and files from before `before`, and expired files; returns their number. Raises
+        """Deletes batches and files from before `before`, and expired files and responses; returns their number. Raises
         StoreUnavailable or OSError."""
         count = 0
+        while names := await self._store.read(lambda db: expired_responses(db, now)):
+            count += await self._store.write(partial(drop_responses, names=names))
         while batches := await self._store.read(lambda db: records.old_batches(db, before)):
             for batch in batches:
                 for name in await self._store.write(partial(records.drop_batch, batch=batch)):
@@ -54,7 +58,7 @@ class Cleaner:
                     await self._store.remove_bytes(file.id)
             count += len(files)
         if count:
-            log.info("deleted %d old files and batches", count, extra={"event": "retention"})
+            log.info("deleted %d old files, batches and responses", count, extra={"event": "retention"})
             await self._store.write(lambda rows: rows.db.execute("PRAGMA incremental_vacuum(1024)").fetchall())
         return count
 

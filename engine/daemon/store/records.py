@@ -24,7 +24,7 @@ _JSON = ("errors", "metadata")
 _HAS_ENDED = f"status IN ({', '.join(repr(status) for status in sorted(ENDED))})"
 
 
-def _values(table: str, row: sqlite3.Row, unchecked: bool = False) -> dict[str, Any]:
+def values_of(table: str, row: sqlite3.Row, unchecked: bool = False) -> dict[str, Any]:
     """A complete row's values, without its running number and checksum. Raises Damaged, unless `unchecked`."""
     values = dict(row)
     if not unchecked and not is_intact(values):
@@ -38,11 +38,11 @@ def name_of(table: str, values: Mapping[str, Any]) -> str:
 
 
 def _file(row: sqlite3.Row, unchecked: bool = False) -> FileRow:
-    return FileRow(**_values("files", row, unchecked))
+    return FileRow(**values_of("files", row, unchecked))
 
 
 def _batch(row: sqlite3.Row, unchecked: bool = False) -> BatchRow:
-    values = _values("batches", row, unchecked)
+    values = values_of("batches", row, unchecked)
     for name in _JSON:
         values[name] = None if values[name] is None or unchecked else json.loads(values[name])
     return BatchRow(**values)
@@ -77,7 +77,7 @@ def get_file(db: sqlite3.Connection, file_id: str, owner: str | None = None, unc
 def block_sums(db: sqlite3.Connection, file_id: str) -> str | None:
     """The checksums of a file's blocks; None for a file of an earlier version. Raises Damaged."""
     row = db.execute("SELECT * FROM blocks WHERE file_id = ?", (file_id,)).fetchone()
-    return None if row is None else str(_values("blocks", row)["sums"])
+    return None if row is None else str(values_of("blocks", row)["sums"])
 
 
 def add_sums(rows: Rows, file_id: str, sums: str) -> None:
@@ -140,7 +140,7 @@ def add_batch(rows: Rows, batch: BatchRow, repeat_key: str | None = None, digest
         row = {**name, "digest": digest, "batch_id": batch.id, "created_at": batch.created_at}
         if not rows.insert("repeats", row):
             repeat = rows.db.execute("SELECT * FROM repeats WHERE owner = :owner AND key = :key", name).fetchone()
-            earlier = _values("repeats", repeat)
+            earlier = values_of("repeats", repeat)
             return get_batch(rows.db, earlier["batch_id"]) if earlier["digest"] == digest else None
     rows.insert("batches", _columns(asdict(batch)))
     return batch
@@ -332,7 +332,7 @@ def read_usage(
 ) -> list[dict[str, Any]]:
     """Usage by day, newest first; `owner=None`: of all owners. Damaged rows: see `_intact`."""
     query = "SELECT * FROM usage WHERE day >= ? AND (owner = ? OR ? IS NULL) ORDER BY day DESC, owner"
-    return _intact(db.execute(query, (since, owner, owner)), partial(_values, "usage"), damaged)
+    return _intact(db.execute(query, (since, owner, owner)), partial(values_of, "usage"), damaged)
 
 
 def stored_bytes(db: sqlite3.Connection, owner: str) -> int:

@@ -140,11 +140,41 @@ class BatchRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ResponseRow:
+    """A response and the input that it was sent. `previous`: the response that it continues; `of_items`: the ids,
+    separated by spaces, of those to whose items its input refers; `head`: its JSON without `output`; `input`, `output`:
+    JSON arrays of items; `bytes`: of these three."""
+
+    id: str
+    owner: str
+    expires_at: int
+    bytes: int
+    previous: str | None
+    of_items: str
+    status: str
+    head: str
+    input: str
+    output: str
+
+    def to_json(self) -> str:
+        """The response as it was answered."""
+        return f'{self.head[:-1]},"output":{self.output}}}'
+
+    def items_json(self) -> str:
+        """This member of stored_responses.Stored."""
+        previous = "null" if self.previous is None else f'"{self.previous}"'
+        members = f'"status":"{self.status}","previous":{previous},"input":{self.input},"output":{self.output}'
+        return f'"{self.id}":{{{members}}}'
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
-    """One line's answer (`ok`) or error, as in the output or error file, line break included."""
+    """One line's answer (`ok`) or error, as in the output or error file, line break included. `response`: stored with
+    it."""
 
     custom_id: str
     number: int
     ok: bool
     line: str
     tokens: Tokens = NO_TOKENS
+    response: ResponseRow | None = None

@@ -75,6 +75,14 @@ MIGRATIONS: tuple[str, ...] = (
     """,
     "".join(f"ALTER TABLE {table} ADD COLUMN sum TEXT;\n" for table in _UNSUMMED)
     + "CREATE TABLE blocks (file_id TEXT PRIMARY KEY, sums TEXT NOT NULL, sum TEXT);",
+    """
+    CREATE TABLE responses (
+        no INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, expires_at INTEGER NOT NULL,
+        bytes INTEGER NOT NULL, previous TEXT, of_items TEXT NOT NULL, status TEXT NOT NULL, head TEXT NOT NULL,
+        input TEXT NOT NULL, output TEXT NOT NULL, sum TEXT
+    );
+    CREATE INDEX responses_by_use ON responses (owner, expires_at, no, bytes);
+    """,
 )
 VERSION = len(MIGRATIONS)
 
@@ -86,6 +94,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "repeats": ("owner", "key"),
     "usage": ("owner", "day"),
     "blocks": ("file_id",),
+    "responses": ("id",),
 }
 """The key of each exported table (`meta` belongs to one data folder and is not exported)."""
 

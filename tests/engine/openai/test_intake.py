@@ -340,13 +340,13 @@ def test_messages_are_checked_and_kept_as_sent() -> None:
     }
     extras = {"annotations": [], "id": "p", "index": 0}
     refusals = [{"type": "text", "text": "a", **extras}, {"type": "refusal", "refusal": "no", **extras}]
-    silent = {"id": "c", "function": {"name": "f", "arguments": None}}
+    silent = {"id": "c", "type": None, "function": {"name": "f", "arguments": None}}
     body = chat(
         messages=[
             {"role": "developer", "content": "d", "name": "n"},
             {"role": "user", "content": parts},
             answer,
-            {"role": "assistant", "content": None, "refusal": "never"},
+            {"role": "assistant", "refusal": "never"},
             {"role": "assistant", "content": refusals},
             {"role": "assistant", "content": [], "tool_calls": [silent, {**silent, "function": {"name": "f"}}]},
             {"role": "assistant", "content": None, "reasoning_content": "hm"},

@@ -24,6 +24,8 @@ COUNT: Schema = {"type": "integer", "minimum": 0, "maximum": 40}
 PAIR: Schema = {"type": "object", "properties": {"a": COUNT, "b": TEXT}, "additionalProperties": False}
 DRAFT = "http://json-schema.org/draft-{}/schema#"
 
+CONSTANTS: tuple[Any, ...] = (None, False, 1.5, "", '\u2028"\\', [1, [None]], {}, 10**20)
+
 ENFORCED: dict[str, Schema] = {
     "type": {"type": ["integer", "null"]},
     "enum": {"enum": ["x", 1, 1.5, None, {"a": [True]}, []]},
@@ -55,7 +57,7 @@ ENFORCED: dict[str, Schema] = {
     },
     "nothing demanded": {**COUNT, "uniqueItems": False, "not": False, "dependentRequired": {}, "propertyNames": True},
     "format of no text": {"type": "object", "properties": {"format": COUNT}, "required": ["format"]},
-    **{f"const {value!r}": {"const": value} for value in (None, False, 1.5, "", "\u2028\"\\", [1, [None]], {}, 10**20)},
+    **{f"const {value!r}": {"const": value} for value in CONSTANTS},
     "type list": {"type": ["string", "integer", "null"], "maxLength": 2},
     "enum of a type": {"type": "integer", "enum": [1, "a", None, 2]},
     "patternProperties, several": {

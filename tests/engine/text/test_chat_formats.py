@@ -14,8 +14,9 @@ from laddertron.engine.config.schema import ToolFormat
 from laddertron.engine.openai.answers import Answer
 from laddertron.engine.openai.to_engine import to_requests
 from laddertron.engine.request import TokensEvent
+from laddertron.engine.text.call_values import parameter_types
 from laddertron.engine.text.chat_formats import REASONING_FORMATS, TOOL_FORMATS
-from laddertron.engine.text.chat_parts import ChatParts, Part, message_of, parameter_types
+from laddertron.engine.text.chat_parts import ChatParts, Part, message_of
 from laddertron.engine.text.chat_shape import probe_chat
 from laddertron.engine.text.tokenizer import ChatOptions, TextModel
 from tiny_text import byte_level, write_folder
@@ -190,7 +191,12 @@ def test_what_is_no_call_is_content_and_counted(tool_format: str, run_seed: int)
         ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1}"}</tool_call>', [{"a": 1}], ""),
         ("hermes", '<tool_call>{"name": "now"}</tool_call>', [{}], ""),
         ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call>', [{"a": 1}], ""),
-        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "x", "n": 1}</tool_call>ok', [{}], "ok"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "x", "type": "f"}</tool_call>ok', [{}], "ok"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "n": 1}</tool_call>ok', [{}], ', "n": 1}ok'),
+        ("hermes", '<tool_call>{"n": 1, "arguments": {}, "name": "now"}</tool_call>ok', [{}], '{"n": 1}ok'),
+        ("hermes", '<tool_call>{"name": "now", "argument": {}}</tool_call>', [],
+         '<tool_call>{"name": "now", "argument": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": None}</tool_call>ok', [{}], "ok"),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}}\n{"name": "now", "arguments": {}}</tool_call>',
          [{}, {}], ""),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1}</tool_call>ok', [{"a": 1}], "ok"),
@@ -198,7 +204,8 @@ def test_what_is_no_call_is_content_and_counted(tool_format: str, run_seed: int)
         ("hermes", "<tool_call>{bad}</tool_call> x", [], "<tool_call>{bad}</tool_call> x"),
         ("hermes", '<tool_call>x</tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>', [{}],
          "<tool_call>x</tool_call>"),
-        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "x": {"a": ["}"]}}</tool_call>, "ok"', [{}], ', "ok"'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {}, "x": {"a": ["}"]}}</tool_call>, "ok"', [{}],
+         ', "x": {"a": ["}"]}}, "ok"'),
         ("hermes", '<tool_call>{"name": "now", "arguments": {}, "x": {</tool_call>', [{}], '"x": {</tool_call>'),
         ("hermes", '<tool_call>{"function": {"name": "now", "arguments": {}}}</tool_call>', [{}], ""),
         ("hermes", '\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>', [{}], ""),
@@ -223,6 +230,17 @@ def test_what_is_no_call_is_content_and_counted(tool_format: str, run_seed: int)
         ("qwen3_coder", "<tool_call><function=weather><parameter=days>\nTrue\n</parameter></tool_call>",
          [{"days": True}], ""),
         ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>7</arg_value></tool_call>", [{"city": "7"}], ""),
+        ("qwen3_coder", "<function=weather><parameter=city>Rome\n<parameter=days>\n3\n</parameter></function>",
+         [{"city": "Rome", "days": 3}], ""),
+        ("qwen3_coder", "<function=weather>So <parameter=city>Rome</parameter><parameter=days>3</function>ok",
+         [{"city": "Rome", "days": 3}], "So ok"),
+        ("qwen3_coder", "<function=weather><parameter=city>a<parameter=city>b<parameter=x>c</parameter></function>",
+         [{"city": "a<parameter=city>b<parameter=x>c"}], ""),
+        ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome<arg_key>days</arg_key><arg_value>3"
+         "</arg_value></tool_call>", [{"city": "Rome", "days": 3}], ""),
+        ("deepseek_v32", '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="city" string="true">Rome'
+         '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter></｜DSML｜invoke>',
+         [{"city": "Rome", "days": 3}], ""),
         ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</tool_call></tool_call>ok",
          [{"city": "Rome"}], "ok"),
         ("kimi", '<|tool_call_begin|>now:0<|tool_call_argument_begin|>{"a": 1}}<|tool_call_end|>ok', [{"a": 1}], "ok"),
@@ -286,7 +304,7 @@ def test_a_call_that_is_cut_off_within_a_value_leaves_its_arguments_open(cut: st
     """So that no client takes them for complete ones."""
     message = read_alike(f"<tool_call>weather<arg_key>city</arg_key>{cut}", run_seed, tool_format="glm")
     (call,) = message["tool_calls"]
-    assert call["function"]["arguments"] in ("", '{"city": "Rome"')
+    assert call["function"]["arguments"] in ('{"city": "Ro', '{"city": "Rome", "days": "1')
 
 
 def test_a_call_ends_reasoning_that_has_no_closing_mark(run_seed: int) -> None:
@@ -305,15 +323,26 @@ def test_a_call_ends_reasoning_that_has_no_closing_mark(run_seed: int) -> None:
         ("hermes", r'<tool_call>{"name": "now", "arguments": "C:\dir"}</tool_call>', r'"C:\dir"'),
         ("hermes", r'<tool_call>{"name": "now", "arguments": "\ud800"}</tool_call>', r'"\ud800"'),
         ("gpt_oss", r' to=functions.now<|message|>"C:\dir"<|call|>', r'"C:\dir"'),
+        ("gpt_oss", " to=functions.now<|message|>city: Rome<|call|>", "city: Rome"),
+        ("gpt_oss", ' to=functions.now<|message|>{"a": 1<|call|>', '{"a": 1'),
+        ("gpt_oss", ' to=functions.now<|message|>{"a": [1<|end|>', '{"a": [1'),
+        ("gpt_oss", " to=functions.now<|message|>trust me<|call|>", "trust me"),
+        ("gpt_oss", " to=functions.now<|message|>7 days", "7 days"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": city: Rome}</tool_call>', "city: Rome"),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1</tool_call>', '{"a": 1'),
+        ("mistral", "[TOOL_CALLS]now[ARGS]a: 1", "a: 1"),
+        ("kimi", "<|tool_call_begin|>now:0<|tool_call_argument_begin|>a: 1<|tool_call_end|>", "a: 1"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{'a': 1}<｜tool▁call▁end｜>", "{'a': 1}"),
         ("qwen3_coder", r'<function=now><parameter=a>"\ud800"</parameter></function>', r'{"a": "\"\\ud800\""}'),
     ],
 )
 def test_arguments_that_no_text_can_have_are_passed_on(
     tool_format: str, text: str, arguments: str, run_seed: int
 ) -> None:
-    """Strings with an escape that JSON has not, or half a character: the client gets them as the model wrote them."""
-    (call,) = read_alike(text, run_seed, tool_format=tool_format)["tool_calls"]
-    assert call["function"]["arguments"] == arguments
+    """What is no JSON: the client gets it as the model wrote it."""
+    message = read_alike(text, run_seed, tool_format=tool_format)
+    (call,) = message["tool_calls"]
+    assert (call["function"]["arguments"], message["content"]) == (arguments, None)
 
 
 @pytest.mark.parametrize("part", ["}{", "</parameter>x", "</arg_value>x"])
