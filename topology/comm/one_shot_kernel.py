@@ -8,6 +8,30 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def _meet(regions, epochs, stop, rank, program, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
+    """Signals `epoch` to every rank's region, and waits until each has signalled it here, or `stop` is set; returns
+    `stop`. What any thread stored before is visible to all ranks first, and what any thread loads behind it is what the
+    ranks had stored.
+
+    The first barrier puts all threads' stores before the release (in PTX a fence of the system's scope); the second
+    hands what was acquired to all threads. An acquire also empties the multiprocessor's cache."""
+    tl.debug_barrier()
+    lane = tl.arange(0, LANES)
+    there = lane < RANKS
+    word: tl.constexpr = epochs.dtype
+    flags = tl.load(regions + lane, there, other=0).to(word) + program * RANKS + rank
+    tl.atomic_xchg(flags, epoch + lane * 0, mask=there, sem="release", scope="sys")
+    arrivals = tl.load(regions + rank).to(word) + program * RANKS + lane
+    missing, stopped = 1, epoch * 0
+    while (missing != 0) & (stopped == 0):
+        seen = tl.atomic_add(arrivals, lane.to(tl.int64) * 0, mask=there, sem="acquire", scope="sys")
+        missing = tl.sum(tl.where(there & (seen < epoch), 1, 0))
+        stopped = tl.load(stop, volatile=True)
+    tl.debug_barrier()
+    return stopped
+
+
 # Sizes are not specialised: a message of another size must not compile within a capture.
 @triton.jit(do_not_specialize=["rank", "part", "chunk"])
 def exchange(
@@ -35,21 +59,7 @@ def exchange(
             values = tl.load(source + k * part.to(tl.int64) * VEC + first + begin + at, inside)
             tl.store(mine + k * chunk * VEC + begin + at, values, inside)
 
-    # The barrier puts every thread's stores before the release, and its loads behind the acquire.
-    tl.debug_barrier()
-    lane = tl.arange(0, LANES)
-    there = lane < RANKS
-    word: tl.constexpr = epochs.dtype
-    flags = tl.load(regions + lane, there, other=0).to(word) + program * RANKS + rank
-    tl.atomic_xchg(flags, epoch + lane * 0, mask=there, sem="release", scope="sys")
-    arrivals = tl.load(regions + rank).to(word) + program * RANKS + lane
-    missing, stopped = 1, epoch * 0
-    while (missing != 0) & (stopped == 0):
-        seen = tl.atomic_add(arrivals, lane.to(tl.int64) * 0, mask=there, sem="acquire", scope="sys")
-        missing = tl.sum(tl.where(there & (seen < epoch), 1, 0))
-        stopped = tl.load(stop, volatile=True)
-    tl.debug_barrier()
-
+    stopped = _meet(regions, epochs, stop, rank, program, epoch, RANKS, LANES)
     # NOTE: volatile, so from the owner's memory and not from this multiprocessor's cache; Triton drops ".cv".
     failed = tl.full([BLOCK], float("nan"), tl.float32).to(kind.element_ty)
     if GATHER:

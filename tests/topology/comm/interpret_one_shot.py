@@ -10,17 +10,21 @@ import json
 import mmap
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from laddertron.topology.comm import symmetric
 from laddertron.topology.comm.one_shot import REGION_BYTES, OneShot
 from laddertron.topology.link_cost import ONE_SHOT_BYTES
@@ -147,6 +151,33 @@ def checked(ranks: int) -> bool:
     return forked(list(range(ranks)), work)
 
 
+def across(ranks: int, seed: int) -> bool:
+    """Two nodes of half the ranks each, gloo between them: the sum of the nodes' sums, on all ranks the same bits."""
+    per_node, folder = ranks // 2, tempfile.mkdtemp()
+    nodes = [shared(per_node) for _ in range(2)]
+
+    def work(rank: int) -> None:
+        torch.set_num_threads(1)
+        delayed(random.Random(f"{seed} {rank}"))
+        make: Any = vars(dist)["FileStore"]  # torch leaves its stores without public types
+        store, limit = make(f"{folder}/store", ranks), timedelta(seconds=ALIVE_S)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+        node, index = divmod(rank, per_node)
+        rails = [dist.new_group([i, i + per_node]) for i in range(per_node)]
+        levels = symmetric.DirectLevels(OneShot(index, nodes[node]), rails[index], lambda nbytes: True)
+        for number in range(10):
+            given = parts(ranks, 64 * per_node * (number + 1), torch.float32, seed + number)
+            x = given[rank].clone()
+            levels(x)
+            assert torch.equal(x, in_rank_order(given[:per_node]) + in_rank_order(given[per_node:])), number
+        dist.destroy_process_group()
+
+    try:
+        return forked(list(range(ranks)), work)
+    finally:
+        shutil.rmtree(folder)
+
+
 def absent(ranks: int) -> bool:
     """The last rank never comes: the others wait until they are told to stop, have no sums, and know who it was."""
     regions = shared(ranks)
@@ -180,4 +211,5 @@ def absent(ranks: int) -> bool:
 
 if __name__ == "__main__":
     ranks, count, seed = map(int, sys.argv[1:])
-    print(json.dumps({"sums": sums(ranks, count, seed), "absent": absent(ranks), "checked": checked(ranks)}))
+    done = {"sums": sums(ranks, count, seed), "absent": absent(ranks), "checked": checked(ranks)}
+    print(json.dumps(done | {"across": ranks == 2 or across(ranks, seed)}))

@@ -25,15 +25,43 @@ needs_triton = pytest.mark.skipif(
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 150), (4, 50), (8, 15)])
 def test_sums_are_in_rank_order_whoever_is_late(ranks: int, calls: int, run_seed: int) -> None:
     """Messages of any size and type, whole or by scatter and collect, while ranks are late at the two places where the
-    protocol could lose data; the same call again and again; a rank that never comes is named, and sums are NaN."""
+    protocol could lose data; the same call again and again; a rank that never comes is named, and sums are NaN; two
+    nodes with gloo between them."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpret_one_shot.py"))]
     paths = os.pathsep.join((*FOLDERS, os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
         [*command, str(ranks), str(calls), str(run_seed)], capture_output=True, text=True, timeout=600, check=False,
-        env=os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"},
+        env=os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"sums": True, "absent": True, "checked": True}, done.stderr
+    assert json.loads(done.stdout) == dict.fromkeys(("sums", "absent", "checked", "across"), True), done.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [90, 100])
+@pytest.mark.parametrize("parts", [1, 8])
+def test_compiled_it_orders_its_memory(parts: int, capability: int) -> None:
+    """What no interpreter shows: in PTX the release and the acquire are of the system's scope, in this order, each
+    beside a barrier; what peers published is read behind them, by 16 bytes and from no cache."""
+    import triton
+    from laddertron.topology.comm.one_shot_kernel import exchange
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature = {"out": "*bf16", "source": "*bf16", "regions": "*i64", "epochs": "*i64", "stop": "*i64"}
+    signature |= dict.fromkeys(("rank", "part", "chunk"), "i32")
+    constants = {"flag_bytes": 2048, "slice_bytes": 65792, "PROGRAMS": 16, "RANKS": 8, "LANES": 8, "PARTS": parts}
+    constants |= {"GATHER": False, "VEC": 8, "BLOCK": 4096}
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(5)}
+    source = ASTSource(exchange, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+    ptx = triton.compile(source, GPUTarget("cuda", capability, 32), {"num_warps": 16}).asm["ptx"]
+    release, acquire = (ptx.index(f"atom.global.sys.{name}64") for name in ("release.exch.b", "acquire.add.u"))
+    published, last_flag = ptx.rindex("st.global.v4.b32", 0, release), ptx.rindex("ld.volatile.global.b64")
+    read = ptx.index("ld.volatile.global.v4.b32")
+    assert published < ptx.rindex("bar.sync", 0, release) < release < acquire < last_flag < read
+    assert "bar.sync" in ptx[last_flag:read]
+    assert ptx.count("ld.volatile.global.v4.b32") == 8
+    assert ptx.count("ld.global.v4.b32") == parts, "peers' data are not read from a cache"
 
 
 @pytest.mark.gpu
