@@ -135,7 +135,7 @@ class LlamaModel(nn.Module):
         self.rotary = RotaryTable(config.rope, config.rope.rotated or config.head_dim, positions, device)
         self.layer_products: dict[int, LayerProducts] = {}
         self._head: Product | None = None
-        self._keeps_states = keeps_states
+        self.keeps_states = keeps_states
         self._last_norm: Product | None = None
         self.states = torch.empty(0)
         """The last step's rows [T, D] after the final norm."""
@@ -232,7 +232,7 @@ class LlamaModel(nn.Module):
         if not self.shard.samples:
             return
         norm: Norm | None = self._norm(self.norm)
-        if self._keeps_states and norm is not None:
+        if self.keeps_states and norm is not None:
             self._last_norm, norm = self.ops.exact.normed(norm), None
         if self.head is not None:
             self._head = prepare(self.head, self.ops.exact, norm)

@@ -160,9 +160,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("engine.speculation", "engine.device"),
-        lambda d: d.engine.device == "cuda" and (d.engine.speculation in ("model", "mtp") or d.engine.draft_model),
-        "drafts of a model need engine.device: cpu: on a GPU only those of the prompt are computed; use ngram, auto "
-        "without engine.draft_model, or false",
+        lambda d: d.engine.device == "cuda" and (d.engine.speculation == "model" or d.engine.draft_model),
+        "engine.draft_model needs engine.device: cpu: on a GPU drafts are looked up, or the model's own: use ngram, "
+        "mtp, auto without it, or false",
     ),
     Rule(
         ("engine.cuda_graphs", "engine.device"),

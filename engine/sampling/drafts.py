@@ -38,7 +38,10 @@ Layout = Callable[[list[Chunk]], tuple[StepLayout, Tensor, Tensor]]
 
 
 class Proposer(Protocol):
-    """Makes the drafts of every sequence's next step, alike on all ranks that sample."""
+    """Makes the drafts of every sequence's next step, alike on all ranks that sample. every_step: whether it must be
+    asked after steps, too, that no drafts follow."""
+
+    every_step: bool
 
     def apply(self, batch: Batch) -> None:
         """Applies the changes of slots and blocks."""
@@ -59,6 +62,8 @@ class Proposer(Protocol):
 
 class PromptLookUp:
     """The Proposer that finds drafts in the sequence's own tokens."""
+
+    every_step = False
 
     def apply(self, batch: Batch) -> None: ...
 

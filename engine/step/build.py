@@ -324,10 +324,10 @@ def _check(
     """Refuses a deployment that cannot run or does not fit, before weights are read; returns the bytes that steps need
     besides weights and KV, by name."""
     keys, size = deployment.engine, share.shard.size
-    if device.type != "cpu" and (keys.speculation in ("model", "mtp") or keys.draft_model is not None):
+    if device.type != "cpu" and keys.draft_model is not None:
         raise CapacityError(
-            f"engine.speculation={keys.speculation}: drafts of a model need engine.device: cpu: on a GPU only those of "
-            "the prompt are computed; use ngram, auto without engine.draft_model, or false"
+            "engine.draft_model needs engine.device: cpu: on a GPU drafts are looked up, or the model's own: use "
+            "engine.speculation ngram, mtp, auto without it, or false"
         )
     if share.sharing.per_node and communicator.pipeline is not None and device.type != "cpu":
         raise CapacityError(
@@ -336,8 +336,9 @@ def _check(
         )
     widens = share.stored is not None and share.stored.widens
     working = working_bytes(
-        deployment, share.shard, communicator.backend, share.dtype, share.kv_dtype, share.length, device, widens
-    )
+        deployment, share.shard, communicator.backend, share.dtype, share.kv_dtype, share.length, device, widens,
+        None if share.predictor is None else share.predictor.config,
+    )  # fmt: skip
     if share.draft is not None:
         check_alike(communicator, "engine.draft_model", "draft")
     if share.predictor is not None and share.predictor.in_node:
@@ -384,6 +385,8 @@ def _cache(
 ) -> tuple[KVCache, int]:
     """Allocates the KV cache in the free memory; returns it and the number of blocks for sequences."""
     keys = deployment.engine
+    if share.predictor is not None:  # which is loaded later
+        working = {**working, "the predicting layer": share.predictor.bytes}
     budget = agreed_budget(keys, communicator, device, working, sharers(deployment, device))
     one = block_bytes(share.shard, keys.block_size, share.kv_dtype)
     one += 0 if share.draft is None else share.draft.block_bytes(keys.block_size)

@@ -194,6 +194,8 @@ class StepGraphs:
         logits = (sampled, len(model.shard.vocab), torch.float32)
         rows, width, dtype = logits if model.shard.samples else (most, model.config.hidden_size, model.dtype)
         self._out = torch.zeros((rows, width), dtype=dtype, device=device)
+        states = most if model.keeps_states else 0, model.config.hidden_size
+        self._states = torch.zeros(states, dtype=model.dtype, device=device)
         self._boundary = None if model.boundary is None else FixedBoundary(model.boundary, model, most)
         self._replays: dict[Shape, Replay] = {}
         self._draws: dict[int, Replay] = {}
@@ -283,11 +285,13 @@ class StepGraphs:
         self._replays[shape]()
         if self._boundary is not None:
             self._boundary.hand_on(crossing)
-        if not mixed:
-            return self._out[:total]
-        if self._model.shard.samples:
-            return self._out[: len(rows)]
-        return torch.cat((self._out[:decode], self._out[decodes:end]))
+
+        def without_padding(x: Tensor) -> Tensor:
+            return torch.cat((x[:decode], x[decodes:end])) if mixed else x[:total]
+
+        if len(self._states):
+            self._model.states = without_padding(self._states)
+        return self._out[: len(rows)] if mixed and self._model.shard.samples else without_padding(self._out)
 
     @staticmethod
     def _padded(layout: StepLayout, shape: Shape) -> tuple[list[int], list[int], Tensor, NDArray[np.int64]]:
@@ -346,6 +350,8 @@ class StepGraphs:
         rows = sampled if _mixed(shape) and model.shard.samples else None
         out = model.compute(tokens, self._attention[shape], rows, padding)
         self._out[: len(out)].copy_(out)
+        if len(self._states):
+            self._states[:size].copy_(model.states)
 
 
 def _mixed(shape: Shape) -> bool:

@@ -93,6 +93,8 @@ def check_alike(communicator: Communicator, key: str, would: str) -> None:
 class DraftModel:
     """The draft model of one rank. The runner informs it of all changes of slots and blocks."""
 
+    every_step = True
+
     def __init__(
         self,
         compute: Callable[[StepLayout, Tensor, Tensor], Tensor],

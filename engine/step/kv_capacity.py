@@ -10,6 +10,7 @@ import torch
 
 from ...models.attention_choice import flashinfer_serves
 from ...models.config.json_fields import Refusal
+from ...models.config.model_config import ModelConfig
 from ...models.config.shapes import Sharing
 from ...models.cuda.workspace import too_many_latent_items
 from ...models.stages import RankShard
@@ -59,10 +60,11 @@ def total_bytes(device: torch.device, share: int) -> int:
 
 def working_bytes(
     deployment: Deployment, shard: RankShard, backend: str, dtype: torch.dtype, kv_dtype: torch.dtype, length: int,
-    device: torch.device, widens_fp8: bool = False,
+    device: torch.device, widens_fp8: bool = False, predictor: ModelConfig | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes that steps will need on a GPU, by name, for this deployment and device; empty on a CPU, where the KV cache
-    has a configured size. backend: of the group's collectives. Raises GraphsError or CapacityError."""
+    has a configured size. backend: of the group's collectives; predictor: the predicting layer, if that drafts. Raises
+    GraphsError or CapacityError."""
     if device.type != "cuda":
         return {}
     keys = deployment.engine
@@ -84,6 +86,7 @@ def working_bytes(
         flashinfer=flashinfer,
         widens_fp8=widens_fp8,
         drafts=MOST if keys.speculation else 0,
+        predictor=predictor,
         deterministic=bool(deployment.parallel.deterministic),
         standby=deployment.daemon.standby > 0,
     )

@@ -131,11 +131,14 @@ def working_memory(
     shapes = graph_shapes(keys.max_num_seqs, keys.max_num_batched_tokens, keys.drafts) if recorded else ()
     windows = len(set(config.sliding_window or (None,)))
     most_blocks = -(-(keys.max_model_len + 1) // keys.block_size)
+    shape = shard.num_heads, shard.num_kv_heads, config.head_dim
     if config.latent is not None:
         workspace = latent_workspace_bytes(config.latent.rank, shapes, most_blocks)
     else:
-        shape = shard.num_heads, shard.num_kv_heads, config.head_dim
         workspace = workspace_bytes(shape, windows, shapes, most_blocks, keys.deterministic)
+    if keys.predictor is not None:
+        latent = config.latent
+        workspace += workspace_bytes(shape, 1, (), 0) if latent is None else latent_workspace_bytes(latent.rank, (), 0)
     parts["attention workspace"] = workspace if keys.flashinfer else 0
     # One product's weight is widened at a time; the largest is queries, keys and values, or gate and up.
     widened = int(d * max(outputs, 2 * shard.ffn_size) * value_bytes) if keys.widens_fp8 else 0

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ...models.attention import block_bytes
 from ...models.attention_choice import make_attention, make_cache
+from ...models.config.model_config import ModelConfig
 from ...models.cpu.kernels import Kernels
 from ...models.cuda.fp8 import StoredProducts
 from ...models.llama import LlamaModel
 from ...models.ops_choice import make_ops, make_stored_products
 from ...models.predictor import Predictor
 from ...models.stages import RankShard
+from ...models.transfer import upload
 from ...models.weights.load import NOTHING
 from ...models.weights.mapping import Source
 from ...topology.comm.groups import Communicator, Deterministic
@@ -40,18 +42,22 @@ class PredictorShare:
         dtype: torch.dtype,
         weights: str,
         deterministic: Deterministic,
+        device: torch.device,
     ) -> None:
         """shard: of models/stages.py's predictor_shard. source: of the model. weights: as `model.weights`."""
         source = source.of_predictor(shard)
         self._shard, self._source, self.in_node = shard, source, shard.samples
         # nodes that draft by themselves must draft alike, with any number of threads
-        deterministic = deterministic or (self.in_node and Kernels.find() is not None)
+        deterministic = deterministic or (self.in_node and device.type == "cpu" and Kernels.find() is not None)
         self._deterministic: Deterministic = deterministic
-        device = torch.device("cpu")
         self._ops = make_ops(device, dtype, weights, deterministic)
         self._stored: StoredProducts | None = make_stored_products(source, self._shard, device, deterministic, weights)
         products = frozenset[str]() if self._stored is None else self._stored.products
         self.bytes = source.rank_bytes(self._shard, dtype.itemsize, products, self._ops.matrix_bytes)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._shard.config
 
     def block_bytes(self, block_size: int, kv_dtype: torch.dtype) -> int:
         return block_bytes(self._shard, block_size, kv_dtype)
@@ -82,6 +88,8 @@ class PredictorShare:
 class PredictorDrafts:
     """The Proposer of the predicting layer."""
 
+    every_step = True
+
     def __init__(
         self,
         model: LlamaModel,
@@ -93,7 +101,8 @@ class PredictorDrafts:
         deterministic: bool,
     ) -> None:
         self._model, self._predictor, self._draws = model, predictor, draws
-        self.cache = make_cache(predictor.shard, num_blocks, block_size, kv_dtype, torch.device("cpu"))
+        self._device = model.rotary.cos.device
+        self.cache = make_cache(predictor.shard, num_blocks, block_size, kv_dtype, self._device)
         self._attention, _ = make_attention("auto", predictor.shard, self.cache, model.dtype, deterministic)
         self._held: dict[int, tuple[int, list[Tensor]]] = {}
         """Of each slot the model's states whose rows are not computed yet, and the position of the first."""
@@ -135,7 +144,8 @@ class PredictorDrafts:
 
         def more(slots: list[int]) -> Tensor:
             nonlocal states, row_of
-            own, later = states[[row_of[slot] for slot in slots]], [Chunk(slot, at[slot], 1, True) for slot in slots]
+            own = states[upload(np.array([row_of[slot] for slot in slots]), self._device)]
+            later = [Chunk(slot, at[slot], 1, True) for slot in slots]
             for slot in slots:
                 at[slot] += 1
             behind = np.array([tokens[slot, at[slot]] for slot in slots])
@@ -160,5 +170,5 @@ class PredictorDrafts:
         self, states: Tensor, behind: NDArray[np.int32], layout: Layout, chunks: list[Chunk]
     ) -> tuple[Tensor, Tensor]:
         laid_out, _, rows = layout(chunks)
-        ids = torch.from_numpy(behind.astype(np.int64))
+        ids = upload(behind.astype(np.int64), self._device)
         return self._predictor.predict(states, ids, laid_out, self._attention, rows)

@@ -151,7 +151,9 @@ class Runner:
     def _proposes(self, batch: Batch, drafted: dict[int, int] | None) -> bool:
         """Whether the step's ids are needed before the next step: some are verified drafts, or are to be followed by
         drafts."""
-        return drafted is not None or (self.proposer is not None and any(chunk.proposals for chunk in batch.chunks))
+        if drafted is not None or self.proposer is None:
+            return drafted is not None
+        return self.proposer.every_step or any(chunk.proposals for chunk in batch.chunks)
 
     def _draftable(self, slot: int, most: int) -> int:
         return min(most, max(0, int(self._end[slot] - self.length[slot])))

@@ -132,8 +132,8 @@ def make_share(
         needed = max(0, needed - pages.nbytes)
     draft = draft if shard.samples else None
     predictor: PredictorShare | None = None
-    if last is not None and shard.samples and device.type == "cpu":
-        predictor = PredictorShare(last, source, dtype, keys.weights, parallel.deterministic)
+    if last is not None and shard.samples:
+        predictor = PredictorShare(last, source, dtype, keys.weights, parallel.deterministic, device)
     needed += sum(drafter.bytes for drafter in (draft, predictor) if drafter is not None)
     return ModelShare(
         config,

@@ -48,20 +48,21 @@ def first_steps(limits: SchedulerLimits) -> Iterator[tuple[str, Batch]]:
     count = min(PROMPT, limits.max_num_batched_tokens - room + 1, limits.max_model_len - 2 * len(DRAWS))
     if room < 1 or count < 2:
         return  # too small for more than its own requests
+    drafts = 0 if limits.speculation is None else 2
     for slot, params in enumerate(DRAWS[:room]):
-        decodes = tuple(Chunk(before, count + slot - before - 1, 1, True) for before in range(slot))
+        decodes = tuple(
+            Chunk(before, count + slot - before - 1, 1, True, False, drafts, drafts) for before in range(slot)
+        )
         yield (
             "prompts" if slot == 0 else "mixed steps",
             Batch(
                 slot,
                 admitted=(NewSequence(slot, 0, count, (0,) * count, params),),
                 blocks=((slot, tuple(range(slot * blocks_per_sequence, (slot + 1) * blocks_per_sequence))),),
-                chunks=(*decodes, Chunk(slot, 0, count, True)),
+                chunks=(*decodes, Chunk(slot, 0, count, True, proposals=drafts)),
             ),
         )
     for step in range(room, room + 2):
-        yield (
-            "decodes",
-            Batch(step, chunks=tuple(Chunk(slot, count + step - slot - 1, 1, True) for slot in range(room))),
-        )
+        chunks = [Chunk(slot, count + step - slot - 1, 1, True, False, drafts, drafts) for slot in range(room)]
+        yield "decodes", Batch(step, chunks=tuple(chunks))
     yield "the end", Batch(room + 2, released=tuple(range(room)))

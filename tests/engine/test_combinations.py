@@ -88,7 +88,7 @@ def test_wirings_that_overlap_by_themselves_are_not_split(family: str, tmp_path:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ("engine: {speculation: mtp, device: cuda}", "need engine.device: cpu"),
+        ("engine: {speculation: auto, draft_model: d, device: cuda}", "needs engine.device: cpu"),
         ("parallel: {split_steps: always, tensor_parallel_size: 2, overlap: false}", "always needs overlap: true"),
         ("parallel: {split_steps: always}", "tensor_parallel_size is 1"),
     ],

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import checkpoints
+import predictors
 import pytest
 from laddertron.engine.sampling import grammar
 
@@ -72,3 +73,20 @@ def test_steps_with_drafts_are_recorded(ranks: Ranks, size: int, stages: int, tm
     assert {each["steps"]["joined"] for each in drafted} == {drafted[0]["steps"]["joined"]}
     assert drafted[0]["steps"]["joined"] > 5
     assert stages > 1 or drafted[0]["replayed"] < 0.8 * plain["eager"]
+
+
+@pytest.mark.parametrize(("how", "size", "stages"), [("eager", 1, 1), ("overlapped", 2, 1), ("recorded", 2, 2)])
+def test_the_predicting_layer_reads_the_states_of_recorded_steps(
+    ranks: Ranks, how: str, size: int, stages: int, tmp_path: Path, run_seed: int
+) -> None:
+    """A model without experts and its layer, whose attention is the library's, too: after steps of any shape, padded,
+    with prompts or with drafts, it drafts what it drafts on a CPU."""
+    folder = predictors.save(tmp_path / "m", "glm4_moe", first_k_dense_replace=checkpoints.LAYERS + 1)
+    args: dict[str, Any] = {"folder": str(folder), "prompts": checkpoints.prompts(9, seed=run_seed), "max_tokens": 16}
+    args |= {"engine": {"max_num_seqs": 5}, "most": 3}
+    args["stages"] = stages
+    want, found = (ranks(size, "predictor_cases:drafts", args | more) for more in ({}, {"gpu": how}))
+    assert found[0]["answers"] == want[0]["answers"]
+    assert [result["drafts"] for result in found] == [result["drafts"] for result in want]
+    assert sum(len(result["drafts"]) for result in want) > 20
+    assert (found[0]["eager"] == 0) == (how != "eager")

@@ -208,7 +208,7 @@ def test_a_start_counts_its_weights_and_its_cache(embeds: bool, tmp_path: Path) 
     config = from_folder(folder)
     stage = predictor_stage(config, embeds)
     source, shard = open_checkpoint(folder, config, stage), RankShard(stage.config, 1, 0, stage)
-    share = PredictorShare(shard, source, torch.float32, "stored", False)
+    share = PredictorShare(shard, source, torch.float32, "stored", False, torch.device("cpu"))
     own = expected_shapes(config, stage).items() - expected_shapes(config).items()
     embedding = checkpoints.VOCAB * checkpoints.HIDDEN * embeds
     assert share.bytes == 4 * (sum(prod(shape) for _, shape in own) + embedding)

@@ -83,7 +83,6 @@ RULE_CASES = (
     ("engine: {speculation: model}", "engine.speculation"),
     ("model: {path: m}\nengine: {draft_model: ./d}", "engine.draft_model"),
     ("model: {path: m}\nengine: {draft_model: ./d, speculation: ngram}", "engine.draft_model"),
-    ("engine: {speculation: mtp, device: cuda}", "engine.speculation"),
     ("model: {path: m}\nengine: {speculation: auto, draft_model: ./d, device: cuda}", "engine.speculation"),
     ("parallel: {pipeline_parallel_size: 2, pipeline_layers: [3, 3, 3]}", "parallel.pipeline_layers"),
     ("parallel: {pipeline_parallel_size: 3, pipeline_microbatches: 2}", "parallel.pipeline_microbatches"),

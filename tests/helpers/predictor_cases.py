@@ -13,8 +13,10 @@ from laddertron.engine.schedule import speculation
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.schedule.speculation import SpeculationRule
 from laddertron.engine.step.engine import Engine, StepProgress, drain, follow
+from laddertron.engine.step.memory import graph_shapes
 from laddertron.topology.comm.groups import CommOptions
 from rank_pool import Rank
+from recorded_graph import TapeRecorder, as_on_a_gpu, build_of_operators, count_calls
 
 
 def drafts(
@@ -28,11 +30,13 @@ def drafts(
     most: int = speculation.MOST,
     every: int = 1,
     poisoned: int | None = None,
+    gpu: str = "",
     **params: Any,
 ) -> dict[str, Any]:
     """Of a rank: for every step with drafts the known ids, then the drafts. Of rank 0: ids by request and choice, and
     counters. Every decode gets `most` drafts, or one out of `every` decodes; at most `blocks` blocks hold keys and
-    values. per_node: ranks of a node, if each node has the whole layer. poisoned: an id whose embedding is NaN."""
+    values. per_node: ranks of a node, if each node has the whole layer. poisoned: an id whose embedding is NaN.
+    gpu: how steps are computed, as recorded_graph.generate."""
     opened = rank.connect(per_node, CommOptions(node_group=per_node is not None), stages=stages)
     asked = count()
 
@@ -41,7 +45,14 @@ def drafts(
 
     with opened as communicator, patch.multiple(speculation.Speculation, wanted=wanted):
         d = deployment(folder, rank.size // stages, None, **{"speculation": "mtp", **(engine or {})})
-        built = build_on(rank, replace(d, parallel=replace(d.parallel, pipeline_parallel_size=stages)), communicator)
+        d = replace(d, parallel=replace(d.parallel, pipeline_parallel_size=stages))
+        if gpu:
+            built = build_of_operators(rank, d, communicator)
+            eager = count_calls(built.runner.model)
+            shapes = graph_shapes(d.engine.max_num_seqs, d.engine.max_num_batched_tokens, speculation.MOST)
+            built = as_on_a_gpu(built, communicator, TapeRecorder(), gpu, [], shapes)
+        else:
+            built, eager = build_on(rank, d, communicator), list[None]()
         if poisoned is not None:
             built.runner.model.embedding.weight.data[poisoned] = torch.nan
         runner, made, progress = built.runner, list[tuple[list[int], list[int]]](), StepProgress()
@@ -73,6 +84,7 @@ def drafts(
             "drafts": made,
             "finite": all(bool(tensor.isfinite().all()) for tensor in cached),
             "answers": answers,
+            "eager": len(eager),
             "messages": sum(entry.count for entry in communicator.ledger.entries() if entry.link == "net"),
             "steps": progress.step,
             "preemptions": stats["num_preemptions_total"],

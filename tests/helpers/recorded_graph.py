@@ -22,6 +22,7 @@ from laddertron.engine.step import share
 from laddertron.engine.step.build import Built
 from laddertron.engine.step.cuda_graphs import CudaRecorder, StepGraphs
 from laddertron.engine.step.memory import graph_shapes
+from laddertron.engine.step.predictor import PredictorDrafts
 from laddertron.models.attention import KVCache
 from laddertron.models.cuda.flashinfer import FlashInferAttention
 from laddertron.models.llama import LlamaModel
@@ -174,6 +175,11 @@ def as_on_a_gpu(
         parts["sampler"] = sampler(built, communicator, notes)
     graphs = None if how == "eager" else _graphs(built, recorder, shapes, **parts)
     parts |= {"proposer": old.proposer, "speculates": old._speculates}
+    if isinstance(old.proposer, PredictorDrafts):
+        cache, config = old.proposer.cache, old.proposer._predictor.config
+        scale, heads = config.head_dim**-0.5, old.proposer._predictor.shard.num_heads
+        old.proposer._attention = kind(cache, (None,), scale, heads, torch.float32, LIBRARY)
+        parts["cache"].draft_cache = cache
     if how == "overlapped":
         built, _ = overlap(built, communicator, notes, **parts)
     else:

@@ -114,6 +114,15 @@ CASES = (
     Case("Laneformer 2B, tp 8", "laneformer-2b", 8, words=_LANEFORMER, length=4096, engine={"attention": "torch"}),
     Case("405B drafts, tp 16", "llama-3.1-405b", 16, 2, engine=_DRAFTS),
     Case("DeepSeek-V3 drafts, 2 x 8", "deepseek-v3", 16, 2, words=_DEEPSEEK_V3, parallel=_SPREAD, engine=_DRAFTS),
+    Case(
+        "DeepSeek-V3 mtp, 2 x 8",
+        "deepseek-v3",
+        16,
+        2,
+        words=_DEEPSEEK_V3 | {"num_nextn_predict_layers": 1},
+        parallel=_SPREAD,
+        engine=_DRAFTS | {"speculation": "mtp"},
+    ),
     Case("8 lanes, heads of 128, tp 2", "", 2, words=_LANEFORMER | {"hidden_size": 4096}, length=4096),
 )
 

@@ -26,7 +26,7 @@ from laddertron.models.config.dialects import dialect_of, stock_json, to_dialect
 from laddertron.models.config.known_models import known, published_fp8
 from laddertron.models.config.model_config import from_folder, make_wiring
 from laddertron.models.config.quantisation import read_quantisation
-from laddertron.models.stages import RankShard
+from laddertron.models.stages import RankShard, predictor_stage
 from laddertron.models.weights import tensor_reader
 from laddertron.models.weights.parallel_reader import Readers
 from laddertron.models.weights.slices import PRODUCTS, expected_shapes, sources_of
@@ -76,7 +76,8 @@ def write_checkpoint(folder: Path, case: Case) -> Path:
             for product in set(PRODUCTS) - set(wide_layers[layer]):
                 kinds |= dict.fromkeys(sources_of(RankShard(config, 1, 0), layer, product), "F8_E4M3")
     tensors, at = {}, 0
-    for name, shape in expected_shapes(config).items():
+    predictor = predictor_stage(config, embeds=False) if case.engine.get("speculation") == "mtp" else None
+    for name, shape in expected_shapes(config, predictor).items():
         kind = kinds.get(name, "BF16")
         stored = [(name, kind, shape)]
         if kind == "F8_E4M3":

@@ -26,10 +26,11 @@ GPU = install()  # before laddertron is imported
 from fake_rank import BATCHED, deployment_of, start, write_checkpoint  # noqa: E402
 from laddertron.engine.request import Request, SamplingParams  # noqa: E402
 from laddertron.engine.schedule.scheduler import Scheduler  # noqa: E402
-from laddertron.engine.schedule.speculation import MOST  # noqa: E402
+from laddertron.engine.schedule.speculation import MOST, SpeculationRule  # noqa: E402
 from laddertron.engine.step.engine import Engine, StepProgress, drain  # noqa: E402
 from laddertron.engine.step.kv_capacity import working_bytes  # noqa: E402
 from laddertron.engine.step.memory import graph_shapes  # noqa: E402
+from laddertron.models.config.predictor import predictor_of  # noqa: E402
 from laddertron.models.cuda import megatron_layers  # noqa: E402, F401
 from laddertron.models.weights.tensor_reader import FP8  # noqa: E402
 
@@ -66,11 +67,15 @@ class Rank:
         self.case = case
         built, self.memories, plans, self.first_graphs = start(GPU, case, 0, folder)
         self.stages, first = built, built[0]
-        self.engine = Engine(Scheduler(first.scheduler_limits), first.runner, plans, StepProgress())
+        limits = first.scheduler_limits
+        if case.drafts:  # else drafts would have to pay, in the seconds of this machine
+            limits = replace(limits, speculation=SpeculationRule(priced=False))
+        self.engine = Engine(Scheduler(limits), first.runner, plans, StepProgress())
         self.working = [
             working_bytes(
                 deployment_of(case, folder), stage.runner.model.shard, "nccl", torch.bfloat16,
                 FP8 if "kv_cache_dtype" in case.engine else torch.bfloat16, stage.limits.max_model_len, DEVICE,
+                predictor=predictor_of(stage.config) if case.engine.get("speculation") == "mtp" else None,
             )
             for stage in built
         ]  # fmt: skip
