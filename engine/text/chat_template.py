@@ -109,7 +109,7 @@ def _cut_at_mark(text: str) -> str:
 
 def template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """The templates of a checkpoint folder by name, of which "default" is one unless there are none:
-    chat_template.jinja, else tokenizer_config.json's `chat_template` (a string, or a list of named ones), else
+    chat_template.jinja, else tokenizer_config.json's `chat_template` (a string, or several by name), else
     chat_template.json; and those in additional_chat_templates."""
     beside = folder / "chat_template.jinja"
     value: object = _read(beside) if beside.is_file() else config.get("chat_template")
@@ -122,17 +122,19 @@ def template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
             raise TemplateError("chat_template.json is not an object with a chat_template")
         value = other.get("chat_template")
     named: dict[str, object] = {} if value is None else {"default": value}
-    if isinstance(value, list):
+    if isinstance(value, dict):
+        named = value
+    elif isinstance(value, list):
         named = {
             str(t["name"]): t["template"] for t in value if isinstance(t, dict) and {"name", "template"} <= t.keys()
         }
     named |= {path.stem: _read(path) for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))}
-    if (named or isinstance(value, list)) and "default" not in named:
-        raise TemplateError(f'chat_template is a list of {sorted(named)} without "default": name one so')
+    if (named or isinstance(value, (dict, list))) and "default" not in named:
+        raise TemplateError(f'chat_template has {sorted(named)} without "default": name one so')
     sources = {}
     for name, source in named.items():
         if not isinstance(source, str):
-            raise TemplateError(f"chat_template is a {type(source).__name__}; a string or a list of named ones is read")
+            raise TemplateError(f"chat_template is a {type(source).__name__}; a string, or several by name, are read")
         if len(source) > MAX_TEMPLATE_BYTES:
             raise TemplateError(
                 f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_BYTES} are read"

@@ -42,7 +42,7 @@ def called(answer: Any, times: int = 1) -> None:
 
 
 async def openai_agents() -> None:
-    from agents import Agent, Runner, function_tool, set_tracing_disabled
+    from agents import Agent, ModelBehaviorError, Runner, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
 
@@ -61,7 +61,14 @@ async def openai_agents() -> None:
     called(await answer(tools=tools))
     called((await streamed(tools=tools))[1])
     assert isinstance(await answer(output_type=Weather), Weather)
-    assert isinstance(await answer(output_type=Weather, tools=tools), Weather)
+    for _ in range(12):  # its tokens are random there: it may begin a call and not know how to go on
+        try:
+            assert isinstance(await answer(output_type=Weather, tools=tools), Weather)
+            break
+        except ModelBehaviorError:
+            continue
+    else:
+        raise AssertionError("no answer in the format")
     assert set(asked) == {CITY}  # it may ask again where the format leaves the model no preference
 
 

@@ -143,11 +143,13 @@ def test_tools_choose_the_template_that_is_named_for_them(tmp_path: Path) -> Non
     """In tokenizer_config.json and as a file, as transformers does; a chat without tools has the default."""
     listed = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": HEAD + TEXT + CALLS + TAIL}]
     write_folder(tmp_path / "a", byte_level(), [{**listed[0], "template": HEAD + TEXT + TAIL}, listed[1]])
+    by_name = {"default": HEAD + TEXT + TAIL, "tool_use": listed[1]["template"]}
+    write_folder(tmp_path / "c", byte_level(), by_name)
     write_folder(tmp_path / "b", byte_level(), None)
     (tmp_path / "b" / "chat_template.jinja").write_text(HEAD + TEXT + TAIL)
     (tmp_path / "b" / "additional_chat_templates").mkdir()
     (tmp_path / "b" / "additional_chat_templates" / "tool_use.jinja").write_text(listed[1]["template"])
-    for folder in (tmp_path / "a", tmp_path / "b"):
+    for folder in (tmp_path / "a", tmp_path / "b", tmp_path / "c"):
         text = TextModel.from_folder(folder)
         assert text.chat.takes_tools
         assert not text.chat.lost
