@@ -77,8 +77,9 @@ class LaneModel(LlamaModel):
             k_norm=None,
             qkv=product(layer.qkv, norms=self._norms(layer.attention_norm)),
             o=product(layer.o),
-            gate_up=product(layer.gate_up, norms=self._norms(layer.mlp_norm), gated=True),
-            down=product(layer.down),
+            mlp=self.ops.joined(
+                product(layer.gate_up, norms=self._norms(layer.mlp_norm), gated=True), product(layer.down)
+            ),
         )
 
     def _prepare_head(self) -> None:
@@ -135,9 +136,8 @@ class LaneModel(LlamaModel):
 
     def mlp(self, layer: int, residual: Any) -> Tensor:
         part = self.layer_products[layer]
-        assert part.gate_up is not None
-        assert part.down is not None
-        return part.down(part.gate_up(residual.whole()))
+        assert part.mlp is not None
+        return part.mlp(residual.whole())
 
     def sum_of_lanes(self, output: Tensor) -> Tensor:
         return self.ops.sum_lanes(output) if len(output) > 1 or self.shard.size > 1 else output[0]

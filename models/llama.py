@@ -19,6 +19,7 @@ from . import residual
 from .attention import AttentionBackend, StepLayout
 from .config.model_config import ModelConfig
 from .config.shapes import LEAVES, WHOLE, Sharing
+from .cpu.attention import CpuAttention
 from .cuda.fp8 import StoredProducts
 from .latent import ODD_FACTOR, LatentAttention
 from .latent_layer import LatentProducts, LatentWeights
@@ -63,16 +64,16 @@ class LayerWeights(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LayerProducts:
-    """A layer as the forward pass uses it. qkv and gate_up include their norm, gate_up also the gate. With latent
-    attention qkv is its first product. If the parallel wiring adds both sub-blocks in one tree, o is their joint
-    row-parallel product."""
+    """A layer as the forward pass uses it. qkv and mlp include their norm. With latent attention qkv is its first
+    product. If the parallel wiring adds both sub-blocks in one tree, o is their joint row-parallel product, and gate_up
+    what the MLP has before it."""
 
     q_norm: Norm | None
     k_norm: Norm | None
     qkv: Product
     o: Product
+    mlp: Product | None = None
     gate_up: Product | None = None
-    down: Product | None = None
     mixture: Mixture | None = None
     latent: LatentProducts | None = None
 
@@ -263,23 +264,19 @@ class LlamaModel(nn.Module):
         down: nn.Module | None = layer.down
         if self.tree is not None and shared is layer.attention_norm:
             o, down = self._joint(o, down), None
-        return LayerProducts(
-            q_norm,
-            k_norm,
-            qkv,
-            prepare(o, self.ops, stored=self.stored, tree=self.tree),
-            gate_up=prepare(
-                layer.gate_up,
-                self.ops,
-                self._norm(shared),
-                gated=True,
-                stored=self.stored,
-                quantised_output=self.stored is not None and down_name in self.stored.products,
-            ),
-            down=None if down is None else prepare(down, self.ops, stored=self.stored, tree=self.tree),
-            mixture=mixture,
-            latent=latent,
+        out = prepare(o, self.ops, stored=self.stored, tree=self.tree)
+        gate_up = prepare(
+            layer.gate_up,
+            self.ops,
+            self._norm(shared),
+            gated=True,
+            stored=self.stored,
+            quantised_output=self.stored is not None and down_name in self.stored.products,
         )
+        if down is None:
+            return LayerProducts(q_norm, k_norm, qkv, out, gate_up=gate_up, mixture=mixture, latent=latent)
+        mlp = self.ops.joined(gate_up, prepare(down, self.ops, stored=self.stored, tree=self.tree))
+        return LayerProducts(q_norm, k_norm, qkv, out, mlp, mixture=mixture, latent=latent)
 
     def _joint(self, *layers: Any) -> Linear:
         """Joins row-parallel layers into one, with their inputs interleaved leaf by leaf, and frees their weights."""
@@ -457,15 +454,14 @@ class LlamaModel(nn.Module):
     # The sub-blocks, as models/residual.py wires them: residual [T, D] -> partial sum [T, D].
 
     def attention(self, layer: int, residual: Tensor) -> Tensor:
-        part = self.layer_products[layer]
+        part, attention = self.layer_products[layer], self._attention
+        if isinstance(attention, CpuAttention) and part.latent is None:
+            return self._scaled(attention.sub_block(layer, residual, part.qkv, part.o, part.q_norm, part.k_norm))
         return self._scaled(part.o(self._heads(layer, part, residual)))
 
     def mlp(self, layer: int, residual: Tensor) -> Tensor:
         part = self.layer_products[layer]
-        if part.gate_up is None:
-            return self._experts(layer, residual)
-        assert part.down is not None
-        return self._scaled(part.down(part.gate_up(residual)))
+        return self._experts(layer, residual) if part.mlp is None else self._scaled(part.mlp(residual))
 
     def shortcut(self, layer: int, residual: Tensor) -> Tensor:
         return self._experts(layer, residual)

@@ -113,4 +113,4 @@ class MixtureWeights(nn.Module):
             return None
         up = prepare(self.shared_gate_up, ops, gated=True, stored=stored)
         down = prepare(self.shared_down, ops, stored=stored)
-        return lambda x: down(up(x))
+        return ops.joined(up, down)

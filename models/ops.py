@@ -66,6 +66,10 @@ class RunningSum:
         self._whole, self._added = total, None
 
 
+def whole(x: Tensor | RunningSum) -> Tensor:
+    return x.whole() if isinstance(x, RunningSum) else x
+
+
 @dataclass(frozen=True, slots=True)
 class OtherLanes:
     """The other lanes' outputs: the sum [T, D] of all, and the own outputs [k, T, D] that are in it."""
@@ -167,7 +171,7 @@ class TorchOps:
 
     def around(self, matmul: Product, norm: Norm | None, *, gated: bool = False) -> Product:
         """x -> matmul(norm(x)), or silu(gate) * up of it, of another set's product."""
-        normed = matmul if norm is None else lambda x: matmul(rms_norm(x, norm))
+        normed = matmul if norm is None else lambda x: matmul(rms_norm(whole(x), norm))
         return (lambda x: silu_and_mul(normed(x))) if gated else normed
 
     def product(
@@ -175,6 +179,10 @@ class TorchOps:
     ) -> Product:
         """x -> norm(x) @ weight.T + bias; weight [out, in]. A tree has no norm."""
         return self.around(self._matmul(weight, bias) if tree is None else tree_product(weight, bias, tree), norm)
+
+    def joined(self, first: Product, last: Product) -> Product:
+        """x -> last(first(x)), of products that these operators made."""
+        return lambda x: last(first(x))
 
     def gated_product(self, weight: Tensor, bias: Tensor | None, norm: Norm | None) -> Product:
         """x -> silu(gate) * up, with [gate | up] = norm(x) @ weight.T + bias; weight [2F, in]."""

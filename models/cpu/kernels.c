@@ -113,17 +113,34 @@ static void attention_body(void *p, int thread, int threads) {
     free(space);
 }
 
-/* Returns 0, 1 if memory ran out. dim <= 1024. All index arrays int64. window 0: full attention. stage: see
- * struct attention. */
-int kernels_attend(int type, void *out, const void *qkv, void *keys, void *values, const float *cos, const float *sin,
-                   const void *q_norm, const void *k_norm, const int64_t *table, const int64_t *length, int64_t rows,
-                   int64_t heads, int64_t kv_heads, int64_t dim, int64_t rotary, int64_t block_size, int64_t table_stride,
-                   int64_t window, float scale, float eps, int stage, int threads, const float *sinks) {
+/* out [rows, heads * dim] of qkv [rows, width]. Returns 0, 1 if memory ran out. stage: see struct attention. */
+int kernels_attend(const struct attention_layer *l, const struct attention_step *s, void *out, const void *qkv, int64_t width, int stage) {
     int failed = 0;
     int64_t next = 0;
-    struct attention a = {type, out,    qkv,   keys,       values,       cos,    sin,   q_norm, k_norm, table,  length,
-                          rows, heads,  kv_heads, dim,     rotary,       block_size, table_stride, window, scale, eps, stage, &next, &failed, sinks};
-    kernels_parallel(attention_body, &a, threads);
+    struct attention a = {.type = l->type, .out = out, .qkv = qkv, .keys = l->keys, .values = l->values, .cos = s->cos, .sin = s->sin,
+                          .q_norm = l->q_norm, .k_norm = l->k_norm, .table = s->table, .length = s->length, .rows = s->rows,
+                          .heads = width / s->dim - 2 * s->kv_heads, .kv_heads = s->kv_heads, .dim = s->dim, .rotary = s->rotary,
+                          .block_size = s->block_size, .table_stride = s->table_stride, .window = l->window, .scale = s->scale,
+                          .eps = l->eps, .stage = stage, .next = &next, .failed = &failed, .sinks = l->sinks};
+    kernels_parallel(attention_body, &a, s->threads);
+    return failed;
+}
+
+/* A sub-block of few tokens in one call: total = x + added, where there is `added`; y = last(attention(first(total))), without
+ * `layer` last(first(total)), without `last` first(total). x, added, total [tokens, first's inputs]. Returns 0, 1 if memory ran
+ * out. */
+int kernels_sub_block(const struct product *first, const struct product *last, const struct attention_layer *layer,
+                      const struct attention_step *step, const void *x, const void *added, void *total, void *y, int64_t tokens) {
+    if (added) kernels_loops->join_lanes(first->type, total, x, 0, added, NULL, NULL, 1, tokens * first->inputs);
+    x = added ? total : x;
+    if (!last) return kernels_product(first, x, y, tokens);
+    const size_t size = size_of(first->type), line = CACHE_LINE - 1;
+    const size_t made = (size * (size_t)(tokens * first->outputs) + line) & ~line, seen = layer ? size * (size_t)(tokens * last->inputs) : 0;
+    char *between = aligned_alloc(CACHE_LINE, made + ((seen + line) & ~line));
+    int failed = !between || kernels_product(first, x, between, tokens);
+    if (layer) failed = failed || kernels_attend(layer, step, between + made, between, first->outputs, 0);
+    failed = failed || kernels_product(last, layer ? between + made : between, y, tokens);
+    free(between);
     return failed;
 }
 

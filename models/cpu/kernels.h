@@ -102,6 +102,23 @@ struct attention {
     const float *sinks; /* [heads]: a score more in each softmax, of no value; or NULL */
 };
 
+/* What attention has of a layer, and what of a step. */
+struct attention_layer {
+    void *keys, *values;
+    const void *q_norm, *k_norm;
+    const float *sinks;
+    int64_t window;
+    float eps;
+    int32_t type;
+};
+struct attention_step {
+    const float *cos, *sin;
+    const int64_t *table, *length;
+    int64_t rows, kv_heads, dim, rotary, block_size, table_stride;
+    float scale;
+    int32_t threads;
+};
+
 /* A matrix product, see products.c. */
 struct product {
     const void *weight; /* packed */
@@ -159,6 +176,9 @@ enum { WAYS = 8, WAY = 4096 };
 INLINE int64_t stride_of(int64_t inputs, size_t item) {
     return inputs * (int64_t)item % WAY ? inputs : inputs + CACHE_LINE / (int64_t)item;
 }
+
+int kernels_product(const struct product *p, const void *x, void *y, int64_t tokens);
+int kernels_attend(const struct attention_layer *l, const struct attention_step *s, void *out, const void *qkv, int64_t width, int stage);
 
 void kernels_prepare(const struct product_loops *loops, const struct product *p, const struct tokens *given, void *prepared, int64_t stride,
                      int64_t from, int64_t to);

@@ -56,7 +56,7 @@ class Kernels:
         self.served = frozenset(TYPES if deterministic or tier != "generic" else ())
         self.int8: bool = library.kernels_has_products(INT8) == 1
         self.vector_floats: int = library.kernels_vector_floats()
-        self.product = bind(library.kernels_product, i, p, p, p, n)
+        self.sub_block = bind(library.kernels_sub_block, i, *[p] * 8, n)
         self._pack = bind(library.kernels_pack, None, i, p, p, n, n, i)
         self.pack_int8 = bind(library.kernels_pack_int8, None, p, p, p, n, n, i, i)
         self.rms_norm = bind(library.kernels_rms_norm, None, i, p, p, p, n, n, f)
@@ -65,7 +65,7 @@ class Kernels:
         self.sum_lanes = bind(library.kernels_sum_lanes, None, i, p, p, n, n)
         self.by_head = bind(library.kernels_by_head, None, p, p, *[n] * 5)
         self.silu_and_mul = bind(library.kernels_silu_and_mul, None, i, p, p, n, n)
-        self.attend = bind(library.kernels_attend, i, i, *[p] * 10, *[n] * 8, f, f, i, i, p)
+        self.attend = bind(library.kernels_attend, i, *[p] * 4, n, i)
         self.attend_prompts = bind(library.kernels_attend_prompts, i, p, i)
         self.has_prompts = bind(library.kernels_has_prompts, i, n)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,41 +14,15 @@ from torch import Tensor
 from ...topology.hardware import cpu_tier
 from ..config.experts import Router
 from ..experts import Biased, Choice, ExpertProduct
-from ..ops import Lookup, Norm, OtherLanes, Product, TorchOps, Tree, rms_norm, silu_and_mul
+from ..ops import Lookup, Norm, OtherLanes, Product, RunningSum, TorchOps, Tree, rms_norm, silu_and_mul, whole
 from ..packed import Packed
 from ..pages import HugePages
 from .codes import PackedCodes, pack_codes, packed_size
 from .experts import MOST_EXPERTS, CpuChoice, PackedExperts
 from .kernels import INT8, ROWS, TYPES, Kernels, OddInputsError
+from .product import FEW_TOKENS, CpuProduct, ProductPlan, sub_block
 
-FEW_TOKENS = 64
-"""Tokens of a step up to which norm and gate are kernel calls on one thread; above, torch uses all threads."""
-
-
-class _Product(ctypes.Structure):
-    _fields_ = [
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("norm", c_void_p),
-        ("scale", c_void_p),
-        ("zero", c_void_p),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("group", c_int64),
-        ("eps", c_float),
-        ("type", c_int32),
-        ("form", c_int32),
-        ("scale_type", c_int32),
-        ("gated", c_int32),
-        ("threads", c_int32),
-        ("leaves", c_int32),
-        ("factor", c_float),
-        ("alpha", c_float),
-        ("limit", c_float),
-    ]
-
-
-_Plan = tuple[_Product, tuple[Tensor | None, ...]]
+_Plan = tuple[ProductPlan, tuple[Tensor | None, ...]]
 """A product's C structure, and the tensors that it points to."""
 
 
@@ -71,6 +45,7 @@ class CpuOps(TorchOps):
         """pages: memory for packed weights. If it is already filled, its contents are used and the given weights are
         ignored. dtype: of the tokens that quantised weights multiply."""
         self.kernels, self.dtype = kernels, dtype
+        self.sums_late = kernels is not None
         self.int8 = int8
         self.matrix_bytes = 1 if int8 else None
         self.pages = pages or HugePages()
@@ -144,7 +119,7 @@ class CpuOps(TorchOps):
         assert kernels is not None
         scale = None if norm is None else norm.weight.contiguous()
         offset = None if bias is None else bias.contiguous()
-        plan = _Product(
+        plan = ProductPlan(
             packed.data_ptr(),
             None if offset is None else offset.data_ptr(),
             None if scale is None else scale.data_ptr(),
@@ -164,20 +139,14 @@ class CpuOps(TorchOps):
         )
         return plan, (packed, scales, scale, offset)
 
-    def _call(self, plan: _Product, inputs: tuple[Tensor | None, ...]) -> Product:
+    def _call(self, plan: ProductPlan, tensors: tuple[Tensor | None, ...]) -> Product:
         assert self.kernels is not None
-        call, address, alive, outputs = self.kernels.product, ctypes.addressof(plan), (plan, inputs), plan.outputs
+        return CpuProduct(self.kernels, plan, tensors)
 
-        def product(x: Tensor) -> Tensor:
-            tokens = x.shape[0]
-            out = x.new_empty((tokens, outputs))
-            if not x.is_contiguous():
-                x = x.contiguous()
-            if call(address, x.data_ptr(), out.data_ptr(), tokens):
-                raise MemoryError(f"the product kernel could not allocate its scratch space, {alive[0].inputs} inputs")
-            return out
-
-        return product
+    def joined(self, first: Product, last: Product) -> Product:
+        if not isinstance(first, CpuProduct) or not isinstance(last, CpuProduct):
+            return super().joined(first, last)
+        return partial(sub_block, first, last)
 
     def choice(self, router: Router, k: int, bias: Tensor | None, local: Tensor) -> Choice:
         if self.kernels is None or len(local) > MOST_EXPERTS:
@@ -220,7 +189,7 @@ class CpuOps(TorchOps):
         plans = [plan for plan in packed if plan is not None]
         if self.kernels is None or len(plans) < len(packed):
             return super().lane_products(weights, norms, gated)
-        array = (_Product * len(plans))(*(plan for plan, _ in plans))
+        array = (ProductPlan * len(plans))(*(plan for plan, _ in plans))
         call, address, lanes = self.kernels.lane_products, ctypes.addressof(array), len(plans)
         alive, outputs = (array, plans), array[0].outputs
 
@@ -269,8 +238,9 @@ class CpuOps(TorchOps):
             return super().normed(norm)
         call, width = self.kernels.rms_norm, norm.weight.numel()
 
-        def normed(x: Tensor) -> Tensor:
-            x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        def normed(x: Tensor | RunningSum) -> Tensor:
+            x = whole(x).contiguous()
+            out = torch.empty_like(x)
             call(TYPES[x.dtype], out.data_ptr(), x.data_ptr(), norm.weight.data_ptr(), len(x), width, norm.eps)
             return out
 
@@ -319,7 +289,8 @@ class CpuOps(TorchOps):
             return lambda x: rms_norm(x, norm)
         call, kind, width = self.kernels.rms_norm, TYPES[norm.weight.dtype], norm.weight.numel()
 
-        def normed(x: Tensor) -> Tensor:
+        def normed(x: Tensor | RunningSum) -> Tensor:
+            x = whole(x)
             if x.shape[0] > FEW_TOKENS or not x.is_contiguous():
                 return rms_norm(x, norm)
             out = torch.empty_like(x)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..config.quantisation import Quantisation
-from ..ops import Norm, Product, RunningSum, TorchOps, rms_norm, silu_and_mul
+from ..ops import Norm, Product, RunningSum, TorchOps, rms_norm, silu_and_mul, whole
 from ..packed import Packed
 from ..weights.quantised import is_expert
 from ..weights.tensor_reader import FP8
@@ -107,7 +107,7 @@ class StoredProducts:
             if fused is not None and transposed.shape[0] <= fused.MOST_QUANTISED:
                 values, scale = fused.quantise(x, bound) if norm is None else fused.rms_norm_fp8(x, norm, bound)
                 return Rows(values, scale, (x.parts()[0] if isinstance(x, RunningSum) else x).dtype)
-            value = x.whole() if isinstance(x, RunningSum) else x
+            value = whole(x)
             values, scale = quantise_rows(value if norm is None else rms_norm(value, norm), bound)
             return Rows(values, scale, value.dtype)
 

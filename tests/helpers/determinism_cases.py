@@ -165,23 +165,19 @@ def scores(rank: Rank, folder: str, dtype: str, seed: int, vocab: int) -> dict[s
 
 
 def plant(built: Built) -> None:
-    """Layer 1's MLP is summed in another order from 7 rows on; of experts, what an expert adds has another last bit
-    from 7 of its rows on."""
+    """Layer 1's MLP, or of experts what an expert adds, has another last bit from 7 of its rows on."""
     layers = built.runner.model.layer_products
     if (mixture := layers[1].mixture) is not None:
         layers[1] = replace(layers[1], mixture=replace(mixture, experts=crowded(mixture.experts)))
         return
-    right = layers[1].down
+    right = layers[1].mlp
     assert right is not None
 
-    def halves(x: Tensor) -> Tensor:
-        if len(x) < 7:
-            return right(x)
-        low = torch.zeros_like(x)
-        low[:, : x.shape[1] // 2] = x[:, : x.shape[1] // 2]
-        return right(low) + right(x - low)
+    def crowded_mlp(x: Tensor) -> Tensor:
+        y = right(x)
+        return y if len(y) < 7 else y.nextafter(torch.full_like(y, torch.inf))
 
-    layers[1] = replace(layers[1], down=halves)
+    layers[1] = replace(layers[1], mlp=crowded_mlp)
 
 
 def crowded(right: ExpertProduct) -> ExpertProduct:

@@ -288,7 +288,7 @@ def order_of_products(rank: Rank, folder: str) -> list[str]:
 
     model.all_reduce = Recording()
     for index, layer in model.layer_products.items():
-        for name in ("qkv", "o", "gate_up", "down"):
+        for name in ("qkv", "o", "mlp"):
             object.__setattr__(layer, name, noted(f"{name}{index}", getattr(layer, name)))
     engine_cases.forward_all(built, [[7]])
     return log
@@ -299,7 +299,7 @@ def test_the_real_model_issues_products_before_the_wait(ranks: Callable[..., lis
     products stand in the log before the wait for k's."""
     folder = checkpoints.save(tmp_path, "ladder")
     for log in ranks(2, "test_residual:order_of_products", {"folder": str(folder)}):
-        products = [("qkv", "o"), ("gate_up", "down")]
+        products = [("qkv", "o"), ("mlp",)]
         sub_blocks = [[f"product {name}{layer}" for name in pair] for layer in range(3) for pair in products]
         for k, following in enumerate(sub_blocks[1:]):
             wait = log.index(f"wait {k + 1}")
