@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from .bench import Case, Item, random_mix, run_case, run_mix
 
 LEAST_READ, MOST_READ = 256 << 20, 1 << 30
 """Bytes that a reading of the floor goes through."""
+COPIES = 16
 
 
 _DRAFTS = {"drafted": "draft", "accepted": "accepted"}
@@ -67,6 +69,9 @@ class Bench:
         before = communication(self.communicator.ledger.entries())
         match kind:
             case "floor":
+                device, per_node = self.built.runner.device, self.communicator.size // order["nodes"]
+                if device.type == "cuda":
+                    return {"floor": per_node * copy_bandwidth(device, LEAST_READ)}
                 return {"floor": read_floor(self._weights // order["nodes"])}
             case "case":
                 case = Case(order["batch"], order["prompt"], order["generate"])
@@ -133,6 +138,30 @@ def read_floor(size: int) -> float | None:
         return read_bandwidth(min(max(size, LEAST_READ), MOST_READ))
     finally:
         torch.set_num_threads(threads)
+
+
+def copy_bandwidth(device: Any, size: int) -> float:
+    """Bytes a second of copies of `size` bytes within a device's memory, read and written ones together: the best of
+    twelve rounds."""
+    import torch
+
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    best = float("inf")
+    for _ in range(12):
+        wait_for(device)
+        began = time.perf_counter()
+        for _ in range(COPIES):
+            target.copy_(source)
+        wait_for(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * COPIES * size / best
+
+
+def wait_for(device: Any) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def _lead(bench: Bench) -> None:

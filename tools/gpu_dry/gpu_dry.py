@@ -35,7 +35,7 @@ TESTS = (
     "tests/tools/gpu_dry",
     "tests/engine/sampling/test_noise_kernel.py",
     "tests/engine/sampling/test_filters.py",
-    "tests/topology/comm/test_hold_kernel.py",
+    "tests/tools/benchmarks/test_hold_kernel.py",
     "tests/topology/comm/test_one_shot.py",
     "tests/topology/comm/test_stream_order.py",
 )

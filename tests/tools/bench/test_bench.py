@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from laddertron.engine.request import Request, TokensEvent
 from laddertron.engine.step.engine import StepProgress
@@ -17,6 +18,7 @@ from laddertron.launchers.cli.__main__ import group
 from laddertron.launchers.job import supervised_process as kept
 from laddertron.launchers.measure import rank_job as bench_job
 from laddertron.launchers.measure.rank_job import BenchError, BenchJob
+from laddertron.tools.bench import bench_rank
 from laddertron.tools.bench.bench import (
     Case,
     interleaved,
@@ -28,6 +30,7 @@ from laddertron.tools.bench.bench import (
 )
 from laddertron.tools.bench.bench_view import case_table, mix_table, plot
 from laddertron.tools.bench.slo import percentile
+from laddertron.topology.comm.ledger import Ledger
 from rich.console import Console
 from waiting import FOR_EVER_S, HANG_S
 
@@ -350,3 +353,25 @@ def test_a_command_line_that_cannot_be(words: list[str]) -> None:
     result = CliRunner().invoke(group, ["bench", "sweep", str(CONFIG), *words])
     assert result.exit_code == 2
     assert words[0] in result.output
+
+
+def test_a_gpus_floor_is_the_copies_of_all_of_a_nodes_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the host's memory, which no decode step there waits for."""
+    asked = list[Any]()
+
+    def copy_bandwidth(device: Any, size: int) -> float:
+        asked.append((device.type, size))
+        return 2e12
+
+    monkeypatch.setattr(bench_rank, "copy_bandwidth", copy_bandwidth)
+    monkeypatch.setattr(bench_rank, "read_floor", lambda size: pytest.fail("read the host's memory"))
+    leader: Any = object.__new__(bench_rank.Bench)
+    leader.seed = 0
+    leader.built = SimpleNamespace(runner=SimpleNamespace(device=SimpleNamespace(type="cuda")))
+    leader.communicator = SimpleNamespace(size=16, ledger=Ledger())
+    assert leader.ask("floor", nodes=2) == {"floor": 8 * 2e12}
+    assert asked == [("cuda", bench_rank.LEAST_READ)]
+
+
+def test_copies_are_counted_read_and_written() -> None:
+    assert bench_rank.copy_bandwidth(torch.device("cpu"), 1 << 16) > 0

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from common import numbers, say, table, versions
-from gpu_model import TINY, device_of, machine, make_model, make_runner, of_layers, predicted_ms, wait_for
+from gpu_model import TINY, device_of, machine, make_model, make_runner, of_layers, predicted_ms
 from laddertron.engine.request import Request, SamplingParams
 from laddertron.engine.schedule.scheduler import Scheduler
 from laddertron.engine.step.engine import Engine, StepProgress, drain
@@ -30,7 +30,7 @@ from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import ModelConfig
 from laddertron.models.llama import LlamaModel
 from laddertron.tools.bench.bench import Case, random_prompt, run_case
-from laddertron.tools.bench.bench_rank import expert_bytes, matmul_bytes
+from laddertron.tools.bench.bench_rank import copy_bandwidth, expert_bytes, matmul_bytes
 from laddertron.tools.plan.roofline import Load
 from laddertron.topology.comm.bootstrap import StoreBootstrap, open_store
 from laddertron.topology.comm.groups import CommOptions, Communicator
@@ -40,7 +40,7 @@ from laddertron.topology.placement.layout import GroupLayout
 from peers.worker import run
 
 LLAMA_8B = "llama-3.1-8b"
-STEP_TOKENS, COPIES = 8192, 16
+STEP_TOKENS = 8192
 ALONE = Shape(1, 1, "nvlink", "ib", 1)
 Line = dict[str, Any]
 
@@ -84,20 +84,6 @@ def main() -> None:
         say(**line, share=float(f"{line['gb_s'] * 1e9 / floor:.4g}"))
         lines.append(line)
     print(speed_table(lines, floor))
-
-
-def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes a second of large copies within the device's memory, read and written ones together: the best round."""
-    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(12):
-        wait_for(device)
-        began = time.perf_counter()
-        for _ in range(COPIES):
-            target.copy_(source)
-        wait_for(device)
-        best = min(best, time.perf_counter() - began)
-    return 2 * COPIES * size / best
 
 
 def read_bytes(config: ModelConfig, batch: int, context: float, fp8: bool = False) -> float:

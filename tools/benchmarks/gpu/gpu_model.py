@@ -56,11 +56,6 @@ def machine(device: torch.device) -> str:
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def of_layers(config: ModelConfig, layers: int, positions: int) -> ModelConfig:
     """The first layers (0: all) of a model of one wiring, for so many positions."""
     layers, experts = layers or config.num_layers, config.experts

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from common import numbers, say
 from emulated_gpu import EmulatedOnGpu
-from gpu_model import BLOCK, NAMES, TINY, device_of, make_model, of_layers, predicted_ms, rewired, wait_for
+from gpu_model import BLOCK, NAMES, TINY, device_of, make_model, of_layers, predicted_ms, rewired
 from gpu_shard_report import shard_table
 from laddertron.engine.step.cuda_graphs import CudaRecorder, StepGraphs
 from laddertron.engine.step.share import DTYPES
@@ -33,6 +33,7 @@ from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import ModelConfig
 from laddertron.models.llama import LlamaModel
 from laddertron.models.stages import RankShard
+from laddertron.tools.bench.bench_rank import wait_for
 from laddertron.tools.plan.published import SHAPES
 from laddertron.tools.plan.roofline import Load
 from laddertron.topology.comm.collectives import Alone, Collective, Pending
