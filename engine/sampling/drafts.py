@@ -128,9 +128,12 @@ class DraftDraws:
         device: torch.device,
         grammars: Grammars | None,
         exchange: Exchange = _alone,
+        drain: Callable[[], None] = lambda: None,
     ) -> None:
         """ids: of this rank's columns, as in Sampler. grammars: of the rank's sampler, which advances them along the
-        sampled tokens. exchange: gathers from the ranks that have the other columns."""
+        sampled tokens. exchange: gathers from the ranks that have the other columns. drain: waits for the device before
+        the host reads logits, at most for the timeout of a collective."""
+        self._drain = drain
         self._forks = None if grammars is None else _Forks(grammars)
         first, columns = ids.start, max(0, min(ids.stop, vocab_size) - ids.start)
         self._slots = SlotTable(vocab_size, first, columns, max_slots, self._forks)
@@ -189,6 +192,7 @@ class DraftDraws:
                 self._before[slot] = self._slots.edits[slot]
                 self._slots.edits[slot] = self._before[slot].fork()
         plan = self._slots.sampling_plan(slots)
+        self._drain()
         drawn = Step(self._context, plan, logits_BV[:, : self._slots.columns]).run()
         self._slots.append(plan, drawn)
         ids: list[int] = drawn.ids.tolist()

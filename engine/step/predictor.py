@@ -81,7 +81,7 @@ class PredictorShare:
         predictor = Predictor(model, self._shard, reduce, self._ops, self._stored, everywhere)
         predictor.load(self._source, verify=NOTHING)
         vocab_size, device = model.config.vocab_size, model.rotary.cos.device
-        draws = DraftDraws(vocab_size, ids, max_slots, device, sampler.grammars, exchange)
+        draws = DraftDraws(vocab_size, ids, max_slots, device, sampler.grammars, exchange, communicator.drain)
         return PredictorDrafts(model, predictor, num_blocks, block_size, kv_dtype, draws, bool(self._deterministic))
 
 

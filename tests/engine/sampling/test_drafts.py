@@ -118,3 +118,24 @@ def test_drafts_are_drawn_as_the_sequences_own_tokens(keys: dict[str, Any], run_
         tokens[0, length[0] : length[0] + came] = drawn[at : at + came]
         length[0] += came
         at += came
+
+
+def test_the_device_is_waited_for_before_logits_are_read() -> None:
+    """A wait that ends with an error, as where a peer has died, comes before the host looks at the logits."""
+
+    class Gone(Exception):
+        pass
+
+    def drain() -> None:
+        raise Gone
+
+    class Unread(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{func} before the wait")
+
+    draws = DraftDraws(50, range(50), 1, torch.device("cpu"), None, drain=drain)
+    draws.admit(NewSequence(0, 0, 2, (1, 2), SamplingParams(max_tokens=4, seed=1)))
+    tokens, length = np.array([[1, 2, 0, 0]], np.int32), np.array([2])
+    with pytest.raises(Gone):
+        draws.draft(torch.zeros(1, 50).as_subclass(Unread), {0: 1}, tokens, length, lambda slots: torch.zeros(1, 50))
