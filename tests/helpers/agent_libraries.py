@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-not-found"
+# mypy: disable-error-code="import"
 """What agent libraries are asked to do, each by its own Python: `python agent_libraries.py NAME`, the server's address
 in OPENAI_BASE_URL. The model answers SAYS, and calls the tool where a user asks for the weather with tools at hand.
 
