@@ -41,7 +41,13 @@ def test_every_kind_of_step_and_of_draw() -> None:
     assert len(blocks) == len(set(blocks))
     assert steps[-1].released == (0, 1, 2, 3)
     at = [chunk.start for batch in steps for chunk in batch.chunks if chunk.slot == 0]
-    assert at == [0, *range(33, 38)]
+    assert at == [0, *range(61, 66)], "61 of 64 tokens, beside 3 decodes"
+
+
+def test_the_first_prompt_is_long_where_there_is_room() -> None:
+    """Decodes, short and long prompts have different kernels."""
+    steps = [batch for _, batch in first_steps(replace(LIMITS, max_num_batched_tokens=512))]
+    assert [sum(chunk.count for chunk in batch.chunks) for batch in steps[:5]] == [129, 34, 35, 36, 4]
 
 
 @pytest.mark.parametrize(
@@ -51,9 +57,12 @@ def test_every_kind_of_step_and_of_draw() -> None:
 def test_a_small_cache_has_fewer_of_them(tight: dict[str, Any], slots: int) -> None:
     steps = [batch for _, batch in first_steps(replace(LIMITS, **tight))]
     assert sum(len(batch.admitted) for batch in steps) == slots
-    assert max((b for batch in steps for _, given in batch.blocks for b in given), default=0) < tight.get(
-        "num_blocks", 100
-    )
+    blocks = [block for batch in steps for _, given in batch.blocks for block in given]
+    assert len(blocks) == len(set(blocks))
+    assert max(blocks, default=0) < tight.get("num_blocks", 100)
+    positions = [(c.slot, c.start + c.count) for batch in steps for c in batch.chunks]
+    room = {slot: len(given) * LIMITS.block_size for batch in steps for slot, given in batch.blocks}
+    assert all(end <= room[slot] for slot, end in positions)
 
 
 def case_warmed_up(rank: Rank, folder: str, prompts: list[list[int]], warm: bool) -> dict[str, Any]:
