@@ -31,8 +31,8 @@ class Case:
 
     @property
     def recorded(self) -> bool:
-        """Whether its decode steps are CUDA graphs."""
-        return self.engine.get("attention") != "torch"
+        """Whether its decode steps are CUDA graphs: FlashInfer computes its attention."""
+        return self.engine.get("attention") != "torch" and "index_topk" not in self.words
 
     @property
     def draws_recorded(self) -> bool:
@@ -79,6 +79,32 @@ _DEEPSEEK_V3_FP8 = _DEEPSEEK_V3 | {
     "num_hidden_layers": 6, "first_k_dense_replace": 1,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }  # fmt: skip
+_DEEPSEEK_V32_FP8 = _DEEPSEEK_V3_FP8 | {
+    "model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
+}  # fmt: skip
+_GLM5 = _LATENT | {
+    "model_type": "glm_moe_dsa", "hidden_size": 6144, "num_hidden_layers": 5, "num_attention_heads": 64,
+    "intermediate_size": 12288, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "vocab_size": 154880, "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32,
+    "index_head_dim": 128, "index_topk": 2048, "indexer_types": ["full", "shared", "full", "shared", "shared"],
+}  # fmt: skip
+_KIMI_INT4 = _DEEPSEEK_V3 | {
+    "model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1,
+    "n_group": 1, "topk_group": 1, "vocab_size": 163840,
+    "quantization_config": {
+        "quant_method": "compressed-tensors", "format": "pack-quantized",
+        "config_groups": {"0": {"weights": {
+            "num_bits": 4, "type": "int", "strategy": "group", "symmetric": True, "group_size": 32,
+        }}},
+    },
+}  # fmt: skip
+_GPT_OSS = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 4, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 128,
+    "num_experts_per_tok": 4, "vocab_size": 201088, "max_position_embeddings": 131072,
+    "quantization_config": {"quant_method": "mxfp4"},
+}  # fmt: skip
 _LONGCAT = _LATENT | {
     "model_type": "longcat_flash", "hidden_size": 6144, "num_layers": 2, "num_attention_heads": 64,
     "ffn_hidden_size": 12288, "expert_ffn_hidden_size": 2048, "n_routed_experts": 512, "zero_expert_num": 256,
@@ -110,6 +136,10 @@ CASES = (
     Case("Qwen3-235B spread, 2 x 8", "qwen3-235b-a22b", 16, 2, words=_QWEN3_235B, parallel=_SPREAD),
     Case("DeepSeek-V3 spread, 2 x 8", "deepseek-v3", 16, 2, words=_DEEPSEEK_V3, parallel=_SPREAD),
     Case("DeepSeek-V3 fp8, tp 8 x pp 2", "deepseek-v3", 8, fp8=True, stages=2, layers=6, words=_DEEPSEEK_V3_FP8),
+    Case("DeepSeek-V3.2 fp8, tp 8 x pp 2", "deepseek-v3.2", 8, fp8=True, stages=2, layers=6, words=_DEEPSEEK_V32_FP8),
+    Case("GLM-5 spread, 2 x 8", "glm-5", 16, 2, words=_GLM5, parallel=_SPREAD),
+    Case("Kimi-K2.5 INT4 spread, 2 x 8", "kimi-k2.5", 16, 2, words=_KIMI_INT4, parallel=_SPREAD),
+    Case("gpt-oss-120b MXFP4, tp 8", "gpt-oss-120b", 8, words=_GPT_OSS),
     Case("LongCat-Flash spread, 2 x 8", "longcat-flash", 16, 2, words=_LONGCAT, parallel=_SPREAD),
     Case("Laneformer 2B, tp 8", "laneformer-2b", 8, words=_LANEFORMER, length=4096, engine={"attention": "torch"}),
     Case("405B drafts, tp 16", "llama-3.1-405b", 16, 2, engine=_DRAFTS),
@@ -128,10 +158,10 @@ CASES = (
 
 RANKS = (
     "405B, tp 16", "405B two-level, tp 16", "70B one-shot, tp 16", "405B, tp 8 x pp 2", "8B deterministic, tp 8",
-    "LongCat-Flash spread, 2 x 8",
+    "LongCat-Flash spread, 2 x 8", "GLM-5 spread, 2 x 8",
 )  # fmt: skip
 """Cases whose collectives are compared over all ranks."""
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 90, 100, 120)
 """Every Triton kernel is compiled for these; what computes in fp8 from 89 on."""
 
 Kind = Literal["greedy", "temperature", "top_p"]

@@ -24,12 +24,14 @@ from laddertron.engine.config.schema import Deployment, EngineConfig, ModelSecti
 from laddertron.models import attention_choice
 from laddertron.models.config.dialects import dialect_of, stock_json, to_dialect
 from laddertron.models.config.known_models import known, published_fp8
-from laddertron.models.config.model_config import from_folder, make_wiring
-from laddertron.models.config.quantisation import read_quantisation
+from laddertron.models.config.model_config import ModelConfig, from_folder, make_wiring
+from laddertron.models.config.quantisation import Quantisation, read_quantisation
 from laddertron.models.stages import RankShard, predictor_stage
 from laddertron.models.weights import tensor_reader
+from laddertron.models.weights.checkpoint import StoredTensor
 from laddertron.models.weights.parallel_reader import Readers
-from laddertron.models.weights.slices import PRODUCTS, expected_shapes, sources_of
+from laddertron.models.weights.quantised import is_scale
+from laddertron.models.weights.slices import PRODUCTS, expected_shapes, fused_experts, sources_of
 from laddertron.topology.comm.collectives import Alone, AloneGather, Gathering
 from laddertron.topology.comm.groups import Communicator, TorchGroups
 from laddertron.topology.comm.ledger import Ledger
@@ -44,8 +46,10 @@ from laddertron.topology.placement.layout import GroupLayout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 builder: Any = _build
+_Stored = tuple[str, str, tuple[int, ...]]
+"""A tensor's name, type and shape."""
 BATCHED = 4096
-_SIZES = {"BF16": 2, "F8_E4M3": 1, "F32": 4}
+_SIZES = {"BF16": 2, "F8_E4M3": 1, "F32": 4, "I32": 4, "U8": 1}
 
 
 def config_json(case: Case) -> dict[str, Any]:
@@ -67,28 +71,57 @@ def write_checkpoint(folder: Path, case: Case) -> Path:
     kinds: dict[str, str] = {}
     quantisation = read_quantisation(folder)
     block = None if quantisation is None else quantisation.block
+    if quantisation is not None and quantisation.code != "e4m3":
+        return _write(folder, _with_codes(config, quantisation))
     if block is not None:
-        kinds = {name: "F8_E4M3" for name in expected_shapes(config) if name.endswith("_proj.weight")}
+        kinds = {
+            name: "F8_E4M3"
+            for name in expected_shapes(config)
+            if name.endswith("_proj.weight") and "indexer" not in name
+        }
     elif case.fp8:
         wide = published_fp8(case.model)
         wide_layers = (*wide[: case.layers - 1], wide[-1])  # the first layer and the last one keep more
         for layer in range(case.layers):
             for product in set(PRODUCTS) - set(wide_layers[layer]):
                 kinds |= dict.fromkeys(sources_of(RankShard(config, 1, 0), layer, product), "F8_E4M3")
-    tensors, at = {}, 0
     predictor = predictor_stage(config, embeds=False) if case.engine.get("speculation") == "mtp" else None
+    stored = list[_Stored]()
     for name, shape in expected_shapes(config, predictor).items():
         kind = kinds.get(name, "BF16")
-        stored = [(name, kind, shape)]
+        stored.append((name, kind, shape))
         if kind == "F8_E4M3":
             scales = (
                 (shape[0], 1) if block is None else tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
             )
             stored.append((f"{name}_scale", "F32", scales))
-        for tensor_name, dtype, dims in stored:
-            end = at + int(np.prod(dims)) * _SIZES[dtype]
-            tensors[tensor_name] = {"dtype": dtype, "shape": dims, "data_offsets": [at, end]}
-            at = end
+    return _write(folder, stored)
+
+
+def _with_codes(config: ModelConfig, q: Quantisation) -> Iterator[_Stored]:
+    """The tensors of a model whose experts alone have 4-bit codes, as Kimi's and gpt-oss's."""
+    expected, group = expected_shapes(config), q.block[1] if q.block else 1
+    if q.method == "mxfp4":
+        for fused, names, (columns, *rows) in fused_experts(config):
+            if rows:
+                groups = (len(names), *rows, columns // group)
+                yield from ((f"{fused}_blocks", "U8", (*groups, group // 2)), (f"{fused}_scales", "U8", groups))
+                for (name,) in names:
+                    del expected[name]
+    for name, shape in expected.items():
+        if q.method == "mxfp4" or ".experts." not in name:
+            yield name, "BF16", shape
+            continue
+        yield f"{name}_packed", "I32", (shape[0], shape[1] // 8)
+        yield f"{name}_scale", "BF16", (shape[0], shape[1] // group)
+
+
+def _write(folder: Path, stored: Iterable[_Stored]) -> Path:
+    tensors, at = {}, 0
+    for name, dtype, dims in stored:
+        end = at + int(np.prod(dims)) * _SIZES[dtype]
+        tensors[name] = {"dtype": dtype, "shape": dims, "data_offsets": [at, end]}
+        at = end
     header = json.dumps(tensors).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -204,6 +237,12 @@ def _in_this_thread(readers: Readers, pieces: Iterable[Any], read: Callable[[Any
         yield piece
 
 
+def _read_none(reader: Any, stored: StoredTensor, at: int, target: torch.Tensor) -> None:
+    """Reads no bytes. Scales, which loading checks, are small numbers above 0 in every type."""
+    if is_scale(stored.name):
+        target.fill_(1)
+
+
 def build(gpu: FakeGpu, deployment: Deployment, group: Communicator, memory: Memory) -> Any:
     """engine/step/build.py's, with what it allocates noted; of the checkpoint the bytes are not read."""
     load, attention, graphs = builder.load_weights, builder.make_attention, builder.make_graphs
@@ -234,7 +273,7 @@ def build(gpu: FakeGpu, deployment: Deployment, group: Communicator, memory: Mem
             (attention_choice, "kernels_missing", lambda: None),
             (Readers, "each", _in_this_thread),  # modes of torch are a thread's own
             (tensor_reader, "_copy_bits", lambda *_: None),
-            (tensor_reader.Reader, "_fill", lambda *_: None),
+            (tensor_reader.Reader, "_fill", _read_none),
         ):
             stack.enter_context(patch.object(owner, name, value))
         return builder.build(deployment, group, DEVICE)

@@ -46,7 +46,7 @@ COLUMNS = (
     "step, of reserved [MiB]", "graphs, of reserved [MiB]",
 )  # fmt: skip
 HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
-_LIMIT_S = 900
+_LIMIT_S = 3600
 
 
 def run_all(jobs: Sequence[tuple[str, Callable[[], dict[str, Any]]]]) -> list[dict[str, Any]]:

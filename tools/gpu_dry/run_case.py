@@ -233,12 +233,13 @@ def weigh(result: CaseResult, rank: Rank, step: int) -> None:
 def check_kernels(result: CaseResult, driver: FakeDriver) -> None:
     """Each specialisation that a call site asked for, compiled for every capability."""
     for source, options in driver.sources:
-        kinds = " ".join(source.signature.values())
+        kinds, constants = " ".join(source.signature.values()), " ".join(map(str, source.constants.values()))
         for capability in CAPABILITIES:
             if capability < 89 and "fp8" in kinds:
                 continue
             if lost := spilled(compiled(source, options, capability).asm["cubin"]):
-                result.faults.append(f"{source.name} ({kinds}) for {capability}: {lost} bytes spilled a thread")
+                where = f"{source.name} ({kinds}; {constants}) for {capability}"
+                result.faults.append(f"{where}: {lost} bytes spilled a thread")
 
 
 def collectives(case: Case, folder: Path) -> CaseResult:
