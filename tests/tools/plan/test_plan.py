@@ -32,6 +32,7 @@ from laddertron.tools.plan.tables import brief, sheets
 from laddertron.topology.cost.cost import Shape
 from laddertron.topology.hardware.presets import preset
 
+FBGEMM = Quantisation("fbgemm_fp8", activation_bound=1200.0)
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools" / "benchmarks"))
 
@@ -457,7 +458,7 @@ def test_fp8_weights_that_are_here_are_read_off_their_config(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(words))
     assert deployed(file).stored.weights == "bfloat16"
     (tmp_path / "config.json").write_text(json.dumps({**words, "quantization_config": {"quant_method": "fbgemm_fp8"}}))
-    assert deployed(file).stored == StoredTypes("fp8", "bfloat16", "bfloat16", form=Quantisation("fbgemm_fp8"))
+    assert deployed(file).stored == StoredTypes("fp8", "bfloat16", "bfloat16", form=FBGEMM)
 
 
 def _fp8_folder(folder: Path, wide: set[str]) -> Path:
@@ -502,7 +503,7 @@ def test_fp8_weights_that_are_here_are_read_off_their_headers(tmp_path: Path) ->
         (tmp_path / "model.safetensors").read_bytes()[:8], "little"
     )
     _fp8_folder(tmp_path, set())
-    stored = StoredTypes("fp8", "bfloat16", "bfloat16", form=Quantisation("fbgemm_fp8"))
+    stored = StoredTypes("fp8", "bfloat16", "bfloat16", form=FBGEMM)
     assert deployed(file, "1x8xH100").stored == stored
     (tmp_path / "model.safetensors").write_bytes(b"12345678")
     assert any("cannot be read" in note for note in deployed(file, "1x8xH100").notes)
