@@ -45,10 +45,10 @@ class ProductPlan(ctypes.Structure):
 class CpuProduct:
     """x [T, in] -> y [T, out]. Holds the tensors that its plan points to."""
 
-    __slots__ = ("_held", "address", "call", "inputs", "outputs")
+    __slots__ = ("_kept_alive", "address", "call", "inputs", "outputs")
 
-    def __init__(self, kernels: Kernels, plan: ProductPlan, held: Sequence[Tensor | None]) -> None:
-        self.call, self._held = kernels.sub_block, (plan, held)
+    def __init__(self, kernels: Kernels, plan: ProductPlan, tensors: Sequence[Tensor | None]) -> None:
+        self.call, self._kept_alive = kernels.sub_block, (plan, tensors)
         self.address, self.inputs, self.outputs = ctypes.addressof(plan), plan.inputs, plan.outputs
 
     def __call__(self, x: Tensor | RunningSum) -> Tensor:

@@ -159,11 +159,11 @@ def _pattern(rank: int, size: int, count: int, device: torch.device) -> Tensor:
     return ((torch.arange(count, device=device) * 7919 + rank * 104729) % (2 * most + 1) - most).float()
 
 
-def _total(size: int, count: int, device: torch.device) -> Tensor:
+def exact_total(size: int, count: int, device: torch.device) -> Tensor:
     return torch.stack([_pattern(rank, size, count, device) for rank in range(size)]).sum(0)
 
 
-def _sizes(ranks: int) -> tuple[int, ...]:
+def checked_sizes(ranks: int) -> tuple[int, ...]:
     """Bytes: of one program, of four, of three with an uneven rest, of all."""
     step = 16 * ranks
     return (step, 32 << 10, (25 << 10) // step * step + step, ONE_SHOT_BYTES)
@@ -174,9 +174,12 @@ def wrong_in_node(one_shot: OneShot, limit_s: float, in_two: bool) -> str:
     kernels, ends them after `limit_s`."""
     device, size = one_shot.device, one_shot.ranks
     for dtype in _DTYPES:
-        for nbytes in _sizes(size):
+        for nbytes in checked_sizes(size):
             count = nbytes // dtype.itemsize
-            right, given = _total(size, count, device).to(dtype), _pattern(one_shot.rank, size, count, device).to(dtype)
+            right, given = (
+                exact_total(size, count, device).to(dtype),
+                _pattern(one_shot.rank, size, count, device).to(dtype),
+            )
             x, y = given.repeat(_ROUNDS, 1), given.clone()
             for row in x:
                 one_shot(row)
@@ -200,7 +203,7 @@ def wrong_in_node(one_shot: OneShot, limit_s: float, in_two: bool) -> str:
 def wrong_in_group(levels: DirectLevels, tp: Any, rank: int, wait: Callable[[Any, str], None]) -> str:
     """What was wrong with a sum over the group, compared with NCCL's, or ""."""
     device, size = levels.one_shot.device, dist.get_world_size(tp)
-    for nbytes in _sizes(levels.ranks)[:2]:
+    for nbytes in checked_sizes(levels.ranks)[:2]:
         x = _pattern(rank, size, nbytes // 2, device).to(torch.bfloat16)
         by_nccl = x.clone()
         levels(x)

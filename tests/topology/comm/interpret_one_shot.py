@@ -140,8 +140,12 @@ def sums(ranks: int, count: int, seed: int) -> bool:
 
 def checked(ranks: int) -> bool:
     """The check at the start finds nothing wrong."""
-    regions, few, event = shared(ranks), symmetric._sizes(ranks)[:3], SimpleNamespace(record=int, query=lambda: True)
-    symmetric._EVENT, symmetric._sizes = lambda: event, lambda ranks: few
+    regions, few, event = (
+        shared(ranks),
+        symmetric.checked_sizes(ranks)[:3],
+        SimpleNamespace(record=int, query=lambda: True),
+    )
+    symmetric._EVENT, symmetric.checked_sizes = lambda: event, lambda ranks: few
 
     def work(rank: int) -> None:
         torch.set_num_threads(1)

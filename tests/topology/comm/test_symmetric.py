@@ -44,7 +44,7 @@ class Fake:
 
     def __call__(self, x: Tensor) -> None:
         self.calls.append("sum")
-        x.copy_(symmetric._total(self.ranks, x.numel(), CPU))
+        x.copy_(symmetric.exact_total(self.ranks, x.numel(), CPU))
         if x.nbytes == self._spoils:
             x[-1] += 1
 
@@ -53,7 +53,7 @@ class Fake:
 
     def collect(self, flat: Tensor, part: Tensor) -> None:
         self.calls.append("collect")
-        flat.copy_(symmetric._total(self.ranks, flat.numel(), CPU))
+        flat.copy_(symmetric.exact_total(self.ranks, flat.numel(), CPU))
 
     def abort(self) -> None:
         self.calls.append("abort")
@@ -179,7 +179,7 @@ def test_a_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch, spoils: int) -> N
 
 def test_sums_of_the_check_are_exact() -> None:
     for size in (2, 8, 16, 64, 256):
-        total = symmetric._total(size, 1000, CPU)
+        total = symmetric.exact_total(size, 1000, CPU)
         assert torch.equal(total, total.to(torch.bfloat16).float())
         assert float(total.min()) < float(total.max())
 
@@ -197,7 +197,7 @@ def test_a_group_is_compared_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     other = SimpleNamespace(value=0)
 
     def all_reduce(x: Tensor, group: str) -> None:
-        x.copy_(symmetric._total(4, x.numel(), CPU) + other.value)
+        x.copy_(symmetric.exact_total(4, x.numel(), CPU) + other.value)
 
     monkeypatch.setattr(symmetric, "dist", SimpleNamespace(all_reduce=all_reduce, get_world_size=lambda group: 4))
     fake: Any = Fake()
