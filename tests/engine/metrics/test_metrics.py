@@ -396,6 +396,7 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
     metrics.store(None, (5, 9))
     metrics.clock(0.0)
     metrics.unsummed({"row": 1, "file": 0})
+    metrics.evicted(1)
     metrics.http("/v1/batches/{id}", 200, 0.01)
     metrics.failure(0, "silent", "no heartbeat", NOBODY)
     metrics.reloaded("done")
