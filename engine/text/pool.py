@@ -290,8 +290,8 @@ class TextPool:
 
     async def _replace(self, slot: _Slot, worker: WorkerProcess) -> None:
         slot.failures = 0 if worker.answers > 1 else slot.failures + 1
+        await worker.kill()  # the slot keeps it as long: a pool that closes meanwhile waits for its end
         slot.worker = None
-        await worker.kill()
 
     async def _take(self, worker: WorkerProcess) -> list[_Item]:
         """Takes the next items for one worker: a fair share of the queue, so that no item waits for it while another

@@ -208,6 +208,31 @@ def test_a_frozen_worker_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
     in_pool(tmp_path, use)
 
 
+def test_a_pool_that_closes_waits_for_a_worker_that_is_being_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path)
+    kill, entered = process.WorkerProcess.kill, asyncio.Event()
+
+    async def slow(worker: process.WorkerProcess) -> None:
+        if not entered.is_set():
+            entered.set()
+            await asyncio.Event().wait()  # until the pool's closing cancels it
+        await kill(worker)
+
+    async def broken(worker: process.WorkerProcess) -> dict[str, Any]:
+        raise RuntimeError("no answer")
+
+    async def use(pool: TextPool) -> None:
+        monkeypatch.setattr(process.WorkerProcess, "kill", slow)
+        monkeypatch.setattr(process.WorkerProcess, "receive", broken)
+        asking = asyncio.create_task(pool.of("").encode("x"))
+        await entered.wait()
+        asking.cancel()
+
+    in_pool(tmp_path, use)
+
+
 def test_workers_killed_again_and_again_are_no_texts_fault(tmp_path: Path) -> None:
     """Each of four is killed while it computes the same text, which then is encoded."""
     loop = "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}"
