@@ -68,8 +68,9 @@ def connect(
 
             groups = make_torch_groups(bootstrap, layout, options, backend, by_size is not None, stages)
         made = _collectives(
-            backend, bootstrap, layout, options, choose, mesh, (small, chunk), groups, ledger, closers, staged
-        )
+            backend, bootstrap, layout, options, choose if native else by_size, mesh, (small, chunk), groups, ledger,
+            closers, staged,
+        )  # fmt: skip
         all_reduce, gathers, set_timeout = made
         if pipeline is not None and backend == "nccl":
             from .comm.nccl_boundary import NcclBoundary
@@ -185,12 +186,14 @@ def _collectives(
     closers: list[Callable[[], None]],
     staged: bool,
 ) -> tuple[Collective, Gather, Callable[[float], None]]:
-    """All-reduce, gather and how their timeout is set; what ends them goes before the other `closers`. sizes: the
-    transport's small_bytes and chunk_bytes."""
+    """All-reduce, gather and how their timeout is set; what ends them goes before the other `closers`. choose: of
+    `connect` for native, else of _library_strategy. sizes: the transport's small_bytes and chunk_bytes."""
     # NOTE: a stage of one rank keeps NCCL, whose time limits the messages between stages need.
     if layout.size == 1 and not (staged and backend == "nccl"):
         mesh.close_data()
         return Alone(), AloneGather(), lambda seconds: None
+    if options.collective == "one_shot" and backend != "nccl":
+        raise ValueError("collective: one_shot is between GPUs of a node: use backend nccl, or collective auto")
     if backend == "native":
         core = transport.Transport(
             mesh,
@@ -209,8 +212,7 @@ def _collectives(
     mesh.close_data()
     from .comm.backends import other_backend
 
-    by_size = _library_strategy(options, choose)
-    all_reduce, gathers, set_timeout, end = other_backend(backend, bootstrap, layout, groups, options, ledger, by_size)
+    all_reduce, gathers, set_timeout, end = other_backend(backend, bootstrap, layout, groups, options, ledger, choose)
     closers.insert(0, end)
     return all_reduce, gathers, set_timeout
 
@@ -248,8 +250,6 @@ def _strategy(options: CommOptions, layout: GroupLayout, choose: Callable[[int],
     """Message bytes -> the transport's strategy. Above small_bytes everything is the pipeline."""
     spans = len(layout.nodes) > 1 and layout.per_node > 1
     names = {name: name for name in ("exchange", "two_level", "doubling", "pipeline")} | {"flat": "exchange"}
-    if options.collective == "one_shot":
-        raise ValueError("collective: one_shot is between GPUs of a node: use backend nccl, or collective auto")
     if options.collective == "doubling" and (layout.per_node > 1 or layout.size & (layout.size - 1)):
         raise ValueError(
             f"collective: doubling needs one rank on each of 2, 4, 8, … nodes, not {len(layout.nodes)} x "

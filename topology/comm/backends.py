@@ -50,8 +50,6 @@ def other_backend(
 ) -> Parts:
     """The parts of the backend `name` (gloo or nccl). `choose`: message bytes -> strategy; those that it lacks and None
     are flat. Raises ValueError if the backend is not available, or lacks the strategy."""
-    if options.collective == "one_shot" and name == "gloo":
-        raise ValueError("collective: one_shot is between GPUs of a node: use backend nccl, or collective auto")
     strategies = ("auto", "flat", "two_level", "one_shot", "emulated")
     if options.collective not in strategies and options.deterministic is not True:
         raise ValueError(

@@ -19,7 +19,7 @@ from laddertron.launchers.rank.load_tuning import look_up
 from laddertron.topology.comm import backends, symmetric
 from laddertron.topology.comm.groups import CommOptions, OneShotImpossible, TorchGroups
 from laddertron.topology.comm.symmetric import DirectLevels, Site, connect_one_shot
-from laddertron.topology.connect import _library_strategy, _strategy
+from laddertron.topology.connect import _collectives, _library_strategy
 from laddertron.topology.cost.cost import Shape, Strategy
 from laddertron.topology.link_cost import ONE_SHOT_BYTES
 from laddertron.topology.placement.layout import GroupLayout
@@ -276,13 +276,14 @@ def test_groups_of_a_strategy_are_made_if_a_size_goes_by_it() -> None:
     assert backends._takes(None, "two_level") is None
 
 
-def test_it_is_refused_without_gpus() -> None:
+@pytest.mark.parametrize("backend", ["gloo", "native"])
+def test_it_is_refused_without_gpus(backend: str) -> None:
     missing: Any = None
-    options = CommOptions(collective="one_shot")
+    options, sizes = CommOptions(collective="one_shot"), (4096, 4096)
     with pytest.raises(ValueError, match="one_shot is between GPUs"):
-        backends.other_backend("gloo", missing, TWO_BY_TWO, TorchGroups(), options, missing)
-    with pytest.raises(ValueError, match="one_shot is between GPUs"):
-        _strategy(options, TWO_BY_TWO, None)
+        _collectives(
+            backend, missing, TWO_BY_TWO, options, None, missing, sizes, TorchGroups(), missing, [], False,
+        )  # fmt: skip
 
 
 def test_preflight_goes_on_without_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
