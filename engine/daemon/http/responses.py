@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -62,7 +61,7 @@ def responses_router(services: Services) -> APIRouter:
         assert retained is not None
         data = await services.write(retained.load(row.owner, response_id, ()))
 
-        def page(db: sqlite3.Connection) -> bytes | None:
+        def page() -> bytes | None:
             listed = list(items_before(response_id, json.loads(data)))[:: 1 if order == "asc" else -1]
             names = [item["id"] for item in listed]
             if after is not None and after not in names:
@@ -74,7 +73,7 @@ def responses_router(services: Services) -> APIRouter:
             answer = {"object": "list", "data": part, "first_id": first, "last_id": last, "has_more": more}
             return json.dumps(answer, ensure_ascii=False).encode()
 
-        if (body := await services.read(page, owner_of(request))) is None:
+        if (body := await services.store.in_turn(owner_of(request), page)) is None:
             raise ApiError(f"after={after!r}: the response has no such item", "not_found", "after", status=404)
         return Response(body, media_type="application/json")
 
