@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import pairwise
+from itertools import count, cycle, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -373,5 +373,15 @@ def test_a_gpus_floor_is_the_copies_of_all_of_a_nodes_gpus(monkeypatch: pytest.M
     assert asked == [("cuda", bench_rank.LEAST_READ)]
 
 
-def test_copies_are_counted_read_and_written() -> None:
-    assert bench_rank.copy_bandwidth(torch.device("cpu"), 1 << 16) > 0
+def test_copies_are_counted_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the best round: of rounds of 3, 2, 1, 3, 2, 1 … seconds those of one."""
+    clock, rounds = count(), cycle((3, 2, 1))
+
+    def perf_counter() -> float:
+        nonlocal now
+        now += next(rounds) if next(clock) % 2 else 0
+        return now
+
+    now = 0.0
+    monkeypatch.setattr(bench_rank.time, "perf_counter", perf_counter)
+    assert bench_rank.copy_bandwidth(torch.device("cpu"), 1 << 16) == 2 * bench_rank.COPIES * (1 << 16)
