@@ -31,7 +31,7 @@ class SchedulerLimits:
     speculation: SpeculationRule | None = None
     """How decodes get drafts; None: they get none."""
     most_rows: tuple[int, int] = (1 << 30, 1 << 30)
-    """Decodes and drafts of a step, at most, without prompts and beside them: more would not be recorded."""
+    """Decodes and drafts of a step, at most, without and with prompts: more would not be recorded."""
     runs_ahead: bool = False
     """Whether a step starts before the ids of the step before it are known, unless there are drafts."""
     tokens_ahead: int = 0

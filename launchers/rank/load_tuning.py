@@ -130,7 +130,7 @@ def tuned_choice(
     except (OSError, ValueError) as error:
         if bootstrap.rank == 0:
             log.warning("collectives go by message size alone, the group's place on the fabric is not known: %s", error)
-    told = json.loads(bootstrap.all_gather(json.dumps(table).encode() if bootstrap.rank == 0 else b"")[0])
-    if not told or (backend != "native" and all(strategy == "flat" for _, strategy in told)):
+    rows = json.loads(bootstrap.all_gather(json.dumps(table).encode() if bootstrap.rank == 0 else b"")[0])
+    if not rows or (backend != "native" and all(strategy == "flat" for _, strategy in rows)):
         return None
-    return look_up([(int(bound), str(strategy)) for bound, strategy in told])
+    return look_up([(int(bound), str(strategy)) for bound, strategy in rows])

@@ -288,7 +288,7 @@ class GroupedExperts:
         raised, products, out = x.new_empty((most, inner)), x.new_empty((most, width)), torch.empty_like(x)
         sums = weight if most == pairs else x.new_empty(x.shape, dtype=torch.float32)
         first, second = self._up, self._down
-        # E2M1 of both gate and up, widened beside 64 rows or a clamped gate, would need more registers than compute
+        # E2M1 of both gate and up, widened for 64 rows or with a clamped gate, would need more registers than compute
         # capabilities 8.0 and 12.0, or 10.0, have
         narrow = first.code == "e2m1" and (tile == max(TILES) or self._clamped is not None)
         columns = _COLUMNS // 2 if narrow else _COLUMNS

@@ -139,7 +139,8 @@ def latent_workspace_bytes(rank: int, shapes: Sequence[Shape], most_blocks: int)
 
 
 def most_rows(shapes: Sequence[Shape], by_row: bool = False) -> tuple[int, int, int]:
-    """The most decodes, prompt rows beside decodes, and rows of sequences with drafts; by_row: all rows are decodes."""
+    """The most decodes, prompt rows of steps with decodes, and rows of sequences with drafts. by_row: all rows are
+    decodes."""
     if by_row:
         return max(map(sum, shapes), default=0), 0, 0
     return (

@@ -9,9 +9,9 @@ program of the kernel (one_shot_kernel.py) and a rank. Program b, in its call nu
 3. reads slice b of every rank's buffer e % 2, adds in rank order in fp32, rounds once: the same bits on all ranks.
 
 No barrier ends a call. Program b writes to buffer e % 2 again in epoch e + 2, after it has seen e + 1 from every rank.
-A rank writes e + 1 after its own step 3 of epoch e, because calls follow one another on a stream: nobody reads what is
-overwritten. Programs share nothing, so messages of different sizes, which have different numbers of programs, may
-alternate. Epochs are in device memory and the kernel advances them, so a replayed graph does what a call does.
+A rank writes e + 1 after its own step 3 of epoch e, because calls follow one another on a stream: no rank still reads
+what is overwritten. Programs share nothing, so messages of different sizes, which have different numbers of programs,
+may alternate. Epochs are in device memory and the kernel advances them, so a replayed graph does what a call does.
 
 The wait has no limit of its own: a slow rank is no error, and DeviceWait (nccl.py) limits the host's wait and names
 the rank that is missing. It then calls `abort`, which ends the kernel and all later ones with NaN in place of sums.

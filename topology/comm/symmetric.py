@@ -77,7 +77,7 @@ def connect_one_shot(site: Site, takes: Callable[[int], bool]) -> tuple[DirectLe
     ranks, me = site.layout.ranks, site.bootstrap.rank
     node = next(ranks for ranks in site.layout.nodes if me in ranks)
     device = torch.device("cuda", torch.cuda.current_device())
-    uuids = [told.decode() for told in site.bootstrap.all_gather(_uuid(device.index).encode())]
+    uuids = [uuid.decode() for uuid in site.bootstrap.all_gather(_uuid(device.index).encode())]
     one_shots: list[OneShot] = []
     intra, rail = site.groups.subgroups.get("intra"), site.groups.subgroups.get("rail")
 
@@ -95,10 +95,10 @@ def connect_one_shot(site: Site, takes: Callable[[int], bool]) -> tuple[DirectLe
         lambda: wrong_in_group(levels(), site.groups.tp, ranks.index(me), site.wait),
     )
     faults: tuple[str, ...] = ()
-    for step in steps:  # all ranks of the job agree on each, whatever their own group has said before
-        told = site.bootstrap.all_gather(("" if faults else _fault(step)).encode())
+    for step in steps:  # each is a collective of all ranks of the job: a group that failed takes part
+        reports = site.bootstrap.all_gather(("" if faults else _fault(step)).encode())
         named = zip(range(len(ranks)), ranks, site.hosts, strict=True)
-        faults = faults or tuple(f"rank {i} on {host}: {told[r].decode()}" for i, r, host in named if told[r])
+        faults = faults or tuple(f"rank {i} on {host}: {reports[r].decode()}" for i, r, host in named if reports[r])
     return (None if faults else levels()), faults
 
 
@@ -117,7 +117,7 @@ def _uuid(index: int) -> str:
 
 
 def unable(per_node: int, device: torch.device) -> str:
-    """Why one_shot cannot run on a device of a node with `per_node` ranks, whatever the others are; or ""."""
+    """Why one_shot cannot run on this device of a node with `per_node` ranks, other devices apart; or ""."""
     if not 2 <= per_node <= MOST_RANKS:
         return f"its node has {per_node} of the group's ranks, and one_shot is for 2 to {MOST_RANKS}"
     if importlib.util.find_spec("triton") is None:

@@ -110,10 +110,10 @@ def candidates(backend: Backend, shape: Shape, nbytes: int | None = None) -> tup
     choose among their own algorithms, of which NCCL's are hierarchical already. two_level is listed to be measured, and
     replaces them only for sizes at which a tuning file prefers it (`untuned`); one_shot also where it is cheaper."""
     if backend != "native":
-        beside: list[Strategy] = ["two_level"] if possible("two_level", shape) else []
+        added: list[Strategy] = ["two_level"] if possible("two_level", shape) else []
         if backend == "nccl" and possible("one_shot", shape) and (nbytes is None or nbytes <= ONE_SHOT_BYTES):
-            beside.append("one_shot")
-        return ("flat", *beside)
+            added.append("one_shot")
+        return ("flat", *added)
     if nbytes is not None and nbytes > WHOLE_BYTES:
         return ("pipeline",)
     ours: tuple[Strategy, ...] = ("exchange", "two_level", "doubling", "pipeline")
@@ -154,7 +154,7 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
         # handed to the communication thread and back; two nodes exchange slices whole: as many bytes, one hop less
         return Terms(3, hops, around, min(2, nodes - 1), 2 * (nodes - 1) / nodes * volume / inside * share)
     part = volume / inside
-    if strategy == "one_shot":  # a flag and the data behind it, twice where NCCL's all-reduce across lies between
+    if strategy == "one_shot":  # a flag and the data after it; across nodes twice, before and after NCCL's all-reduce
         if nodes == 1:
             return Terms(_KERNEL_CALLS, 2, (inside - 1) * volume, 0, 0)
         across = 2 * ceil(log2(nodes))
