@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import count, cycle, pairwise
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import cycle, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -375,13 +378,13 @@ def test_a_gpus_floor_is_the_copies_of_all_of_a_nodes_gpus(monkeypatch: pytest.M
 
 def test_copies_are_counted_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the best round: of rounds of 3, 2, 1, 3, 2, 1 … seconds those of one."""
-    clock, rounds = count(), cycle((3, 2, 1))
 
-    def perf_counter() -> float:
-        nonlocal now
-        now += next(rounds) if next(clock) % 2 else 0
-        return now
+    def clock() -> Iterator[int]:
+        now = 0
+        for seconds in cycle((3, 2, 1)):
+            yield now
+            now += seconds
+            yield now
 
-    now = 0.0
-    monkeypatch.setattr(bench_rank.time, "perf_counter", perf_counter)
+    monkeypatch.setattr(time, "perf_counter", partial(next, clock()))
     assert bench_rank.copy_bandwidth(torch.device("cpu"), 1 << 16) == 2 * bench_rank.COPIES * (1 << 16)
