@@ -375,7 +375,11 @@ class Launch:
 
     async def _wait_for_exit(self, keeper: asyncio.subprocess.Process, reading: asyncio.Task[None], name: str) -> None:
         status = await keeper.wait()
-        await asyncio.wait([reading], timeout=1.0)  # the last output often has the reason
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await asyncio.wait([reading])  # the last output often has the reason
+                if status >= 0 and not self._ending:  # the lost rank ended first, but another thread reads its end
+                    await self._server.all_gone(LAST_WORDS_S)
         self._exited.set()
         ours = self._ending and (
             status == -signal.SIGTERM or time.monotonic() > self._asked_at + self._options.kill_grace_s

@@ -23,6 +23,7 @@ from job_tools import MPIRUN, Story, bounded, fake_mpirun, gone, left, process_i
 from laddertron.engine.job import NOBODY
 from laddertron.launchers.compose.mpi import LaunchCommand
 from laddertron.launchers.control import processes
+from laddertron.launchers.control.control import ControlServer
 from laddertron.launchers.job.detect import JobFailure
 from laddertron.launchers.job.options import JobTimeouts
 from laddertron.launchers.job.replica import JobHooks
@@ -116,6 +117,25 @@ def test_a_killed_rank_costs_a_relaunch_and_no_answer(rank: int, busy: bool) -> 
             for one in asked:
                 s.job.submit(one)
             await s.listener.until(lambda: all(s.listener.answered(one) for one in asked))
+
+    bounded(run)
+
+
+def test_a_killed_rank_is_named_although_its_end_is_read_after_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The channel's thread reads the ends of connections late, as on a busy machine."""
+    went = ControlServer.peer_went
+
+    def late(server: ControlServer, *end: Any) -> None:
+        time.sleep(0.3)
+        went(server, *end)
+
+    async def run() -> None:
+        async with story() as s:
+            await s.phase("ready")
+            monkeypatch.setattr(ControlServer, "peer_went", late)
+            os.kill(await s.pid(1), signal.SIGKILL)
+            await s.listener.until(lambda: s.job.failures)
+            assert s.job.failures[0].kind == "rank_lost"
 
     bounded(run)
 
