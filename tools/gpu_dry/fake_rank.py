@@ -165,12 +165,14 @@ class _Wait(DeviceWait):
 
 
 class Plans:
-    """PlanChannel of rank 0; `others`: what runs a plan elsewhere."""
+    """PlanChannel of rank 0; `others`: what runs a plan elsewhere; `steps`: the plans with chunks that were sent."""
 
     def __init__(self) -> None:
         self.others: list[Callable[[Any], Any]] = []
+        self.steps = 0
 
     def send(self, frame: bytes) -> None:
+        self.steps += bool(decode(frame).chunks)
         for run in self.others:
             run(decode(frame))
 

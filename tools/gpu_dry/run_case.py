@@ -65,12 +65,12 @@ class Rank:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
-        built, self.memories, plans, self.first_graphs = start(GPU, case, 0, folder)
+        built, self.memories, self.plans, self.first_graphs = start(GPU, case, 0, folder)
         self.stages, first = built, built[0]
         limits = first.scheduler_limits
         if case.drafts:  # else drafts would have to pay, in the seconds of this machine
             limits = replace(limits, speculation=SpeculationRule(priced=False))
-        self.engine = Engine(Scheduler(limits), first.runner, plans, StepProgress())
+        self.engine = Engine(Scheduler(limits), first.runner, self.plans, StepProgress())
         self.working = [
             working_bytes(
                 deployment_of(case, folder), stage.runner.model.shard, "nccl", torch.bfloat16,
@@ -157,8 +157,9 @@ def recorded_shapes(case: Case) -> list[tuple[int, int]]:
 
 
 def check_mixed(result: CaseResult, rank: Rank) -> None:
-    """Steps of decodes with up to eight prompts of at most 1,024 rows are replays, of two graphs where rows are drawn
-    in one: none is computed eagerly; a layer of a dense model launches at most twelve kernels."""
+    """Steps of decodes with up to eight prompts of at most 1,024 rows are replays, one a stage and one of the draw
+    where that is recorded: none is computed eagerly; a layer of a dense model launches at most twelve kernels. A stage
+    cuts prompts into chunks of 256 tokens, so a pipeline's steps get more of the long ones."""
     case, eager = rank.case, list[int]()
     if not case.mixes:
         return
@@ -166,17 +167,17 @@ def check_mixed(result: CaseResult, rank: Rank) -> None:
         model = stage.runner.model
         model.forward_streams = partial(_counted, eager, model.forward_streams)
     GPU.replayed.clear()
-    replays = steps = 0
-    for count, prompt in ((8, 15), (8, 16), (1, 2), (3, 80), (1, 500), (2, 512)):
+    before, many = rank.plans.steps, case.stages
+    for count, prompt in ((8, 15), (8, 16), (1, 2), (3, 80), (many, 500), (2 * many, 512)):
         rank.add(count, prompt, temperature=0.8, answer=40)
-        replays += _sum(rank.steps(4)[0], "replay")
-        steps += 4
-    for _ in drain(rank.engine):
+        rank.steps(4)
+    for _ in drain(rank.engine):  # also what is in flight between stages
         pass
+    replays, steps = len(GPU.replayed), rank.plans.steps - before
     if eager:
         result.faults.append(f"{len(eager)} steps with at most 1,024 prompt rows were computed eagerly")
-    if replays != (per_step := case.stages + case.draws_recorded) * steps:
-        result.faults.append(f"{replays} replays in {steps} steps with prompts, not {per_step * steps}")
+    if replays != (expected := (case.stages + case.draws_recorded) * steps):
+        result.faults.append(f"{replays} replays in {steps} steps, some with prompts, not {expected}")
     shapes = recorded_shapes(case)
     mixed = {id(GPU.graphs[first + at]) for first in rank.first_graphs for at, s in enumerate(shapes) if min(s)}
     if len(used := mixed.intersection(map(id, GPU.replayed))) < 4 * case.stages:
