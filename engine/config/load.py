@@ -52,20 +52,23 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Deployment:
     return read(path, overrides).deployment
 
 
-def read(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> LoadedDeployment:
-    """Like `load`, with the places of the keys. `working`: the working directory, if not the process's."""
+def read(path: str | Path | None, overrides: Sequence[str] = (), working: Path | None = None) -> LoadedDeployment:
+    """Like `load`, with the places of the keys; None: the overrides alone. `working`: the working directory, if not the
+    process's."""
     drafted = draft(path, overrides, working)
     if drafted.faults:
         raise ConfigError(drafted.faults)
     return drafted.loaded
 
 
-def draft(path: str | Path, overrides: Sequence[str] = (), working: Path | None = None) -> PartialDeployment:
+def draft(path: str | Path | None, overrides: Sequence[str] = (), working: Path | None = None) -> PartialDeployment:
     """Like `read`, but lists the errors for further checks. Raises ConfigError only if nothing is readable."""
     working = working or Path.cwd()
-    file = working / path
+    file = working / (path or "")
     folder = Path(os.path.abspath(file)).parent
-    if (file / "config.json").is_file():
+    if path is None:
+        tree, faults = read_text("", "--set")
+    elif (file / "config.json").is_file():
         folder = working
         tree, faults = read_text(f"model: {{path: {json.dumps(str(file), ensure_ascii=False)}}}", str(path), str(path))
     else:

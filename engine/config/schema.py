@@ -80,7 +80,7 @@ PLACEMENT = "placement"
 
 REMOVED = {
     "model.shared_filesystem": "remove the key: each rank reads its own slices; to read every byte once, write "
-    "per-rank files with `laddertron shard MODEL --tensor-parallel-size N`",
+    "per-rank files with `laddertron shard`",
     "parallel.backend=mpi": "use auto or native, also under mpirun, which still starts the ranks",
     "parallel.collective_timeout": "remove the key: it follows measured step times, in preflight it is 30 s",
     "parallel.emulated_bandwidth": "remove the key: an emulated link has a delay alone, emulated_delay",

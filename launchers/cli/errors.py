@@ -113,6 +113,7 @@ def _key_of(error: click.UsageError) -> str:
     from ...engine.config.schema import Deployment
 
     key = error.option_name.lstrip("-").replace("-", "_")
+    key = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size"}.get(key, key)
     section = next((name for name, cls in hints(Deployment).items() if key in hints(cls)), None)
     return "" if section is None else f" Use --set {section}.{key}=VALUE"
 

@@ -120,7 +120,7 @@ def _own_fills(
         expected = "replicate" if replicate_embedding else "shard"
         raise CheckpointError(
             f"{source.folder}: its per-rank files were not written with parallel.embedding={expected}: {again} "
-            f"--embedding {expected}`"
+            f"--set parallel.embedding={expected}`"
         )
     for name, parameter in parameters.items():
         stored = source.tensors.get(name)

@@ -33,7 +33,7 @@ from .quantised import (
     scale_of,
     scaled_by,
 )
-from .rank_files import PREDICTOR, OwnFile, open_shards
+from .rank_files import PREDICTOR, WITH_PREDICTOR, OwnFile, open_shards
 from .slices import (
     Fill,
     embedding_of,
@@ -80,7 +80,7 @@ class Source:
         if self.own is None:
             return self
         whole_in_node = shard.samples
-        sizes = self.own.sizes + f" --ranks-per-node {shard.size}" * whole_in_node
+        sizes = self.own.sizes + f" --set launch.ranks_per_node={shard.size}" * whole_in_node
         replicate = self.replicate_embedding and not whole_in_node
         own = replace(self.own, sizes=sizes)
         return replace(self, tensors=self.predicting, own=own, replicate_embedding=replicate)
@@ -177,7 +177,7 @@ def open_source(
     if predictor is not None and shard.samples and not predicting:
         raise CheckpointError(
             f"{own.file}: has no layer that predicts further tokens: write the files again with `laddertron shard "
-            f"{folder} {own.sizes} --mtp --overwrite`, or use another engine.speculation than mtp"
+            f"{folder} {own.sizes} {WITH_PREDICTOR} --overwrite`, or use another engine.speculation than mtp"
         )
     return Source(folder, tensors, (), own, predicting, scales, shard.size, own.replicate_embedding)
 

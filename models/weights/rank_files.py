@@ -22,6 +22,8 @@ from .own_sums import check_own
 METADATA = "laddertron"
 PREDICTOR = "predictor."
 """Begins the names of the parameters of a layer that predicts further tokens."""
+WITH_PREDICTOR = "--set engine.speculation=mtp"
+"""The option of `laddertron shard` that writes that layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,11 @@ def layers_of(shard: RankShard) -> dict[str, str]:
 
 def sizes_of(shard: RankShard) -> str:
     """The options of `laddertron shard` that write this shard."""
-    stages = "" if shard.stage is None else f" --pipeline-parallel-size {shard.stage.count}"
-    node = f" --dense-path node --ranks-per-node {shard.per_node}" if shard.per_node else ""
-    layout = f" --expert-layout {'spread' if shard.spread else 'tensor'}" if shard.spread or node else ""
-    return f"--tensor-parallel-size {shard.size}{stages}{layout}{node}"
+    keys: dict[str, int | str] = {"parallel.tensor_parallel_size": shard.size}
+    keys |= {} if shard.stage is None else {"parallel.pipeline_parallel_size": shard.stage.count}
+    keys |= {"parallel.expert_layout": "spread" if shard.spread else "tensor"} if shard.spread or shard.per_node else {}
+    keys |= {"parallel.dense_path": "node", "launch.ranks_per_node": shard.per_node} if shard.per_node else {}
+    return " ".join(f"--set {key}={value}" for key, value in keys.items())
 
 
 def config_digest(folder: Path) -> str:
@@ -104,7 +107,7 @@ def open_shards(folder: Path, shard: RankShard) -> OwnFile | None:
         return None
     file = inside(home, file_name(shard))
     metadata, tensors = read_annotated(file)
-    sizes = sizes_of(shard) + " --mtp" * any(t.name.startswith(PREDICTOR) for t in tensors)
+    sizes = sizes_of(shard) + f" {WITH_PREDICTOR}" * any(t.name.startswith(PREDICTOR) for t in tensors)
     again = f"write them again with `laddertron shard {folder} {sizes} --overwrite`, or remove {home}"
     origin = _origin(metadata, file, again)
     if origin.size != shard.size or metadata.get("rank") != str(shard.rank):

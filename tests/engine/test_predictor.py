@@ -139,17 +139,23 @@ def test_per_rank_files_have_the_layer(
     folder, written = predictors.save(tmp_path / "m", family), tmp_path / "w"
     args: dict[str, Any] = {"prompts": checkpoints.prompts(2), "stages": stages, "max_tokens": 12, "per_node": per_node}
     want = ranks(size, "predictor_cases:drafts", args | {"folder": str(folder)}, timeout_s=240.0)
-    words = ["shard", str(folder), "--tp", str(size // stages), "--pp", str(stages), "-o", str(written)]
-    words += ["--embedding", "replicate"] * bool(per_node)
-    assert cli.main(words) == 0
-    with pytest.raises(RankError, match=r"no layer that predicts further tokens.*--mtp --overwrite"):
+    keys: dict[str, Any] = {"parallel.tensor_parallel_size": size // stages, "parallel.pipeline_parallel_size": stages}
+    keys |= {"parallel.embedding": "replicate"} if per_node else {}
+
+    def write(*more: str) -> None:
+        words = [f"--set={key}={value}" for key, value in keys.items()]
+        assert cli.main(["shard", str(folder), *words, "-o", str(written), *more]) == 0
+
+    write()
+    with pytest.raises(RankError, match=r"no layer that predicts further tokens.*speculation=mtp --overwrite"):
         ranks(size, "predictor_cases:drafts", args | {"folder": str(written)}, timeout_s=240.0)
+    keys["engine.speculation"] = "mtp"
     if per_node:
-        assert cli.main([*words, "--mtp", "--overwrite"]) == 0
-        with pytest.raises(RankError, match=rf"--mtp --ranks-per-node {per_node}"):
+        write("--overwrite")
+        with pytest.raises(RankError, match=rf"speculation=mtp --set launch\.ranks_per_node={per_node}"):
             ranks(size, "predictor_cases:drafts", args | {"folder": str(written)}, timeout_s=240.0)
-        words += ["--ranks-per-node", str(per_node), "--expert-layout", "tensor"]
-    assert cli.main([*words, "--mtp", "--overwrite"]) == 0
+        keys |= {"launch.ranks_per_node": per_node, "parallel.expert_layout": "tensor"}
+    write("--overwrite")
     assert not list(written.glob("*.safetensors"))
     found = ranks(size, "predictor_cases:drafts", args | {"folder": str(written)}, timeout_s=240.0)
     assert [result["drafts"] for result in found] == [result["drafts"] for result in want]

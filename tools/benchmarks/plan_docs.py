@@ -88,7 +88,7 @@ def crossing(candidates: Sequence[Layout], kind: tuple[str, str], batch: int, pe
 
 def regions(model: str, nodes: str, link: str) -> dict[str, list[list[str]]]:
     """`crossing` by the name of KINDS: a row for each of CONTEXTS, a column for each of BATCHES."""
-    q = from_names(model, Asked(preset(nodes), Work()), max_model_len=CONTEXTS[-1])
+    q = from_names(model, Asked(preset(nodes), Work()), (f"model.max_model_len={CONTEXTS[-1]}",))
     inter, rate = LINKS[link]
     devices = devices_of(replace(q, shape=replace(q.shape, inter=inter, inter_bytes_per_s=rate)))
     rows: dict[str, list[list[str]]] = {name: [] for name in KINDS}

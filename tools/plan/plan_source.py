@@ -4,22 +4,20 @@ this machine (weights, hosts) is assumed, and the assumption noted.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ...engine.config.load import ConfigError, Deployment, LoadedDeployment, read
 from ...engine.config.rules import emulated_link
-from ...engine.config.schema import EngineConfig, ModelSection, ParallelConfig
 from ...engine.schedule.speculation import MOST
 from ...engine.step.memory import MemoryKeys
 from ...launchers.cli.fabric_source import backend_of, lay_out, read_fabric, suits
-from ...models.config.known_models import PUBLISHED, assumed_fp8, by_folder, half_ladder, known, published_fp8
+from ...models.config.known_models import assumed_fp8, by_folder, known, published_fp8
 from ...models.config.model_config import ModelConfig, from_folder
-from ...models.config.parts import make_wiring
 from ...models.config.predictor import predictor_of, whole_in_node
 from ...models.config.quantisation import BYTES, Quantisation, read_quantisation
 from ...models.config.shapes import ShapeError, check_draft, check_shapes, replicates_embedding, share, splits
@@ -33,18 +31,9 @@ from ...topology.cost.cost import Backend, Costs, Shape, shape_of
 from ...topology.hardware.fabric import Fabric
 from ...topology.hardware.presets import preset
 from ...topology.placement.placement import Placement, place
-from ...topology.placement.world import World
 from .estimate import Question, memory_in
 from .layouts import Work
 from .memory import StoredTypes
-
-_KEYS = {
-    "wiring": "model.wiring",
-    "size": "parallel.tensor_parallel_size",
-    "replicas": "parallel.replicas",
-    "max_model_len": "model.max_model_len",
-}
-"""The deployment keys of the options of `named`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +52,14 @@ def question(
     work: Work,
     fp8: bool = False,
     overrides: Sequence[str] = (),
-    **named: Any,
 ) -> Question:
-    """The question about a deployment file, a model's folder or a known architecture (`named`). Raises UsageError and
-    theirs."""
+    """The question about a deployment file, a model's folder or a known architecture. Raises UsageError and theirs."""
     if (config is None) == (model is None):
         raise click.UsageError("give a CONFIG or --model NAME|FOLDER, one of the two")
-    if model is not None and (Path(model) / "config.json").is_file():
-        config = model
-        overrides = [f"{_KEYS[name]}={value}" for name, value in named.items() if value not in (None, "auto")]
     asked = Asked(None if fabric is None else read_fabric(fabric), work, fp8)
-    if config is not None:
-        return from_deployment(read(config, overrides), asked)
-    return from_names(model or "", asked, **named)
+    if model is None or (Path(model) / "config.json").is_file():
+        return from_deployment(read(config or model, overrides), asked)
+    return from_names(model, asked, overrides)
 
 
 def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
@@ -103,34 +87,33 @@ def from_deployment(loaded: LoadedDeployment, asked: Asked) -> Question:
     return _question(loaded, model, fabric, placement, asked.work)
 
 
-def from_names(
-    name: str, asked: Asked, wiring: str = "auto", size: int | None = None, replicas: int | None = None,
-    max_model_len: int | None = None,
-) -> Question:  # fmt: skip
-    """The plan of a known architecture, as a deployment of it with room for many sequences. `size` None: a node's
-    devices, or those of as few nodes as it fits on; `replicas` None: as many as there are devices for. Raises
-    PlacementError, ValueError."""
+def from_names(name: str, asked: Asked, overrides: Sequence[str] = ()) -> Question:
+    """The plan of a known architecture, as a deployment of it with room for many sequences. Without
+    `parallel.tensor_parallel_size` a replica has a node's devices, or those of as few nodes as it fits on; without
+    `parallel.replicas` there are as many as there are devices for. Raises ConfigError, PlacementError, ValueError."""
     fabric = asked.fabric or preset("1x8xH100")
     gpu = any(n.devices for n in fabric.nodes)
-    model = _known_model(name, wiring, asked.fp8, gpu)
-    if asked.fabric is None:
-        model.notes.insert(0, "no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)")
+    config = guess.config if (guess := by_folder(name)) else known(name)
     total = sum(len(n.devices) or len(n.numa) for n in fabric.nodes)
-    length = max_model_len or min(8192 if gpu else 2048, model.config.max_position_embeddings)
-    engine = EngineConfig(max_num_seqs=512, max_num_batched_tokens=8192) if gpu else EngineConfig()
+    length = min(8192 if gpu else 2048, config.max_position_embeddings)
+    keys = [f"model.path={json.dumps(name)}", f"model.max_model_len={length}"]
+    keys += ["engine.max_num_seqs=512", "engine.max_num_batched_tokens=8192"] if gpu else []
+    named = read(None, (*keys, *overrides))
+    stages = named.deployment.parallel.world.stages
 
     def of(tp: int) -> Question:
-        world = World(tp, replicas=replicas or max(1, total // tp))
-        keys = Deployment(
-            ModelSection(name.lower(), max_model_len=length), ParallelConfig(tp, replicas=world.replicas), engine=engine
-        )
-        placement = place(fabric, world, suits=suits(model.config))
-        return _question(LoadedDeployment(keys, name, {}), model, fabric, placement, asked.work)
+        sizes = (f"parallel.tensor_parallel_size={tp}", f"parallel.replicas={max(1, total // (tp * stages))}")
+        found = from_deployment(read(None, (*keys, *sizes, *overrides)), replace(asked, fabric=fabric))
+        if asked.fabric is not None:
+            return found
+        return replace(found, notes=("no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)", *found.notes))
 
-    if size is not None or not gpu:
-        return of(size or total)
+    if "parallel.tensor_parallel_size" in named.places:
+        return of(named.deployment.parallel.world.tp)
+    if not gpu:
+        return of(max(1, total // stages))
     per_node = len(fabric.nodes[0].devices)
-    sizes = [n for n in range(1, total + 1) if splits(model.config, n) and total % n == 0]
+    sizes = [n for n in range(1, total + 1) if splits(config, n) and total % (n * stages) == 0]
     inside = max((n for n in sizes if n <= per_node), default=1)
     questions = map(of, (inside, *(n for n in sizes if n > per_node)))
     return next((q for q in questions if memory_in(q).fits), None) or of(max(sizes, default=1))
@@ -226,23 +209,6 @@ class _Model:
     notes: list[str]
     stored: bool
     fp8: bool = False
-
-
-def _known_model(name: str, wiring: str, fp8: bool, gpu: bool) -> _Model:
-    config = known(name)
-    if wiring == "hybrid":
-        config = replace(config, wiring=half_ladder(config))
-    elif wiring != "auto":
-        kind = "none" if wiring == "no-communication" else wiring
-        config = replace(config, wiring=make_wiring(kind, config.num_layers))
-    form = PUBLISHED.get(name.lower(), assumed_fp8(config))
-    stored, wide = fp8 or form.code != "e4m3", published_fp8(name) if gpu else ()
-    notes = _kept_wide(wide, form, "the published checkpoint keeps")
-    if name.lower() in PUBLISHED and not stored:
-        notes.append(f"{name} is published in fp8: --fp8 plans that, {config.dtype} is planned here")
-    elif form.code != "e4m3":
-        notes.append(f"{name} is published in {form.title}, which is planned here: experts alone have it")
-    return _Model(config, form, wide or _widened(config, form), notes, stored)
 
 
 def _model(loaded: LoadedDeployment, fp8: bool) -> _Model:

@@ -242,11 +242,9 @@ def test_a_family_that_is_not_served_is_refused_before_a_start(
     (tmp_path / "in.jsonl").touch()
     (deployment := tmp_path / "d.yaml").write_text("model: {path: ./m}", encoding="utf-8")
     batch = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
-    for words in (["check"], ["serve"], ["run", *batch], ["plan"]):
+    for words in (["check"], ["serve"], ["run", *batch], ["plan"], ["shard"]):
         assert cli.main([words[0], str(deployment), *words[1:]]) != 0
         assert f"model_type '{family}' is not computed here" in capsys.readouterr().err
-    assert cli.main(["shard", str(tmp_path / "m"), "--tp", "2"]) != 0
-    assert f"model_type '{family}' is not computed here" in capsys.readouterr().err
 
 
 def test_check_misses_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,7 +65,7 @@ BAD_INPUT: dict[str, tuple[tuple[str, ...], int]] = {
     "evaluate": (("/dev/null", "--text", "."), USAGE),
     "convert": (("/dev/null", "/dev/null/out", "--format", "hf"), USAGE),
     "manifest": (("/dev/null",), USAGE),
-    "shard": (("/dev/null", "--tp", "2"), USAGE),
+    "shard": ((MISSING,), USAGE),
 }
 
 
@@ -205,6 +205,7 @@ def test_kinds_of_ends(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("serve", "d.yaml", "--port", "8080"), "Use --set daemon.port=VALUE"),
         (("serve", "d.yaml", "--tensor-parallel-size=2"), "Use --set parallel.tensor_parallel_size=VALUE"),
+        (("shard", "d.yaml", "--tp", "2"), "Use --set parallel.tensor_parallel_size=VALUE"),
         (("run", "d.yaml", "--max_num_seqs", "8"), "Use --set engine.max_num_seqs=VALUE"),
         (("serve", "d.yaml", "--no-such", "8"), "No such option '--no-such'. (laddertron serve --help)"),
     ],
@@ -243,9 +244,10 @@ def test_a_model_path_that_is_no_folder_is_named_as_what_it_is(
 
 
 def test_a_plan_of_a_models_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--model FOLDER` takes what a known name takes: `--tp` and the others."""
+    """`--model FOLDER` takes what a known name takes."""
     folder = DOCS.parent / "configs" / "demo" / "demo-standard"
-    assert cli.main(["plan", "--model", str(folder), "--tp", "2", "--nodes", "1x16xcpu", "--json"]) == OK
+    words = f"plan --model {folder} --set parallel.tensor_parallel_size=2 --nodes 1x16xcpu --json"
+    assert cli.main(words.split()) == OK
     found = json.loads(capsys.readouterr().out)
     assert (found["model"], found["tensor_parallel_size"]) == ("demo-standard", 2)
 

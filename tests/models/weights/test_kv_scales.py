@@ -107,7 +107,7 @@ def test_none_and_refusals(tmp_path: Path) -> None:
         checkpoints.edit_tensors(folder, replaced(key, value))
         with pytest.raises(CheckpointError, match=rule):
             read_kv_scales(open_source(folder, shard), shard)
-    assert main(["shard", str(folder), "--tp", "1"]) == 0
+    assert main(["shard", str(folder)]) == 0
     assert read_kv_scales(open_source(folder, shard), shard) is None
 
 
@@ -150,7 +150,7 @@ def test_the_start_log_says_which_scales_are_used(tmp_path: Path) -> None:
     assert build._scale(cache, share) == "scaled by the checkpoint's k_scale (0.5 to 2.5) and v_scale"
     assert cache.scales is not None
     assert cache.scales[1].amax().item() == 25.0
-    assert main(["shard", str(folder), "--tp", "1"]) == 0
+    assert main(["shard", str(folder)]) == 0
     share.source = open_source(folder, shard)
     assert build._scale(cache, share) == "stored with scale 1.0, as per-rank files have no k_scale and v_scale"
     share.config = SimpleNamespace(latent=object())

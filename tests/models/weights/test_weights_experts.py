@@ -61,17 +61,20 @@ def test_every_rank_has_its_share(tmp_path: Path, recipe: str, spread: bool, per
 
 def test_per_rank_files_of_nodes_need_the_ranks_of_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoints.save(tmp_path / "m", "glm4_moe", tokenizer=False)
-    assert main(["shard", str(folder), "--tp", "4", "--dense-path", "node"]) == 2
-    assert "--dense-path node needs --ranks-per-node" in capsys.readouterr().err
+    assert (
+        main(["shard", str(folder), "--set", "parallel.tensor_parallel_size=4", "--set", "parallel.dense_path=node"])
+        == 2
+    )
+    assert "parallel.dense_path=node: set launch.ranks_per_node" in capsys.readouterr().err
     assert not [*folder.glob("laddertron-tp4*")]
 
 
 @pytest.mark.parametrize(
     ("words", "spread", "per_node"),
     [
-        (("--expert-layout", "spread"), True, 0),
-        (("--dense-path", "node", "--ranks-per-node", "2"), True, 2),
-        (("--dense-path", "node", "--ranks-per-node", "1", "--expert-layout", "tensor"), False, 1),
+        (("parallel.expert_layout=spread",), True, 0),
+        (("parallel.dense_path=node", "launch.ranks_per_node=2"), True, 2),
+        (("parallel.dense_path=node", "launch.ranks_per_node=1", "parallel.expert_layout=tensor"), False, 1),
     ],
 )
 def test_per_rank_files_hold_the_share_of_each_layout(
@@ -80,7 +83,8 @@ def test_per_rank_files_hold_the_share_of_each_layout(
     """And no other layout of as many ranks takes them."""
     folder = checkpoints.save(tmp_path / "m", "glm4_moe", dtype="bfloat16", tokenizer=False)
     c = from_folder(folder)
-    assert main(["shard", str(folder), "--tp", "4", *words]) == 0
+    keys = ("parallel.tensor_parallel_size=4", "parallel.embedding=shard", *words)
+    assert main(["shard", str(folder), *(f"--set={key}" for key in keys)]) == 0
     for rank in range(4):
         shard = RankShard(c, 4, rank, None, spread, per_node)
         source = open_source(folder, shard)

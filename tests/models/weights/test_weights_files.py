@@ -22,6 +22,7 @@ from laddertron.models.weights.rank_files import shards_folder
 from weights_cases import loaded
 
 SIZE = 2
+TP = ("--set", f"parallel.tensor_parallel_size={SIZE}")
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_per_rank_files_hold_what_the_checkpoint_gives(
     want, c = load_all(folder, replicate), from_folder(folder)
     digest = open_source(folder, RankShard(c, SIZE, 0)).digest
     embedding = "replicate" if replicate else "shard"
-    assert main(["shard", str(folder), "--tp", str(SIZE), "--embedding", embedding]) == 0
+    assert main(["shard", str(folder), *TP, "--set", f"parallel.embedding={embedding}"]) == 0
     source = open_source(folder, RankShard(c, SIZE, 0))
     assert source.sharded_over == SIZE
     assert source.digest == digest
@@ -143,16 +144,16 @@ def test_per_rank_files_hold_what_the_checkpoint_gives(
     with pytest.raises(CheckpointError, match=r"not written with parallel\.embedding"):
         load_all(folder, not replicate)
     assert open_source(folder, RankShard(c, 4, 0)).sharded_over == 0, "other sizes still read the checkpoint"
-    assert main(["shard", str(folder), "--tp", str(SIZE)]) == 2
+    assert main(["shard", str(folder), *TP]) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert main(["shard", str(folder), "--tp", "3"]) == 2
+    assert main(["shard", str(folder), "--set", "parallel.tensor_parallel_size=3"]) == 2
     assert "8 heads % 3" in capsys.readouterr().err
 
 
 def test_stale_or_mixed_per_rank_files_are_refused(folder: Path) -> None:
     c = from_folder(folder)
     shard = RankShard(c, SIZE, 1)
-    assert main(["shard", str(folder), "--tp", str(SIZE)]) == 0
+    assert main(["shard", str(folder), *TP]) == 0
     open_source(folder, shard)
     file = next(folder.glob("model-*.safetensors"))
     stat = file.stat()
@@ -186,7 +187,7 @@ def test_a_folder_of_per_rank_files_stands_alone(folder: Path, tmp_path: Path) -
     """Written elsewhere, with config.json and tokenizer: the checkpoint may go."""
     want = load_all(folder)
     out = tmp_path / "fast"
-    assert main(["shard", str(folder), "--tp", str(SIZE), "-o", str(out)]) == 0
+    assert main(["shard", str(folder), *TP, "-o", str(out)]) == 0
     for file in folder.iterdir():
         file.unlink()
     got = load_all(out)

@@ -98,7 +98,7 @@ def test_fp8_is_widened_exactly_or_kept_as_it_is(tmp_path: Path, layout: str, si
     c = from_folder(folder)
     for again in (False, True):
         if again:
-            assert main(["shard", str(folder), "--tp", str(size)]) == 0
+            assert main(["shard", str(folder), "--set", f"parallel.tensor_parallel_size={size}"]) == 0
         for rank in range(size):
             shard = RankShard(c, size, rank)
             source = open_source(folder, shard)

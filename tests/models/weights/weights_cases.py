@@ -28,7 +28,7 @@ def read_and_sharded(folder: Path, shards: Sequence[RankShard]) -> Iterator[tupl
     """Each rank's source: of the checkpoint, then, after `laddertron shard`, of its per-rank file."""
     for sharded in (False, True):
         if sharded:
-            assert main(["shard", str(folder), *sizes_of(shards[0]).split()]) == 0
+            assert main(["shard", str(folder), *sizes_of(shards[0]).split(), "--set", "parallel.embedding=shard"]) == 0
         for shard in shards:
             source = open_source(folder, shard)
             assert source.sharded_over == (shard.size if sharded else 0)

@@ -34,6 +34,7 @@ from laddertron.topology.hardware.presets import preset
 
 BIG = "qwen3-235b-a22b"
 SPREAD = Sharing(True, 8)
+TP16 = ("parallel.tensor_parallel_size=16",)
 
 
 def planned(name: str, fabric: str) -> CapacityEstimate:
@@ -116,13 +117,13 @@ def test_a_cpu_has_room_for_expanded_prompts() -> None:
 def test_deepseek_v3_needs_two_nodes_and_fp8() -> None:
     """On 2 x 8 H100 bf16 is refused with the arithmetic and fp8 fits; H200s have room for both."""
     verdicts = {
-        (gpu, fp8): make_plan(from_names("deepseek-v3", Asked(preset(f"2x8x{gpu}"), Work(), fp8), size=16, replicas=1))
+        (gpu, form): make_plan(from_names(f"deepseek-v3-{form}", Asked(preset(f"2x8x{gpu}"), Work()), TP16))
         for gpu in ("H100", "H200")
-        for fp8 in (False, True)
+        for form in ("bf16", "fp8")
     }
     assert [room.memory.fits for room in verdicts.values()] == [False, True, True, True]
-    assert "a rank needs" in verdicts["H100", False].memory.verdict
-    messages = {x.name: x.messages for x in verdicts["H100", True].mixtures}
+    assert "a rank needs" in verdicts["H100", "bf16"].memory.verdict
+    messages = {x.name: x.messages for x in verdicts["H100", "fp8"].mixtures}
     assert (messages["flat"], messages["spread"]) == (122, 58)
 
 
@@ -143,7 +144,7 @@ def test_what_is_published_in_4_bits_is_planned_so() -> None:
     fits. A GPU without fp8 multiplies INT4, too."""
     d, config = 7168, known("kimi-k2.5")
     for gpu in ("H100", "A100"):
-        question = from_names("kimi-k2.5", Asked(preset(f"2x8x{gpu}"), Work()), size=16, replicas=1)
+        question = from_names("kimi-k2.5", Asked(preset(f"2x8x{gpu}"), Work()), TP16)
         assert question.stored.weights == "int4"
         assert question.stored.expert_bytes(RankShard(config, 16, 0)) == 384 * 3 * d * 128 * 9 // 16
         parts = make_plan(question).memory.parts
@@ -171,7 +172,7 @@ def test_gpt_oss_is_planned_as_published(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(words))
     read, config = from_folder(tmp_path), known("gpt-oss-120b")
     assert replace(read, rope=replace(read.rope, attention_factor=None)) == config
-    question = from_names("gpt-oss-120b", Asked(preset("1x8xH100"), Work()), size=1, replicas=1)
+    question = from_names("gpt-oss-120b", Asked(preset("1x8xH100"), Work()), ("parallel.tensor_parallel_size=1",))
     assert question.stored.form == quantisation_in(ConfigFields("", words))
     assert question.stored.expert_bytes(RankShard(config, 1, 0)) == 128 * 3 * 2880 * 2880 * 9 // 16
     assert make_plan(question).memory.fits
@@ -182,7 +183,7 @@ def test_gpt_oss_is_planned_as_published(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
 def test_fp8_fits_on_two_nodes_with_and_without_stages(name: str) -> None:
     asked, folder = Asked(preset("2x8xH100"), Work(), True), {"deepseek-v3.2": "DeepSeek-V3.2"}.get(name, "GLM-5-FP8")
-    flat = from_names(name, asked, size=16, replicas=1)
+    flat = from_names(name, asked, TP16)
     assert make_plan(flat).memory.fits
     assert memory(flat.config, 8, flat.stored, flat.keys, 85 << 30, 2).fits
     guess = by_folder(folder)
@@ -190,17 +191,16 @@ def test_fp8_fits_on_two_nodes_with_and_without_stages(name: str) -> None:
     assert (guess.name, guess.form) == (name, flat.stored.form)
 
 
-def test_the_form_that_is_published_is_named() -> None:
-    said = [from_names("deepseek-v3", Asked(preset("2x8xH100"), Work(), fp8)).notes for fp8 in (False, True)]
-    assert any("published in fp8: --fp8 plans that, bfloat16 is planned here" in note for note in said[0])
-    assert not any("published in" in note for note in said[1])
-    notes = from_names("kimi-k2.5", Asked(preset("2x8xH100"), Work())).notes
-    assert any("published in INT4, which is planned here" in note for note in notes)
+def test_the_form_that_is_published_is_planned() -> None:
+    """Unless the name says bf16."""
+    asked = Asked(preset("2x8xH100"), Work())
+    forms = {name: from_names(name, asked).stored.weights for name in ("deepseek-v3", "deepseek-v3-bf16", "kimi-k2.5")}
+    assert forms == {"deepseek-v3": "fp8", "deepseek-v3-bf16": "bfloat16", "kimi-k2.5": "int4"}
 
 
 def test_the_shortcuts_sums_alone_cross_nodes() -> None:
     """LongCat on 2 x 8: 28 messages between nodes in place of 140, which a step feels; no other wiring is offered."""
-    plan = make_plan(from_names("longcat-flash", Asked(preset("2x8xH100"), Work(), True), size=16, replicas=1))
+    plan = make_plan(from_names("longcat-flash", Asked(preset("2x8xH100"), Work(), True), TP16))
     found = {x.name: x for x in plan.mixtures}
     assert (found["flat"].messages, found["spread"].messages) == (140, 28)
     assert {x.wiring.name for x in plan.layouts} == {"shortcut"}
@@ -383,7 +383,7 @@ def test_context_parallelism_of_latents_is_priced() -> None:
     reading an eighth of the latents saves; what it saves grows with the context, what it costs does not. Keys of a
     dense model are divided by heads: nothing to price."""
     asked = Asked(preset("1x8xH200"), Work(), True)
-    question = from_names("deepseek-v3", asked, size=8, replicas=1)
+    question = from_names("deepseek-v3", asked)
     plan, rates = make_plan(question), group_in(question).rates
     price = plan.context_parallel
     assert price is not None
@@ -392,4 +392,4 @@ def test_context_parallelism_of_latents_is_priced() -> None:
     unread = 61 * 64 * 2048 * 576 * 2 / rates.kv_bytes_per_s * 7 / 8
     assert 0.9 * unread < price.saves_s <= unread  # an eighth takes longer to compute than to read
     assert any("decode context parallelism, not built" in sentence for sentence in plan.recommendation)
-    assert make_plan(from_names("llama-3.1-8b", asked, size=8, replicas=1)).context_parallel is None
+    assert make_plan(from_names("llama-3.1-8b", asked)).context_parallel is None

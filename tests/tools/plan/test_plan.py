@@ -47,8 +47,8 @@ H100 = 81559 << 20
 
 
 @cache
-def planned(name: str, fabric: str, **more: object) -> CapacityEstimate:
-    return make_plan(from_names(name, Asked(preset(fabric), Work()), **more))  # type: ignore[arg-type]
+def planned(name: str, fabric: str, *overrides: str) -> CapacityEstimate:
+    return make_plan(from_names(name, Asked(preset(fabric), Work()), overrides))
 
 
 def deployed(config: Path, fabric: str | None = None) -> Question:
@@ -61,7 +61,7 @@ def run(*args: str) -> Result:
 
 def test_405b_in_bf16_does_not_fit_eight_gpus_and_fits_sixteen() -> None:
     """810 GB over 8 x 80 is refused with the arithmetic; over 16 there is room for keys and values."""
-    one = planned("llama-3.1-405b", "1x8xH100", size=8)
+    one = planned("llama-3.1-405b", "1x8xH100", "parallel.tensor_parallel_size=8")
     assert not one.memory.fits
     assert one.memory.kv_tokens == 0
     assert "needs 10" in one.memory.verdict
@@ -411,7 +411,10 @@ def test_regions_are_drawn_with_a_panel_for_each_link_and_kind_of_weights(tmp_pa
 
 def test_gpus_without_nvlink_are_slower() -> None:
     """70B on eight L40S: PCIe between them shows in L, and the advice has a smaller tp or says that it does not fit."""
-    nvlink, pcie = planned("llama-3.1-70b", "1x8xH100", size=8), planned("llama-3.1-70b", "1x8xL40S", size=8)
+    nvlink, pcie = (
+        planned("llama-3.1-70b", "1x8xH100", "parallel.tensor_parallel_size=8"),
+        planned("llama-3.1-70b", "1x8xL40S", "parallel.tensor_parallel_size=8"),
+    )
     assert pcie.traffic[0].all_reduce_s > 2 * nvlink.traffic[0].all_reduce_s
 
 
@@ -441,7 +444,7 @@ def test_wiring_may_be_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
 def test_half_ladder_models_are_compared_with_their_own_wiring() -> None:
     """A hybrid that is not the last half stands beside the others under its own name."""
     config: ModelConfig = known("llama-3.1-8b")
-    plan = planned("llama-3.1-8b", "1x8xH100", wiring="hybrid", size=8)
+    plan = planned("llama-3.1-8b-hybrid", "1x8xH100")
     assert "hybrid" in plan.wirings
     assert plan.question.config.wiring.kinds.count("ladder") == config.num_layers // 2
 

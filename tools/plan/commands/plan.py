@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from ....launchers.cli.fabric_source import faults_of, set_option
-from ....models.config.wiring import WIRINGS
 from ..advice import deployment_text
 from ..estimate import CapacityEstimate, make_plan
 from ..layouts import Work
@@ -21,20 +20,10 @@ from ..tables import as_json, markdown
 @click.option(
     "--model",
     metavar="NAME|FOLDER",
-    help="A known architecture, such as llama-3.1-405b, or a model's folder, in place of CONFIG.",
+    help="A known architecture, such as llama-3.1-405b, deepseek-v3-bf16 or llama-3.1-70b-ladder, or a model's folder, "
+    "in place of CONFIG.",
 )
 @click.option("--nodes", "--fabric", "fabric", metavar="SPEC|FILE", help="2x8xH100, or a file of `topo --save`.")
-@click.option("--tp", type=click.IntRange(1), help="With --model: ranks of a replica.")
-@click.option("--replicas", type=click.IntRange(1), help="With --model.")
-@click.option(
-    "--wiring",
-    type=click.Choice(WIRINGS),
-    metavar="WIRING",
-    default="auto",
-    help="With --model: auto, standard, parallel, ladder, delay-2 to delay-7, no-communication, or hybrid: ladder in "
-    "the last half of the layers.",
-)
-@click.option("--max-model-len", type=click.IntRange(1), help="With --model: maximum length of a sequence.")
 @click.option("--fp8", is_flag=True, help="Plan with fp8 weights.")
 @click.option("--prompt", type=click.IntRange(1), default=1024, show_default=True, help="Tokens of a request's prompt.")
 @click.option("--output", type=click.IntRange(1), default=512, show_default=True, help="Tokens of an answer.")
@@ -58,9 +47,8 @@ from ..tables import as_json, markdown
     help="Write a deployment file with the cheapest layout.",
 )
 def command(
-    config: str | None, model: str | None, fabric: str | None, tp: int | None, replicas: int | None, wiring: str,
-    max_model_len: int | None, fp8: bool, prompt: int, output: int, gpu_hour: float, overrides: tuple[str, ...],
-    all_tables: bool, json_out: bool, markdown_out: bool, write: str | None,
+    config: str | None, model: str | None, fabric: str | None, fp8: bool, prompt: int, output: int, gpu_hour: float,
+    overrides: tuple[str, ...], all_tables: bool, json_out: bool, markdown_out: bool, write: str | None,
 ) -> None:  # fmt: skip
     """Predict memory, speed and cost of a deployment, and compare it with other layouts of the same GPUs.
 
@@ -68,19 +56,11 @@ def command(
       laddertron plan deploy.yaml
       laddertron plan deploy.yaml --fabric fabric.json --all
       laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --write deploy.yaml
-      laddertron plan --model llama-3.1-405b --nodes 2x8xH100 --wiring ladder \\
-        --gpu-hour 1.90 --json
+      laddertron plan --model llama-3.1-405b-ladder --nodes 2x8xH100 \\
+        --gpu-hour 1.90 --set parallel.tensor_parallel_size=16
     """
-    for name, value in (("--tp", tp), ("--replicas", replicas), ("--max-model-len", max_model_len)):
-        if value is not None and config is not None:
-            raise click.UsageError(f"{name} needs --model: with a CONFIG set the key in the file or with --set")
-    if config is not None and wiring != "auto":
-        raise click.UsageError(f"--wiring needs --model: with a CONFIG use --set model.wiring={wiring}")
-    if overrides and config is None:
-        raise click.UsageError("--set goes with a CONFIG")
-    named = {"wiring": wiring, "size": tp, "replicas": replicas, "max_model_len": max_model_len}
     with faults_of(config or model or "plan", "parallel: "):
-        plan = make_plan(question(config, model, fabric, Work(prompt, output, gpu_hour), fp8, overrides, **named))
+        plan = make_plan(question(config, model, fabric, Work(prompt, output, gpu_hour), fp8, overrides))
     if write is not None:
         with faults_of(f"--write {write}"):
             text = deployment_text(plan, config)

@@ -115,7 +115,7 @@ def _speed_ups(source: Path, o: dict[str, Any], layers: int) -> list[float | Non
         raise ValueError(f"{name} has {known(name).num_layers} layers, {source} {layers}: --model another")
     fabric = preset(o["nodes"])
     devices = sum(len(node.devices) for node in fabric.nodes)
-    group = group_in(from_names(name, Asked(fabric, Work()), size=devices, replicas=1))
+    group = group_in(from_names(name, Asked(fabric, Work()), (f"parallel.tensor_parallel_size={devices}",)))
     load = Load(decodes=o["batch"], context=1280)
     wirings = [make_wiring("hybrid", layers, range(layers - count, layers)) for count in range(layers + 1)]
     times = [group.step(load, wiring).total_s for wiring in wirings]
