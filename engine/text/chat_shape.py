@@ -15,9 +15,11 @@ from typing import Any, Literal, Protocol, get_args
 
 Messages = list[dict[str, Any]]
 Kind = Literal[
-    "user text", "system messages", "assistant text", "tool calls", "tool calls after a system message",
-    "text beside tool calls", "several tool calls in one turn",
+    "user text", "system messages", "assistant text", "system messages alone", "several system messages at the start",
+    "system messages after another turn", "tool calls", "tool calls after a system message", "text beside tool calls",
+    "several tool calls in one turn",
 ]  # fmt: skip
+SIMPLE_KINDS: tuple[Kind, ...] = ("user text", "system messages", "assistant text")
 Content = Literal["text", "parts", "either"]
 Ids = Literal["given", "nine", "function"]
 
@@ -34,8 +36,9 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 class ChatShape:
     """The form of messages for one template. `content` by role; `null_content`: a turn of calls without text has null
     instead of ""; `wrapped`: arguments that are no object become one with the member
-    `arguments`; `ids`: as sent, nine characters (Mistral), or `functions.NAME:N` (Kimi); `apart`: kinds of turns that
-    are split into one turn for the text and each call; `lost`: the kinds that the template renders incompletely in
+    `arguments`; `ids`: as sent, nine characters (Mistral), or `functions.NAME:N` (Kimi); `joined`: system messages at
+    the start become one; `filled`: tools have a description and parameters, though empty ones; `apart`: kinds of turns
+    that are split into one turn for the text and each call; `lost`: the kinds that the template renders incompletely in
     every form; `refused`: those that it refuses itself."""
 
     content: dict[str, Content] = field(default_factory=dict)
@@ -44,6 +47,8 @@ class ChatShape:
     wrapped: bool = False
     ids: Ids = "given"
     reasoning: str = _REASONING[0]
+    joined: bool = False
+    filled: bool = False
     apart: tuple[Kind, ...] = ()
     lost: tuple[Kind, ...] = ()
     refused: tuple[Kind, ...] = ()
@@ -57,6 +62,10 @@ class ChatShape:
         ]
         if self.ids != "given":
             words.append("ids of nine characters" if self.ids == "nine" else "ids with the function's name")
+        if self.joined:
+            words.append("system messages at the start joined")
+        if self.filled:
+            words.append("tools with a description and parameters")
         if self.apart:
             words.append(f"in turns of their own: {', '.join(self.apart)}")
         return "; ".join(words)
@@ -69,7 +78,7 @@ class ChatShape:
         """The messages in this form. Arguments are expected as JSON text, which stays text if it is no object."""
         out: Messages = []
         names: dict[str, str] = {}
-        for message in self._split(messages):
+        for message in self._split(_joined([*messages]) if self.joined else messages):
             shaped = {**message, "content": self._content(message)}
             if (reasoning := shaped.pop("reasoning_content", None)) is not None:
                 shaped[self.reasoning] = reasoning
@@ -80,12 +89,16 @@ class ChatShape:
             out.append(shaped)
         return out
 
+    def shaped_tools(self, tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The tools in this form."""
+        return [_filled(tool) for tool in tools] if self.filled else [*tools]
+
     def _content(self, message: dict[str, Any]) -> Any:
         content, form = message.get("content"), self.content.get(message["role"], "text")
         if message.get("tool_calls") and not content:
             return None if self.null_content else [] if form == "parts" else ""
         if form == "parts" and not isinstance(content, list):
-            return [{"type": "text", "text": content or ""}]
+            return [_part(content or "")]
         if isinstance(content, list) and form == "text":
             return "\n".join(part["text"] for part in content)
         return content or ""
@@ -129,6 +142,26 @@ class ChatShape:
         yield from waiting
 
 
+def _joined(messages: Messages) -> Messages:
+    """The messages with those of the system at the start in one."""
+    count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    if count < 2:
+        return messages
+    contents = [message["content"] for message in messages[:count]]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [_part(content)])]
+    return [{**messages[0], "content": parts}, *messages[count:]]
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _filled(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+    return {**tool, "function": {"description": "", **function, "parameters": parameters}}
+
+
 def _answers(answer: dict[str, Any], turn: dict[str, Any]) -> bool:
     return any(call["id"] == answer.get("tool_call_id") for call in turn["tool_calls"])
 
@@ -143,10 +176,14 @@ def _object(arguments: str, wrapped: bool) -> Any:
 
 def _kinds(messages: Messages) -> Iterator[Kind]:
     """The kinds of conversation that these messages contain."""
-    system = False
+    system = other = False
+    if all(message["role"] == "system" for message in messages):
+        yield "system messages alone"
     for message in messages:
         role, calls = message["role"], message.get("tool_calls") or ()
-        system = system or role == "system"
+        if role == "system" and (system or other):
+            yield "system messages after another turn" if other else "several system messages at the start"
+        system, other = system or role == "system", other or role != "system"
         if calls:
             yield "tool calls"
             if system:
@@ -196,6 +233,7 @@ class _Probe:
 
     def __init__(self, render: Render, tools: bool) -> None:
         self._render, self._tools = render, [PROBE_TOOL] if tools else None
+        self._bare = [{"type": "function", "function": {"name": _FUNCTION}}] if tools else []
         self._without = render([{"role": "user", "content": "zquser"}], self._tools) or ""
 
     def text(self, shape: ChatShape, chat: Messages) -> str | None:
@@ -216,6 +254,12 @@ class _Probe:
         named = [text.count(word) - self._without.count(word) for word in (_FUNCTION, _KEY)]
         odd = [text.count(word) > self._without.count(word) for word in (f"'{_KEY}'", f'\\"{_KEY}', "None")]
         return min(named) >= len(calls) and not any(odd)
+
+    def fills(self) -> bool:
+        """Whether the template renders a tool without description and parameters only if they are added."""
+        user: Messages = [{"role": "user", "content": "zquser"}]
+        filled = [_filled(tool) for tool in self._bare]
+        return bool(filled) and self._render(user, self._bare) is None and self._render(user, filled) is not None
 
     def judged(self, shape: ChatShape, bad: list[tuple[Kind, list[Messages]]], forms: list[ChatShape]) -> ChatShape:
         """The shape with its `lost` and `refused` kinds."""
@@ -263,7 +307,7 @@ def _call_forms() -> list[dict[str, Any]]:
 def choose_shape(render: Render) -> ChatShape:
     """The form in which the template of `render` loses nothing, and what it loses in every form."""
     probe = _Probe(render, tools_are_rendered(render))
-    shape = ChatShape(probe.content())
+    shape = ChatShape(probe.content(), filled=probe.fills())
     user: Messages = [{"role": "user", "content": "zquser"}]
     simple: list[tuple[Kind, Messages]] = [
         ("user text", user),
@@ -271,10 +315,22 @@ def choose_shape(render: Render) -> ChatShape:
         ("assistant text", [*user, {"role": "assistant", "content": "zqsaid"}, {"role": "user", "content": "zqnext"}]),
     ]
     bad = [(kind, [chat]) for kind, chat in simple if not probe.keeps(shape, chat)]
+    if "system messages" not in dict(bad):
+        system: Messages = [{"role": "system", "content": "zqsystem"}]
+        other: Messages = [{"role": "system", "content": "zqother"}]
+        joined = replace(shape, joined=True)
+        if not probe.keeps(shape, [*system, *other, *user]) and probe.keeps(joined, [*system, *other, *user]):
+            shape = joined
+        several: list[tuple[Kind, list[Messages]]] = [
+            ("system messages alone", [system]),
+            ("several system messages at the start", [[*system, *other, *user]]),
+            ("system messages after another turn", [[*user, *other], [*system, *user, *other, *user]]),
+        ]
+        bad += [(kind, chats) for kind, chats in several if not all(probe.keeps(shape, chat) for chat in chats)]
     forms = [replace(shape, **form) for form in _call_forms()]
     usable = [form for form in forms if probe.all(form)] or [form for form in forms if probe.keeps(form, probe_chat())]
     if not usable:
-        bad += [(kind, [probe_chat()]) for kind in get_args(Kind)[3:]]
+        bad += [(kind, [probe_chat()[:2], probe_chat()]) for kind in get_args(Kind) if "calls" in kind]
         return probe.judged(shape, bad, forms)
     usable = [form for form in usable if (form.text_arguments, form.ids) == (usable[0].text_arguments, usable[0].ids)]
     # the form that adds an empty turn is longer

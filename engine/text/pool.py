@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from .chat_shape import SIMPLE_KINDS
 from .process import STARTING_LOOKS, WorkerDied, WorkerProcess
 from .text_files import RESTORE, changed_files
 from .tokenizer import ChatOptions, ChatSupport, TextError
@@ -379,8 +380,8 @@ class TextPool:
             formats = f"tools {self.chat.tool_format or 'none'}, reasoning {self.chat.reasoning or 'none'}"
             log.info("chat template: %s; formats: %s", self.chat.shape, formats, extra={"event": "chat_template"})
         if kinds := [*self.chat.lost, *self.chat.refused]:
-            # Many templates know no tools; one that loses a text is a surprise.
-            level = logging.INFO if all("tool" in kind for kind in kinds) else logging.WARNING
+            # Many templates know no tools and no later system messages; one that loses a simple chat is a surprise.
+            level = logging.WARNING if {*kinds} & {*SIMPLE_KINDS} else logging.INFO
             text = "chat template: cannot render %s: such chats are refused"
             log.log(level, text, ", ".join(kinds), extra={"event": "chat_template"})
 

@@ -163,6 +163,9 @@ class TextModel:
         if self._marks is not None:
             messages = self._marks.marked(messages)
             options = replace(options, variables=self._marks.marked(options.variables))
+        if options.variables and tools:
+            given = shape.shaped_tools(options.variables["tools"])
+            options = replace(options, variables={**options.variables, "tools": given})
         return template.render(shape.shaped(messages), options)
 
     def encode_rendered(self, text: str, add_special_tokens: bool) -> list[int]:

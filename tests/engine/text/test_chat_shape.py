@@ -45,6 +45,20 @@ ONE_CALL = HEAD + (
 ) + TEXT + "{% endif %}" + TAIL  # fmt: skip
 THINKS = HEAD + "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}" + TEXT + CALLS + TAIL
 
+FIRST_ONLY = (  # as MiniMax-M2 and gpt-oss: a system message is rendered at the start only
+    HEAD.replace("{% for m", "{{ messages[0].content if messages[0].role == 'system' }}{% for m")
+    + "{% if m.role != 'system' %}" + TEXT + CALLS + "{% endif %}" + TAIL
+)  # fmt: skip
+LAST_ONLY = (  # as DeepSeek-R1's: the last system message overwrites the others
+    "{% set at = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}{% set at.system = m.content"
+    " %}{% endif %}{% endfor %}{{ at.system }}"
+    + HEAD + "{% if m.role != 'system' %}" + TEXT + CALLS + "{% endif %}" + TAIL
+)  # fmt: skip
+FULL_TOOLS = HEAD.replace("{{ t.function.name }}", (
+    "{{ t.function.name + ': ' + t.function.description }}{% for name in t.function.parameters.properties.keys() %}"
+    "{{ name }}{% endfor %}"
+)) + TEXT + CALLS + TAIL  # fmt: skip
+
 
 def render_with(template: ChatTemplate) -> Any:
     def render(messages: Any, tools: Any) -> str | None:
@@ -73,12 +87,15 @@ def shape_of(source: str) -> ChatShape:
         (BY_ID, {"ids": "function"}),
         (ONE_CALL, {"apart": ("text beside tool calls", "several tool calls in one turn")}),
         (THINKS, {"reasoning": "thinking"}),
+        (FIRST_ONLY, {"joined": True, "lost": ("system messages after another turn",)}),
+        (LAST_ONLY, {"joined": True, "lost": ("system messages after another turn",)}),
+        (FULL_TOOLS, {"filled": True}),
     ],
 )
 def test_a_form_is_chosen_in_which_nothing_is_lost(source: str, fields: dict[str, Any], tmp_path: Path) -> None:
     """And whole conversations keep every word in it."""
     shape = shape_of(source)
-    names = ("null_content", "text_arguments", "ids", "reasoning", "apart", "lost", "refused")
+    names = ("null_content", "text_arguments", "ids", "reasoning", "joined", "filled", "apart", "lost", "refused")
     default = ChatShape()
     assert {n: getattr(shape, n) for n in names} == {**{n: getattr(default, n) for n in names}, **fields}
     text = TextModel.from_folder(write_folder(tmp_path, byte_level(), source))
@@ -125,6 +142,45 @@ def test_a_conversation_that_no_form_keeps_is_refused_by_its_kind(source: str, l
         text.render([*chat, *probe_chat()])
     if lost != "user text":
         assert "hello" in text.render([{"role": "user", "content": "hello"}])
+
+
+def test_no_system_message_is_lost(tmp_path: Path) -> None:
+    """Those at the start are joined where a template renders one, in parts where it takes parts; one after another
+    turn is refused."""
+    first: dict[str, Any] = {"role": "system", "content": "be kind"}
+    second: dict[str, Any] = {"role": "system", "content": PARTS}
+    user: dict[str, Any] = {"role": "user", "content": "hi"}
+    for number, source in enumerate((FIRST_ONLY, LAST_ONLY, HEAD + TEXT + TAIL)):
+        text = TextModel.from_folder(write_folder(tmp_path / str(number), byte_level(), source))
+        words = ("be kind", "one", "two", "hi")
+        rendered = text.render([first, second, user])
+        assert [rendered.count(word) for word in words] == [1] * 4, rendered
+        for chat in ([user, first], [first, user, second]):
+            if number < 2:
+                with pytest.raises(TemplateError, match="system messages after another turn"):
+                    text.render(chat)
+            else:
+                assert "be kind" in text.render(chat)
+
+
+def test_calls_without_answers_are_not_lost_where_the_template_refuses_answers() -> None:
+    shape = shape_of(HEAD + "{% if m.role == 'tool' %}{{ raise_exception('tool') }}{% endif %}" + TEXT + TAIL)
+    assert "tool calls" in shape.lost
+
+
+def test_a_tool_needs_its_name_only(tmp_path: Path) -> None:
+    """A template that needs more gets an empty description and no parameters."""
+    text = TextModel.from_folder(write_folder(tmp_path, byte_level(), FULL_TOOLS))
+    functions: tuple[dict[str, Any], ...] = (
+        {},
+        {"description": "when"},
+        {"parameters": {"type": "object"}},
+        {"parameters": None},
+    )
+    for function in functions:
+        tools = ({"type": "function", "function": {"name": "now", **function}},)
+        rendered = text.render([{"role": "user", "content": "hi"}], ChatOptions(variables={"tools": tools}))
+        assert rendered.startswith(f"[now: {function.get('description', '')}]")
 
 
 @pytest.mark.parametrize("arguments", ["", '{"city": "Ro', "[1]", '{"a": "b\nc"}'])
