@@ -8,6 +8,7 @@ set of ranks, it is ended, and the next case gets a fresh one.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import select
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from laddertron.topology.comm.groups import CommOptions, Communicator
 
 _LENGTH = struct.Struct("<I")
+_DROP, _STACKS = 1 << 31, 1 << 30
+_STACKS_S = 0.5
+"""For the stacks of a failed set of ranks to be written to standard error before these are killed."""
 _WARM = (
     "torch",
     "pytest",
@@ -119,7 +123,7 @@ class RankPool:
             answers[rank] = {"error": f"no answer (the case may take {late})"}
         failed = [r for r in range(size) if "error" in answers[r]]
         if failed:
-            self._drop(size)
+            self._drop(size, stacks=bool(waiting))
             raise RankError("\n".join(f"--- rank {r} of {size}, {case} ---\n{answers[r]['error']}" for r in failed))
         return [answers[r]["result"] for r in range(size)]
 
@@ -155,13 +159,13 @@ class RankPool:
             raise RankError("the ranks ended before they began: see their output above")
         return lines
 
-    def _drop(self, size: int) -> None:
+    def _drop(self, size: int, stacks: bool = False) -> None:
         """Closing a rank's line ends its process, whatever it is doing (the server sees to it)."""
         for line in self._sets.pop(size, []):
             line.close()
         assert self._line is not None
         with contextlib.suppress(OSError):
-            self._line.sendall(_LENGTH.pack(size | 1 << 31))
+            self._line.sendall(_LENGTH.pack(size | _DROP | stacks * _STACKS))
             self._line.recv(1)
 
 
@@ -205,8 +209,14 @@ def _serve(line: socket.socket) -> None:
     sets: dict[int, list[int]] = {}
     while head := line.recv(_LENGTH.size):
         size = _LENGTH.unpack(head)[0]
-        if size >> 31:
-            _end(sets.pop(size & 0x7FFFFFFF, []))
+        if size & _DROP:
+            pids = sets.pop(size & ~(_DROP | _STACKS), [])
+            if size & _STACKS:
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGUSR1)
+                time.sleep(_STACKS_S)
+            _end(pids)
             line.sendall(b"d")
             continue
         sets[size] = []
@@ -237,6 +247,7 @@ def _end(pids: list[int]) -> None:
 def _be_rank(rank: int, size: int, line: socket.socket) -> None:
     from laddertron.topology.comm.bootstrap import StoreBootstrap, open_store
 
+    faulthandler.register(signal.SIGUSR1)
     if rank == 0:
         store = open_store("127.0.0.1", 0, master=True)
         _send(line, store.port)
