@@ -461,7 +461,7 @@ def make_graphs(
     graphs = StepGraphs(
         model,
         attention,
-        CudaRecorder(runner.device, communicator.ledger),
+        CudaRecorder(runner.device, communicator.ledger, communicator.drain),
         graph_shapes(keys.max_num_seqs, keys.max_num_batched_tokens, MOST if keys.speculation else 0),
         scratch_block=cache.num_blocks - 1,
         most_blocks=-(-len(model.rotary.cos) // cache.block_size),
@@ -469,8 +469,15 @@ def make_graphs(
         latest=sampler.latest,
         reserved=reserved,
         say=start_log.say,
+        greatest=partial(_greatest, communicator),
     )
     graphs.record(start_log.tell)
     graphs.record_draws(sampler)
     communicator.before_close(graphs.drop)
     return graphs
+
+
+def _greatest(communicator: Communicator, number: float) -> float:
+    """The greatest of the numbers of the group's ranks, all of which call this."""
+    numbers = communicator.gather(np.array([number]).view(np.uint8))
+    return float(np.ascontiguousarray(numbers).view(np.float64).max())

@@ -1,13 +1,15 @@
 """Steps as recorded graphs, one for each padded shape: a replay costs the host one call. A graph covers token ids to
 logits, all-reduces included (their stream forks and joins by events). The attention plan and the copy of the step's
 integers into fixed buffers stay outside. A step with more prompt rows than the largest graph has runs eagerly: there
-the GPU, not the host, takes the time.
+the GPU, not the host, takes the time. If recording all graphs at the start would take more than START_S, the others are
+recorded at their first use, which follows from the Batch: all ranks record the same graph in the same step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +32,9 @@ from ...topology.hardware.cuda_stack import triton_missing
 from ..batch import Chunk
 from ..sampling.device_sampler import Replay, feed
 from ..sampling.sampler import Sampler
+
+START_S = 20.0
+"""The longest time [s] for which a start records graphs, if more than one is left."""
 
 
 class GraphsError(Refusal, ValueError):
@@ -77,18 +82,30 @@ def experts_refuse(config: ModelConfig) -> str | None:
     return None if fault is None else f"products over experts on the device need Triton: {fault}"
 
 
+def recorded_at_start(seconds: float, count: int) -> int:
+    """How many of `count` graphs a start records, if each takes so many seconds: all, if that takes START_S at most,
+    else as many as do, at least one."""
+    return count if seconds * count <= START_S else max(1, int(START_S / seconds))
+
+
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool: the largest first, so that the smaller ones fit into it."""
 
-    def __init__(self, device: torch.device, ledger: Ledger) -> None:
-        """ledger: of the group's collectives. A replay starts those that were captured, and counts them there."""
-        self._device, self._ledger = device, ledger
+    def __init__(self, device: torch.device, ledger: Ledger, drain: Callable[[], None] = lambda: None) -> None:
+        """ledger: of the group's collectives. A replay starts those that were captured, and counts them there. drain:
+        waits for the device's collectives, at most for their timeout."""
+        self._device, self._ledger, self._drain = device, ledger, drain
         stream: Any = torch.cuda.Stream
         self._stream = stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], None]) -> Replay:
         """Runs `compute` and records it; the returned Replay repeats its device work on the same memory."""
+        self.warm_up(compute)
+        return self.capture(compute)
+
+    def warm_up(self, compute: Callable[[], None]) -> None:
+        """Runs `compute`, which `capture` requires once before."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -96,6 +113,11 @@ class CudaRecorder:
             for _ in range(2):
                 compute()
         current.wait_stream(self._stream)
+
+    def capture(self, compute: Callable[[], None]) -> Replay:
+        """Records `compute` without running it: nothing is given to the device, which has finished all of its work, on
+        every stream, when this begins."""
+        self._drain()
         torch.cuda.synchronize(self._device)
         graph: Any = torch.cuda.CUDAGraph()
         ledger, started = self._ledger, self._ledger.started
@@ -172,16 +194,19 @@ class StepGraphs:
         latest: Tensor | None = None,
         reserved: int | None = None,
         say: Callable[[str], None] = lambda line: None,
+        greatest: Callable[[float], float] = lambda seconds: seconds,
     ) -> None:
         """shapes: decodes and prompt rows of the steps to record. scratch_block: a block of the cache that no sequence
         uses, for the keys of padding. most_blocks: of one sequence. latest: the last ids sampled on the device, by slot
         (Sampler.latest), from which steps may read their ids. reserved: bytes kept free for the graphs. say: called
-        with log lines."""
+        with log lines. greatest: returns the greatest of the numbers with which the group's ranks call it."""
         self.shapes = sorted(shapes, key=lambda shape: shape[::-1])
         self.sizes = tuple(decodes for decodes, rows in self.shapes if not rows)
         self.drafted = tuple(rows for decodes, rows in self.shapes if not decodes)
         """Rows of steps of sequences with drafts."""
         self._model, self._recorder, self._scratch, self._say = model, recorder, scratch_block, say
+        self._greatest, self.recorded_at = greatest, 0.0
+        """`recorded_at`: when the last graph was recorded, on the monotonic clock [s]."""
         self._block_size, self._latest, self.reserved = block_size, latest, reserved
         self._attention = attention.captured(self.shapes, most_blocks)
         device, most = model.rotary.cos.device, max(map(sum, shapes))
@@ -205,23 +230,67 @@ class StepGraphs:
         """SchedulerLimits.most_rows."""
         return max((*self.drafted, self.sizes[-1])), self.sizes[-1]
 
+    @property
+    def recorded(self) -> tuple[Shape, ...]:
+        """The shapes that are recorded, in that order."""
+        return tuple(self._replays)
+
     def record(self, tell: Callable[[str], None] = lambda doing: None) -> None:
-        """Records all shapes, the largest first; required before `run`. tell: called with progress."""
+        """Runs every shape and records them, the largest first, or those for which START_S suffices; required before
+        `run`. tell: called with progress."""
         before, began = self._recorder.memory(), time.monotonic()
-        crossing, self._model.boundary = self._model.boundary, self._boundary
-        with torch.inference_mode():
-            for count, shape in enumerate(sorted(self.shapes, key=sum, reverse=True), 1):
+        shapes = sorted(self.shapes, key=sum, reverse=True)
+        at_start, whole = len(shapes), 0.0
+        with torch.inference_mode(), self._fixed_boundary():
+            for count, shape in enumerate(shapes):
                 self._stage(*self._padding(shape), shape)
-                self._replays[shape] = self._recorder.record(partial(self._compute, shape))
-                tell(f"recording CUDA graphs, {count} of {len(self.shapes)}")
-        self._model.boundary = crossing
+                self._recorder.warm_up(partial(self._compute, shape))
+                if count < at_start:
+                    seconds = self._capture(shape)
+                if count == 0:
+                    seconds = self._greatest(seconds)
+                    at_start, whole = recorded_at_start(seconds, len(shapes)), seconds * len(shapes)
+                tell(f"recording CUDA graphs, {count + 1} of {len(shapes)}")
         taken, took = self._recorder.memory() - before, time.monotonic() - began
         words = f"CUDA graphs: {len(self.sizes)} of decode steps to {self.sizes[-1]} sequences"
         if mixed := [shape for shape in self.shapes if _mixed(shape)]:
             words += f", {len(mixed)} with prompts to {mixed[-1][1]} tokens"
         if self.drafted:
             words += f", {len(self.drafted)} with drafts to {self.drafted[-1]} rows"
-        self._say(f"{words}, recorded in {took:.1f} s, {self.room_text(taken)}")
+        words += ", recorded" if at_start == len(shapes) else f"; {at_start} recorded"
+        words += f" in {took:.1f} s, {self.room_text(taken)}"
+        if at_start < len(shapes):
+            words += f"; {len(shapes) - at_start} wait for their first use: all would take {whole:.0f} s"
+        self._say(words)
+
+    @contextmanager
+    def _fixed_boundary(self) -> Iterator[None]:
+        """The model's boundary is that of recorded steps meanwhile."""
+        crossing, self._model.boundary = self._model.boundary, self._boundary
+        try:
+            yield
+        finally:
+            self._model.boundary = crossing
+
+    def _capture(self, shape: Shape) -> float:
+        """Records a shape of which a step with only padding is staged; returns the seconds that it took."""
+        began = time.monotonic()
+        self._replays[shape] = self._recorder.capture(partial(self._compute, shape))
+        self.recorded_at = time.monotonic()
+        return self.recorded_at - began
+
+    def _capture_late(self, shape: Shape) -> None:
+        """Records a shape at its first use. That runs nothing on the device, collectives included; `record` has run the
+        shape, so nothing compiles or connects."""
+        before = self._recorder.memory()
+        self._stage(*self._padding(shape), shape)
+        with self._fixed_boundary():
+            took = self._capture(shape)
+        taken, waiting = self._recorder.memory() - before, len(self.shapes) - len(self._replays)
+        self._say(
+            f"CUDA graphs: {shape[0]} decodes and {shape[1]} rows of prompts, recorded at the first use in "
+            f"{took:.1f} s, {taken >> 20} MiB; {waiting} wait"
+        )
 
     def room_text(self, taken: int) -> str:
         words = f"{taken >> 20} MiB"
@@ -260,9 +329,12 @@ class StepGraphs:
 
     def run(self, shape: Shape, layout: StepLayout, tokens: Tensor, rows: Tensor) -> Tensor | None:
         """Starts a step of `shape` from its layout (with a table of all slots), token ids [T] (or placeholders for
-        device_draw.feed) and rows whose logits are needed [R], all but the table on the host. Returns on the device the
-        result of LlamaModel.forward, of a step without prompts for all rows; the next run overwrites it. None:
-        attention's plan differs from the captured one, and the step must be computed eagerly."""
+        device_draw.feed) and rows whose logits are needed [R], all but the table on the host; records the shape before,
+        if it was not. Returns on the device the result of LlamaModel.forward, of a step without prompts for all rows;
+        the next run overwrites it. None: attention's plan differs from the captured one, and the step must be computed
+        eagerly."""
+        if shape not in self._replays:
+            self._capture_late(shape)
         decodes, mixed = shape[0], _mixed(shape)
         layout = layout if decodes else _joined(layout)
         decode, total = layout.decode, layout.query_start[-1]

@@ -207,6 +207,7 @@ class Runner:
         if graphs is not None and shape is not None:
             layout, tokens, rows = self.layout_of(chunks, _HOST)
             logits = graphs.run(shape, layout, tokens, rows)
+            self._known_at = max(self._known_at, graphs.recorded_at)  # a recording is no part of a step's time
             if logits is not None:
                 if during_collective is not None:
                     during_collective()  # the whole step is queued on the device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from laddertron.engine.config.schema import Deployment
 from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.schedule.speculation import MOST
 from laddertron.engine.step import share
-from laddertron.engine.step.build import Built
+from laddertron.engine.step.build import Built, _greatest
 from laddertron.engine.step.cuda_graphs import CudaRecorder, StepGraphs
 from laddertron.engine.step.memory import graph_shapes
 from laddertron.engine.step.predictor import PredictorDrafts
@@ -73,13 +74,16 @@ class TapeRecorder(CudaRecorder):
         self.tape: _Tape | None = None
         self.computed = self.replayed = 0
 
-    def record(self, compute: Callable[[], None]) -> Callable[[], None]:
+    def warm_up(self, compute: Callable[[], None]) -> None:
         compute()  # as for a GPU: the first call of anything is not recorded
+        self.computed += 1
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         self.tape = tape = _Tape()
         with tape:
             compute()
         self.tape = None
-        self.computed += 2
+        self.computed += 1
 
         def replay() -> None:
             self.replayed += 1
@@ -127,29 +131,33 @@ def generate(
     shapes: list[tuple[int, int]] | None = None,
     stages: int = 1,
     speculation: str | bool = False,
+    graph_s: list[float] | None = None,
 ) -> dict[str, Any] | None:
     """Answers by request, of 4 lengths, so that few and many run at once. how: "portable" as built, "eager" with the
     FlashInfer backend (its stand-in), "recorded" with its steps recorded (shapes: which), "overlapped" with these drawn
-    on the device and set off ahead of the ids before. On rank 0, with how often steps were computed for a recording,
-    replayed and computed eagerly, and what the host waited for."""
+    on the device and set off ahead of the ids before. graph_s: seconds that each rank takes for a graph, by which some
+    may wait for their first use. On rank 0, with how often steps were computed for a recording, replayed and computed
+    eagerly, and what the host waited for."""
     if stages > 1:
         rank.close_kept()
     communicator, recorder = rank.connect(stages=stages) if stages > 1 else rank.communicator, TapeRecorder()
     keys: dict[str, Any] = {"max_num_seqs": 5, "enable_prefix_caching": False, "speculation": speculation}
     d = engine_cases.deployment(folder, rank.size // stages, **keys)
     d = replace(d, parallel=replace(d.parallel, pipeline_parallel_size=stages))
+    seconds = None if graph_s is None else graph_s[rank.rank]
     built = build_of_operators(rank, d, communicator)
     notes: list[str] = []
     eager = count_calls(built.runner.model)
     if how != "portable":
         shapes = shapes or list(graph_shapes(5, BATCHED, MOST if speculation else 0))
-        built = as_on_a_gpu(built, communicator, recorder, how, notes, shapes)
+        built = as_on_a_gpu(built, communicator, recorder, how, notes, shapes, graph_s=seconds)
+    at_start = recorder.computed
     lengths = [params["max_tokens"] + 4 * (i % 4) for i in range(len(prompts))]
     requests = [engine_cases.request(i, p, **params | {"max_tokens": lengths[i]}) for i, p in enumerate(prompts)]
     answers = engine_cases.run_requests(rank, built, communicator, requests)
     if stages > 1:
         communicator.close()
-    counts = {"computed": recorder.computed, "replayed": recorder.replayed, "steps": told(notes)}
+    counts = {"at_start": at_start, "computed": recorder.computed, "replayed": recorder.replayed, "steps": told(notes)}
     return {"answers": answers, "eager": len(eager), **counts}
 
 
@@ -167,13 +175,15 @@ def as_on_a_gpu(
     notes: list[str],
     shapes: Sequence[tuple[int, int]],
     kind: type[FlashInferAttention] = FlashInferAttention,
+    graph_s: float | None = None,
 ) -> Built:
     """The same rank with another runner, see `generate`. notes: of an overlapped one."""
     old = built.runner
     parts: dict[str, Any] = parts_of(built, kind)
     if how == "overlapped":
         parts["sampler"] = sampler(built, communicator, notes)
-    graphs = None if how == "eager" else _graphs(built, recorder, shapes, **parts)
+    greatest = partial(_of_ranks, communicator, graph_s) if graph_s is not None else (lambda seconds: 0.0)
+    graphs = None if how == "eager" else _graphs(built, recorder, shapes, greatest, **parts)
     parts |= {"proposer": old.proposer, "speculates": old._speculates}
     if isinstance(old.proposer, PredictorDrafts):
         cache, config = old.proposer.cache, old.proposer._predictor.config
@@ -226,10 +236,16 @@ def parts_of(built: Built, kind: type[FlashInferAttention] = FlashInferAttention
     return {"cache": cache, "attention": attention}
 
 
+def _of_ranks(communicator: Communicator, graph_s: float, measured: float) -> float:
+    """build.py's, with this rank's number in place of what it measured."""
+    return _greatest(communicator, graph_s)
+
+
 def _graphs(
     built: Built,
     recorder: TapeRecorder,
     shapes: Sequence[tuple[int, int]],
+    greatest: Callable[[float], float],
     cache: KVCache,
     attention: FlashInferAttention,
     sampler: Sampler | None = None,
@@ -247,6 +263,7 @@ def _graphs(
         most_blocks=most,
         block_size=cache.block_size,
         latest=latest,
+        greatest=greatest,
     )
     graphs.record()
     if sampler is not None:

@@ -13,7 +13,8 @@ Words = Mapping[str, Any]
 class Case:
     """One rank of a deployment. `layers` of the model are kept, which decides neither a step's peak nor a layer's
     launches. `words`: of its config.json, where that is no Llama's. `fp8`: as the model's published fp8 checkpoint.
-    `stages`: of a pipeline, all of which run."""
+    `stages`: of a pipeline, all of which run. `late`: whether all graphs but the first wait for their first use, of a
+    model in one stage."""
 
     name: str
     model: str
@@ -28,6 +29,7 @@ class Case:
     length: int = 16384
     parallel: Words = field(default_factory=dict)
     engine: Words = field(default_factory=dict)
+    late: bool = False
 
     @property
     def recorded(self) -> bool:
@@ -132,6 +134,7 @@ CASES = (
     Case("70B one-shot, tp 8", "llama-3.1-70b", 8, strategy="one_shot", engine={"max_num_seqs": 64}),
     Case("70B one-shot, tp 16", "llama-3.1-70b", 16, 2, strategy="one_shot", engine={"max_num_seqs": 64}),
     Case("70B split steps, tp 8", "llama-3.1-70b", 8, parallel={"split_steps": "always"}),
+    Case("70B, graphs at first use, tp 8", "llama-3.1-70b", 8, late=True),
     Case("Qwen3-235B, tp 8", "qwen3-235b-a22b", 8, words=_QWEN3_235B),
     Case("Qwen3-235B spread, 2 x 8", "qwen3-235b-a22b", 16, 2, words=_QWEN3_235B, parallel=_SPREAD),
     Case("DeepSeek-V3 spread, 2 x 8", "deepseek-v3", 16, 2, words=_DEEPSEEK_V3, parallel=_SPREAD),

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from cases import Case
 from fake_gpu import DEVICE, FakeGpu
 from laddertron.engine.batch import decode
 from laddertron.engine.config.schema import Deployment, EngineConfig, ModelSection, ParallelConfig
+from laddertron.engine.step import cuda_graphs
 from laddertron.models import attention_choice
 from laddertron.models.config.dialects import dialect_of, stock_json, to_dialect
 from laddertron.models.config.known_models import known, published_fp8
@@ -245,8 +247,9 @@ def _read_none(reader: Any, stored: StoredTensor, at: int, target: torch.Tensor)
         target.fill_(1)
 
 
-def build(gpu: FakeGpu, deployment: Deployment, group: Communicator, memory: Memory) -> Any:
-    """engine/step/build.py's, with what it allocates noted; of the checkpoint the bytes are not read."""
+def build(gpu: FakeGpu, deployment: Deployment, group: Communicator, memory: Memory, late: bool = False) -> Any:
+    """engine/step/build.py's, with what it allocates noted; of the checkpoint the bytes are not read. late: whether the
+    start records one graph, and not as many as this machine's speed allows."""
     load, attention, graphs = builder.load_weights, builder.make_attention, builder.make_graphs
 
     def loading(*a: Any) -> None:
@@ -272,6 +275,7 @@ def build(gpu: FakeGpu, deployment: Deployment, group: Communicator, memory: Mem
             (builder, "make_attention", making),
             (builder, "make_graphs", recording),
             (builder, "make_grammars", lambda *_: None),
+            (cuda_graphs, "START_S", 0.0 if late else inf),
             (attention_choice, "kernels_missing", lambda: None),
             (Readers, "each", _in_this_thread),  # modes of torch are a thread's own
             (tensor_reader, "_copy_bits", lambda *_: None),
@@ -294,7 +298,7 @@ def start(gpu: FakeGpu, case: Case, rank: int, folder: Path) -> tuple[list[Any],
     for stage in reversed(range(case.stages)):
         group = communicator(gpu, case, rank, stage, near if stage == 0 else far, plans)
         first_graphs[stage] = len(gpu.graphs)
-        built[stage] = build(gpu, deployment_of(case, folder), group, memories[stage])
+        built[stage] = build(gpu, deployment_of(case, folder), group, memories[stage], case.late)
         if stage:
             plans.others.append(built[stage].runner.run)
     return [built[stage] for stage in range(case.stages)], memories, plans, first_graphs

@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
 from cases import CAPABILITIES, CASES, DRAWS, Case  # noqa: E402
-from fake_gpu import DEVICE  # noqa: E402
+from fake_gpu import DEVICE, Graph  # noqa: E402
 from stand_ins import FakeDriver, compiled, install, spilled, use_flashinfer  # noqa: E402
 
 GPU = install()  # before laddertron is imported
@@ -31,6 +31,7 @@ from laddertron.engine.step.engine import Engine, StepProgress, drain  # noqa: E
 from laddertron.engine.step.kv_capacity import working_bytes  # noqa: E402
 from laddertron.engine.step.memory import graph_shapes  # noqa: E402
 from laddertron.models.config.predictor import predictor_of  # noqa: E402
+from laddertron.models.config.shapes import Shape  # noqa: E402
 from laddertron.models.cuda import megatron_layers  # noqa: E402, F401
 from laddertron.models.weights.tensor_reader import FP8  # noqa: E402
 
@@ -67,6 +68,9 @@ class Rank:
         self.case = case
         built, self.memories, self.plans, self.first_graphs = start(GPU, case, 0, folder)
         self.stages, first = built, built[0]
+        steps = [stage.runner._graphs for stage in built]
+        self.at_start = [0 if each is None else len(each.recorded) for each in steps]
+        self.draws = 0 if steps[0] is None else len(steps[0]._draws)
         limits = first.scheduler_limits
         if case.drafts:  # else drafts would have to pay, in the seconds of this machine
             limits = replace(limits, speculation=SpeculationRule(priced=False))
@@ -80,6 +84,14 @@ class Rank:
             for stage in built
         ]  # fmt: skip
         self._number = 0
+
+    def graphs(self, stage: int) -> dict[Shape, Graph]:
+        """The graphs of a stage's steps that are recorded, in that order; those of draws follow the start's."""
+        steps, first, at_start = self.stages[stage].runner._graphs, self.first_graphs[stage], self.at_start[stage]
+        if steps is None:
+            return {}
+        places = (first + at + (self.draws if at >= at_start else 0) for at in range(len(steps.recorded)))
+        return dict(zip(steps.recorded, map(GPU.graphs.__getitem__, places), strict=True))
 
     def add(self, count: int, prompt: int = PROMPT, answer: int = ANSWER, **params: Any) -> None:
         for _ in range(count):
@@ -127,12 +139,12 @@ def measure(case: Case, folder: Path, driver: FakeDriver, asked: Counter[str]) -
             result.faults.append(f"{name}: {recorded} replays in {STEPS} decode steps, not {expected}")
     check_mixed(result, rank)
     check_drafted(result, rank)
-    shapes = recorded_shapes(case)
-    for name, shape in (("recorded", (case.seats, 0)), ("recorded mixed", max(shapes, key=sum, default=(0, 0)))):
+    check_start(result, rank)
+    stages = [graphs for at in range(case.stages) if (graphs := rank.graphs(at))]
+    for name, shape in (("recorded", (case.seats, 0)), ("recorded mixed", max(shapes_of(case), key=sum))):
         for kind in ("launch", "collective"):
-            graphs = [GPU.graphs[first + shapes.index(shape)] for first in rank.first_graphs if shapes]
-            result.rows[f"{name} {kind}"] = sum(_sum(graph.counts, kind) for graph in graphs)
-    draws = GPU.graphs[len(shapes) :][:1] if case.draws_recorded else []
+            result.rows[f"{name} {kind}"] = sum(_sum(graphs[shape].counts, kind) for graphs in stages)
+    draws = GPU.graphs[rank.at_start[0] :][:1] if case.draws_recorded else []
     result.rows["drawn launch"] = sum(_sum(graph.counts, "launch") for graph in draws)
     for seats in (1, 3, 16, 33):  # sizes and lengths that no step had before
         rank.add(min(seats, case.seats), 7 * seats, 3, temperature=0.7, top_k=5)
@@ -148,12 +160,27 @@ def measure(case: Case, folder: Path, driver: FakeDriver, asked: Counter[str]) -
     return result
 
 
-def recorded_shapes(case: Case) -> list[tuple[int, int]]:
-    """The shapes of a stage's recorded steps, in the order in which it records them."""
+def shapes_of(case: Case) -> tuple[Shape, ...]:
+    """The shapes of a stage's steps that may be recorded."""
+    return graph_shapes(case.seats, BATCHED, MOST * case.drafts)
+
+
+def check_start(result: CaseResult, rank: Rank) -> None:
+    """The start records every shape, or the largest alone; then each other one is recorded once, when it is used."""
+    case, shapes = rank.case, shapes_of(rank.case)
     if not case.recorded:
-        return []
-    shapes = sorted(graph_shapes(case.seats, BATCHED, MOST * case.drafts), key=lambda shape: shape[::-1])
-    return sorted(shapes, key=sum, reverse=True)
+        return
+    graphs, at_start, expected = rank.graphs(0), rank.at_start[0], 1 if case.late else len(shapes)
+    if at_start != expected or next(iter(graphs)) != max(shapes, key=sum):
+        result.faults.append(f"{at_start} graphs are recorded at the start, not {expected}, the largest first")
+    if not case.late:
+        return
+    used = set(map(id, GPU.replayed))
+    if unused := [shape for shape, graph in list(graphs.items())[1:] if id(graph) not in used]:
+        result.faults.append(f"recorded and not used: {unused}")
+    if not 1 < len(graphs) < len(shapes) or len(GPU.graphs) != len(graphs) + rank.draws:
+        recordings = len(GPU.graphs) - rank.draws
+        result.faults.append(f"{recordings} recordings for {len(graphs)} steps that were used, of {len(shapes)}")
 
 
 def check_mixed(result: CaseResult, rank: Rank) -> None:
@@ -166,21 +193,19 @@ def check_mixed(result: CaseResult, rank: Rank) -> None:
     for stage in rank.stages:
         model = stage.runner.model
         model.forward_streams = partial(_counted, eager, model.forward_streams)
-    GPU.replayed.clear()
-    before, many = rank.plans.steps, case.stages
+    before, replayed, many = rank.plans.steps, len(GPU.replayed), case.stages
     for count, prompt in ((8, 15), (8, 16), (1, 2), (3, 80), (many, 500), (2 * many, 512)):
         rank.add(count, prompt, temperature=0.8, answer=40)
         rank.steps(4)
     for _ in drain(rank.engine):  # also what is in flight between stages
         pass
-    replays, steps = len(GPU.replayed), rank.plans.steps - before
+    replays, steps = GPU.replayed[replayed:], rank.plans.steps - before
     if eager:
         result.faults.append(f"{len(eager)} steps with at most 1,024 prompt rows were computed eagerly")
-    if replays != (expected := (case.stages + case.draws_recorded) * steps):
-        result.faults.append(f"{replays} replays in {steps} steps, some with prompts, not {expected}")
-    shapes = recorded_shapes(case)
-    mixed = {id(GPU.graphs[first + at]) for first in rank.first_graphs for at, s in enumerate(shapes) if min(s)}
-    if len(used := mixed.intersection(map(id, GPU.replayed))) < 4 * case.stages:
+    if len(replays) != (expected := (case.stages + case.draws_recorded) * steps):
+        result.faults.append(f"{len(replays)} replays in {steps} steps, some with prompts, not {expected}")
+    mixed = {id(graph) for at in range(case.stages) for shape, graph in rank.graphs(at).items() if min(shape)}
+    if len(used := mixed.intersection(map(id, replays))) < 4 * case.stages:
         result.faults.append(f"{len(used)} graphs of steps with prompts were used")
     launches = max(_sum(GPU.graphs[first].counts, "launch") for first in rank.first_graphs)
     if case.dense and launches > 12 * case.layers // case.stages + OUTSIDE_LAYERS:
@@ -190,18 +215,18 @@ def check_mixed(result: CaseResult, rank: Rank) -> None:
 def check_drafted(result: CaseResult, rank: Rank) -> None:
     """A step of sequences with drafts replays a graph in which each is one prompt, and the recorded draw of all its
     rows; its figures are those of one sequence."""
-    case, shapes = rank.case, recorded_shapes(rank.case)
+    case = rank.case
     if not case.drafts:
         return
     for sequences, rows in ((1, 16), (5, 64)):
         rank.add(sequences, answer=DRAFTED, temperature=0.0)
         rank.steps(5)
-        GPU.replayed.clear()
+        replayed = len(GPU.replayed)
         counts, _ = rank.steps(STEPS)
         if sequences == 1:
             result.rows |= {f"drafted {kind}": _sum(counts, kind) / STEPS for kind in KINDS}
-        joined = GPU.graphs[rank.first_graphs[0] + shapes.index((0, rows))]
-        if (replays := sum(graph is joined for graph in GPU.replayed)) != STEPS:
+        joined = rank.graphs(0)[0, rows]
+        if (replays := sum(graph is joined for graph in GPU.replayed[replayed:])) != STEPS:
             result.faults.append(f"{replays} replays of {rows} rows in {STEPS} steps of {sequences} with drafts")
         if (replays := _sum(counts, "replay")) != STEPS * (1 + case.draws_recorded):
             result.faults.append(f"{replays} replays in {STEPS} steps of {sequences} sequences with drafts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoints
@@ -22,6 +23,7 @@ from laddertron.engine.step.cuda_graphs import (
     _joined,
     collectives_refuse,
     graphed,
+    recorded_at_start,
 )
 from laddertron.engine.step.memory import MOST_GRAPHED, graph_shapes, graph_sizes
 from laddertron.models.attention import StepLayout
@@ -232,6 +234,56 @@ def test_stages_record_their_steps(
     assert found[0]["replayed"] >= 14
     assert {each["eager"] for each in found} == {0}
     assert {each["computed"] for each in found} == {2 * len(graph_shapes(5, BATCHED))}
+
+
+def test_a_start_records_what_fits_into_its_time() -> None:
+    """All that take 20 s together; else as many as do; one in any case."""
+    assert [recorded_at_start(seconds, 25) for seconds in (0.0, 0.8, 0.81, 5.0, 20.0, 60.0)] == [25, 25, 24, 4, 1, 1]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_graphs_are_recorded_at_their_first_use(ranks: Ranks, checkpoint: Callable[[str], Path], stages: int) -> None:
+    """The second rank takes 9 s for a graph: both ranks of a group record two at the start and the same others in the
+    same steps, and stages each by their own time. The same answers as without graphs, and no step is eager."""
+    args = {"folder": str(checkpoint("ladder")), "prompts": checkpoints.prompts(9, seed=4), "params": {"max_tokens": 5}}
+    plain = ranks(1, "recorded_graph:generate", args | {"how": "eager"})[0]
+    found = ranks(2, "recorded_graph:generate", args | {"how": "recorded", "stages": stages, "graph_s": [0.1, 9.0]})
+    count = len(graph_shapes(5, BATCHED))
+    assert found[0]["answers"] == plain["answers"]
+    assert [each["eager"] for each in found] == [0, 0]
+    assert found[0]["replayed"] == found[1]["replayed"]
+    first, second = ((each["at_start"], each["computed"]) for each in found)
+    assert second[0] == count + 2
+    assert count + 2 < second[1] <= 2 * count
+    assert first == (second if stages == 1 else (2 * count, 2 * count))
+
+
+def test_a_late_recording_is_logged_and_no_part_of_a_step_s_time() -> None:
+    """The log says at the start what waits, and later what was recorded; `recorded_at` is when."""
+    graphs, lines = StepGraphs.__new__(StepGraphs), list[str]()
+    recorder, model = TapeRecorder(), SimpleNamespace(boundary="stages")
+    crossing: list[Any] = []
+    graphs.shapes, graphs.sizes, graphs.drafted = [(1, 0), (4, 0), (4, 64)], (1, 4), ()
+    parts: dict[str, Any] = {
+        "_model": model, "_recorder": recorder, "_say": lines.append, "_greatest": lambda seconds: 15.0,
+        "_boundary": "fixed", "reserved": 64 << 20, "_replays": {}, "recorded_at": 0.0,
+        "_compute": lambda shape: crossing.append(model.boundary), "_padding": lambda shape: (),
+        "_stage": lambda shape: True,
+    }  # fmt: skip
+    for name, part in parts.items():
+        setattr(graphs, name, part)
+    graphs.record()
+    assert list(graphs.recorded) == [(4, 64)]
+    assert crossing == ["fixed"] * 4
+    assert "2 of decode steps to 4 sequences, 1 with prompts to 64 tokens; 1 recorded in" in lines[0]
+    assert lines[0].endswith("0 MiB of the 64 kept free for them; 2 wait for their first use: all would take 45 s")
+    at_start = graphs.recorded_at
+    graphs._capture_late((1, 0))
+    assert list(graphs.recorded) == [(4, 64), (1, 0)]
+    assert (model.boundary, recorder.computed) == ("stages", 5)
+    assert graphs.recorded_at > at_start > 0
+    assert lines[1].startswith("CUDA graphs: 1 decodes and 0 rows of prompts, recorded at the first use in")
+    assert lines[1].endswith("0 MiB; 1 wait")
 
 
 def test_steps_beyond_the_largest_graph_run_eagerly(ranks: Ranks, checkpoint: Callable[[str], Path]) -> None:

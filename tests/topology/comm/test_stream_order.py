@@ -155,33 +155,42 @@ def test_gathered_tensors_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_recorded_step_comes_after_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm-up and capture on the recorder's stream, before and after work of the current one."""
+    """Warm-up and capture on the recorder's stream, before and after work of the current one. A capture between replays
+    starts no collective, and comes after the wait for those in flight, whose timeout is not the device's."""
     with checked(monkeypatch, *MODULES) as order:
 
         @contextlib.contextmanager
         def graph(recorded: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Any:
+            calls.append("capture")
             stream.wait_stream(order.current)  # torch.cuda.graph synchronises the device first
             with order.on(stream):
                 yield
             order.current.wait_stream(stream)
 
+        calls = list[str]()
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(order))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: type("Graph", (), {"replay": lambda graph: None})())
         monkeypatch.setattr(torch.cuda, "graph", graph)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
         reduce, rows = nccl.nccl_collective(NcclGroup(order, 0, 2), ledger := Ledger(), "net"), torch.zeros(4, 8)
 
         def compute() -> None:
             rows.copy_(reduce.start(rows * 2).wait())
 
-        replay = CudaRecorder(torch.device("cpu"), ledger).record(compute)
+        recorder = CudaRecorder(torch.device("cpu"), ledger, lambda: calls.append("drain"))
+        replay = recorder.record(compute)
         rows.add_(1)
         assert ledger.started == 2  # by two runs to warm up; the capture started none
         for _ in range(3):
             replay()
+        again = recorder.capture(compute)
+        assert ledger.started == 5
+        again()
+        replay()
     assert order.faults == []
-    assert ledger.started == 5
+    assert ledger.started == 7
+    assert calls == 2 * ["drain", "synchronize", "capture"]
 
 
 def test_the_stand_in_runs_point_to_point_on_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
