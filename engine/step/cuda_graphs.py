@@ -241,7 +241,7 @@ class StepGraphs:
         before, began = self._recorder.memory(), time.monotonic()
         shapes = sorted(self.shapes, key=sum, reverse=True)
         at_start, whole = len(shapes), 0.0
-        with torch.inference_mode(), self._fixed_boundary():
+        with torch.inference_mode(), self._recording():
             for count, shape in enumerate(shapes):
                 self._stage(*self._padding(shape), shape)
                 self._recorder.warm_up(partial(self._compute, shape))
@@ -264,13 +264,15 @@ class StepGraphs:
         self._say(words)
 
     @contextmanager
-    def _fixed_boundary(self) -> Iterator[None]:
-        """The model's boundary is that of recorded steps meanwhile."""
-        crossing, self._model.boundary = self._model.boundary, self._boundary
+    def _recording(self) -> Iterator[None]:
+        """The model's boundary is that of recorded steps meanwhile; its states are those of before afterwards, and none
+        of a graph's memory."""
+        model, states = self._model, self._model.states
+        crossing, model.boundary = model.boundary, self._boundary
         try:
             yield
         finally:
-            self._model.boundary = crossing
+            model.boundary, model.states = crossing, states
 
     def _capture(self, shape: Shape) -> float:
         """Records a shape of which a step with only padding is staged; returns the seconds that it took."""
@@ -284,7 +286,7 @@ class StepGraphs:
         shape, so nothing compiles or connects."""
         before = self._recorder.memory()
         self._stage(*self._padding(shape), shape)
-        with self._fixed_boundary():
+        with self._recording():
             took = self._capture(shape)
         taken, waiting = self._recorder.memory() - before, len(self.shapes) - len(self._replays)
         self._say(

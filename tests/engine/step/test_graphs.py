@@ -261,13 +261,18 @@ def test_graphs_are_recorded_at_their_first_use(ranks: Ranks, checkpoint: Callab
 def test_a_late_recording_is_logged_and_no_part_of_a_step_s_time() -> None:
     """The log says at the start what waits, and later what was recorded; `recorded_at` is when."""
     graphs, lines = StepGraphs.__new__(StepGraphs), list[str]()
-    recorder, model = TapeRecorder(), SimpleNamespace(boundary="stages")
+    recorder, model = TapeRecorder(), SimpleNamespace(boundary="stages", states="of the last step")
     crossing: list[Any] = []
+
+    def compute(shape: Any) -> None:
+        crossing.append(model.boundary)
+        model.states = "of a graph"
+
     graphs.shapes, graphs.sizes, graphs.drafted = [(1, 0), (4, 0), (4, 64)], (1, 4), ()
     parts: dict[str, Any] = {
         "_model": model, "_recorder": recorder, "_say": lines.append, "_greatest": lambda seconds: 15.0,
         "_boundary": "fixed", "reserved": 64 << 20, "_replays": {}, "recorded_at": 0.0,
-        "_compute": lambda shape: crossing.append(model.boundary), "_padding": lambda shape: (),
+        "_compute": compute, "_padding": lambda shape: (),
         "_stage": lambda shape: True,
     }  # fmt: skip
     for name, part in parts.items():
@@ -280,7 +285,7 @@ def test_a_late_recording_is_logged_and_no_part_of_a_step_s_time() -> None:
     at_start = graphs.recorded_at
     graphs._capture_late((1, 0))
     assert list(graphs.recorded) == [(4, 64), (1, 0)]
-    assert (model.boundary, recorder.computed) == ("stages", 5)
+    assert (model.boundary, model.states, recorder.computed) == ("stages", "of the last step", 5)
     assert graphs.recorded_at > at_start > 0
     assert lines[1].startswith("CUDA graphs: 1 decodes and 0 rows of prompts, recorded at the first use in")
     assert lines[1].endswith("0 MiB; 1 wait")
