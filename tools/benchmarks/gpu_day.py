@@ -1,7 +1,7 @@
 """Measures one GPU with one command (`make gpu`): its environment, NCCL between ranks that share it and their jobs
-compared with one rank's, the tests that need it, decoding (compared with transformers, in fp8, with top_p), prompts and
-mixed steps, one rank's shard compared with the published speeds, and the prediction of `plan` for each. Kernels are
-compiled before, outside the measurements.
+compared with one rank's, each kind of launch, the tests that need it, decoding (compared with transformers, in fp8,
+with top_p), prompts and mixed steps, one rank's shard compared with the published speeds, and the prediction of `plan`
+for each. Kernels are compiled before, outside the measurements.
 
     python tools/benchmarks/gpu_day.py                         under nine minutes on an H100; no network
     python tools/benchmarks/gpu_day.py --only shard --again    these parts again
@@ -58,7 +58,9 @@ def parts(device: str, tiny: bool) -> list[Part]:
     marked = [str(path) for path in sorted(ROOT.glob("tests/**/test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     tests = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", *(marked[:1] if tiny else marked))
     tests += ("-n", "4") if importlib.util.find_spec("xdist") and not tiny else ()
+    launches = (str(HERE / "gpu" / "gpu_launches.py"), *where, *(("--calls", "100") if tiny else ()))
     measured = [
+        Part("launches", launches, 120),
         Part("tests", tests, 150),
         Part("decode", (*decode, *ours), 150),
         Part("decode fp8", (*decode, *ours, *two, "--fp8"), 80),
@@ -70,9 +72,14 @@ def parts(device: str, tiny: bool) -> list[Part]:
     ]
     # Kernels depend on widths and types, not on how many layers, steps or sequences there are.
     once = ("--layers", "2", "--batch", "1")
-    fewest = {"decode": ("--gen", "2", "--repeat", "1"), "shard": ("--steps", "2", "--rounds", "1"), "tests": ()}
+    fewest = {
+        "launches": ("--calls", "1"),
+        "tests": (),
+        "decode": (*once, "--gen", "2", "--repeat", "1"),
+        "shard": (*once, "--steps", "2", "--rounds", "1"),
+    }
     compiled = [
-        Part(f"compile {p.name}", (*p.argv, *(*once, *fewest[kind]) * (kind != "tests")), 400, apart=True)
+        Part(f"compile {p.name}", (*p.argv, *fewest[kind]), 400, apart=True)
         for p in measured
         for kind in [p.name.split()[0]]
     ]
@@ -137,6 +144,10 @@ def markdown(results_so_far: Mapping[str, Any]) -> str:
         out += ["", *table("model | weights | step | ms", cells)]
     if shards:
         out += ["", shard_table(shards)]
+    if launches := [line for name, line in lines if name == "launches"]:
+        keys = ("host_us", "most_us", "whole_us")
+        cells = ((line["kind"], *(line.get(key, line.get("skipped")) for key in keys)) for line in launches)
+        out += ["", *table("launch | host, median burst [us] | slowest burst | with the device's end", cells)]
     ranks = [line for name, line in lines if name in ("ranks", "one_shot", "jobs of ranks")]
     if ranks:
         out += ["", *table("ranks that share a GPU | measured", ((line["part"], json.dumps(line)) for line in ranks))]

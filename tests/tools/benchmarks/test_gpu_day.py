@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "tools" / "benchmarks"
 
@@ -35,7 +37,7 @@ def call(gpu_day: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 def test_it_goes_on_where_it_was_cut_off(gpu_day: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Interrupted in its sixth part: the file has five. The next call runs the sixth and all after it, a last one
+    """Interrupted in its seventh part: the file has six. The next call runs the seventh and all after it, a last one
     nothing; --again runs what it names; a part that failed is tried again; another machine's figures go."""
     out, ran, cut = tmp_path / "day.json", list[str](), ["decode"]
 
@@ -50,7 +52,7 @@ def test_it_goes_on_where_it_was_cut_off(gpu_day: Any, monkeypatch: pytest.Monke
     names = [part.name for part in gpu_day.parts("cpu", True)]
     with pytest.raises(KeyboardInterrupt):
         call(gpu_day, monkeypatch, "--out", str(out))
-    assert list(json.loads(out.read_text())["parts"]) == ran == names[:5]
+    assert list(json.loads(out.read_text())["parts"]) == ran == names[:6]
     cut.clear()
     assert call(gpu_day, monkeypatch, "--out", str(out)) == 1
     assert ran == names
@@ -99,7 +101,7 @@ def test_compiling_comes_first_and_is_not_counted(
     monkeypatch.setattr(gpu_day.time, "monotonic", lambda: clock[0])
     assert call(gpu_day, monkeypatch, "--out", str(tmp_path / "day.json"), "--minutes", "1") == 0
     assert limits["compile shard 70b"] == 400
-    assert limits["tests"] == 57
+    assert limits["launches"] == 57
 
 
 def test_the_page(gpu_day: Any) -> None:
@@ -111,9 +113,18 @@ def test_the_page(gpu_day: Any) -> None:
     shard = {"model": "70B", "interconnect": "p2p", "batch": 1, "k": 0}
     shards = [shard | {"wiring": "ladder", "step_ms": 10.0}, shard | {"wiring": "no-communication", "step_ms": 9.0}]
     environment = dict.fromkeys(gpu_day.PACKAGES, "1.0") | {"flashinfer-python": None, "device": "a GPU"}
-    parts = {"tests": result(), "decode": result(True, {"copy_gb_s": 2000.0}, decode), "transformers": result(False)}
+    times = {"host_us": 9.5, "most_us": 12.0, "whole_us": 10.5}
+    kinds = {"part": "launches", "kind": "event", **times}, {"part": "launches", "kind": "gate", "skipped": "no Triton"}
+    parts = {
+        "launches": result(True, *kinds),
+        "tests": result(),
+        "decode": result(True, {"copy_gb_s": 2000.0}, decode),
+        "transformers": result(False),
+    }
     page = gpu_day.markdown({"environment": environment, "parts": parts})
     assert "Not installed: flashinfer-python." in page
+    assert "| event | 9.5 | 12.0 | 10.5 |" in page
+    assert "| gate | no Triton | no Triton | no Triton |" in page
     assert "| tests | yes | 1.5 | 3 passed |" in page
     assert "| transformers | 124 | 1.5 | 3 passed |" in page
     assert "| 1 decodes and a prompt of 512 | 40.00 |" in page
@@ -136,6 +147,26 @@ def test_a_part_that_hangs_or_fails_keeps_what_it_said(gpu_day: Any, monkeypatch
     failed = gpu_day.run(gpu_day.Part("fails", ("-c", "raise ValueError('why')"), 9.0), 60.0, {})
     assert (failed["ok"], failed["code"]) == (False, 1)
     assert failed["said"][-1] == "ValueError: why"
+
+
+def test_launches_of_every_kind_are_timed(gpu_day: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What needs no GPU, in bursts between waits for the device; the rest says why it is not measured."""
+    import gpu_launches
+
+    waits, calls, clock = list[int](), list[None](), itertools.count()
+    monkeypatch.setattr(gpu_launches, "wait_for", lambda device: waits.append(len(calls)))
+    monkeypatch.setattr("gpu_launches.time.perf_counter", lambda: next(clock) * 1e-3)
+    found = gpu_launches.time_of(lambda: calls.append(None), 300, torch.device("cpu"))
+    assert waits == [20, 120, 120, 220, 220, 320]
+    assert found == {"host_us": 10.0, "most_us": 10.0, "whole_us": 20.0}
+    monkeypatch.undo()
+    part = next(part for part in gpu_day.parts("cpu", True) if part.name == "launches")
+    done = gpu_day.run(part, part.limit_s, gpu_day.child_environment(tmp_path))
+    assert done["ok"], done["said"]
+    kinds = {line["kind"]: line for line in done["lines"]}
+    assert {"entries of the page table", "matrix product", "all-reduce of a group of one"} < kinds.keys()
+    assert all(line["whole_us"] >= line["host_us"] > 0 for line in kinds.values() if "skipped" not in line)
+    assert kinds["graph of one kernel"]["skipped"] == "the device is a CPU"
 
 
 @pytest.mark.slow
