@@ -24,7 +24,7 @@ from .validators import parsed
 MODULE = __name__
 MAX_IDS = 1 << 22
 """The prompts' ids of one large body, if the model's context is not longer: the daemon's event loop reads them all."""
-MAX_STRINGS = 4096
+MAX_PARAMETERS = 4096
 """Parameters of tools whose types the event loop reads."""
 Prepared = tuple[Body, list[tuple[int, ...]]]
 
@@ -248,19 +248,17 @@ def packed(body: Body) -> dict[str, Any]:
 
 
 def _packed_tools(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools' names, and the types of parameters that may be strings: the others are read as JSON anyway. Raises
-    ApiError for more than MAX_STRINGS of these."""
-    strings = {
-        name: {key: {"type": types} for key, types in parameters.items() if "string" in types}
+    """The tools' names and parameters, with the types of those that may be strings: the others are read as JSON anyway.
+    Raises ApiError for more than MAX_PARAMETERS."""
+    named = {
+        name: {key: {"type": types} if "string" in types else {} for key, types in parameters.items()}
         for name, parameters in parameter_types(tools).items()
     }
-    if (count := sum(map(len, strings.values()))) > MAX_STRINGS:
-        raise ApiError(
-            f"tools have {count} parameters that are strings, at most {MAX_STRINGS} are allowed", param="tools"
-        )
+    if (count := sum(map(len, named.values()))) > MAX_PARAMETERS:
+        raise ApiError(f"tools have {count} parameters, at most {MAX_PARAMETERS} are allowed", param="tools")
     return [
         {"function": {"name": name} | ({"parameters": {"properties": properties}} if properties else {})}
-        for name, properties in strings.items()
+        for name, properties in named.items()
     ]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 ParameterTypes = Mapping[str, Sequence[str]]
 """A tool's parameters with the types that their schema allows; () if it does not say."""
-BLANK = " \n\t\r"
-"""JSON's white space."""
+BLANK = "".join(filter(str.isspace, map(chr, range(0x3001))))
+"""White space, as in patterns and in str.strip: models write some that is none to JSON between a call's parts."""
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_MAX_DEPTH = 32  # of schemas within a parameter's
 USELESS = {"id", "index", "tool_call_id", "type"}
 """Members after a call's arguments that say nothing."""
 
@@ -98,32 +100,60 @@ def typed_json(text: str, types: Sequence[str]) -> str:
         value = parsed_json(written)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    kind = "null" if value is None else _JSON_TYPES[type(value)]
+    kind = _kind_of(value)
     fits = kind in types or (kind == "integer" and "number" in types) or "string" not in types
     return json.dumps(value if fits else text, ensure_ascii=False)
 
 
-def types_of(schema: Any) -> list[str]:
-    """The types that a parameter's schema allows; [] if it does not say."""
-    if not isinstance(schema, dict):
-        return []
-    types = schema.get("type")
-    if isinstance(types, str):
-        return [types]
-    if isinstance(types, list):
-        return [name for name in types if isinstance(name, str)]
-    options: list[Any] = next((schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)), [])
-    if options:
-        return sorted({name for option in options for name in types_of(option)})
-    values = schema.get("enum") if isinstance(schema.get("enum"), list) else []
-    return sorted({"null" if value is None else _JSON_TYPES.get(type(value), "") for value in values or ()})
+class SchemaTypes:
+    """The types that the parameters of one tool allow. `root`: its parameters, which references point into."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._referred: dict[str, list[str]] = {}
+
+    def of(self, schema: Any, depth: int = 0) -> list[str]:
+        """The types that a parameter's schema allows; [] if it does not say."""
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            return []
+        types = schema.get("type")
+        if isinstance(types, str):
+            return [types]
+        if isinstance(types, list):
+            return [name for name in types if isinstance(name, str)]
+        if isinstance(reference := schema.get("$ref"), str):
+            if reference not in self._referred:
+                self._referred[reference] = []  # while it is read: it may refer to itself
+                self._referred[reference] = self.of(self._at(reference), depth + 1)
+            return self._referred[reference]
+        for name in ("anyOf", "oneOf", "allOf"):
+            if isinstance(options := schema.get(name), list) and options:
+                allowed = [self.of(option, depth + 1) for option in options]
+                if name == "allOf":
+                    return next(filter(None, allowed), [])
+                return sorted({kind for kinds in allowed for kind in kinds}) if all(allowed) else []
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        return sorted({_kind_of(value) for value in values}) if isinstance(values, list) else []
+
+    def _at(self, reference: str) -> Any:
+        """The schema at a reference such as #/$defs/Unit; None if there is none."""
+        node: Any = self._root if reference.startswith("#/") else None
+        for step in reference.split("/")[1:]:
+            node = node.get(unquote(step).replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
+        return node
+
+
+def _kind_of(value: Any) -> str:
+    return "null" if value is None else _JSON_TYPES[type(value)]
 
 
 def parameter_types(tools: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[str]]]:
     """The types of each tool's parameters."""
     types = {}
     for tool in tools:
-        properties = (tool["function"].get("parameters") or {}).get("properties")
+        root = tool["function"].get("parameters") or {}
+        properties = root.get("properties")
         named = properties if isinstance(properties, dict) else {}
-        types[tool["function"]["name"]] = {key: types_of(schema) for key, schema in named.items()}
+        schema_types = SchemaTypes(root)
+        types[tool["function"]["name"]] = {key: schema_types.of(schema) for key, schema in named.items()}
     return types

@@ -63,7 +63,7 @@ def _pairs(opens: tuple[str, ...], header: str, pair: str, close: str, end: str,
 
 _V3_BEGIN, _V3_CALL, _V3_SEP = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _V3_ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-_FENCE = r'(?:```json\s*)?(?=[{\["]|null)'
+_FENCE = r'(?:```(?:json)?\s*)?(?=[{\["]|null)'
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
 _DSML = "<｜DSML｜"
 
@@ -75,7 +75,7 @@ TOOL_FORMATS: dict[str, ToolSyntax] = {
         "<parameter=(?P<key>[^>]+)>", "</parameter>", "</function>", "</tool_call>", "</seed:tool_call>",
     ),
     "glm": _pairs(
-        ("<tool_call>",), rf"<tool_call>\s*{_NAME}\s*(?=<arg_key>|</tool_call>)",
+        ("<tool_call>",), rf"<tool_call>\s*{_NAME}\s*(?=<arg_key>|</tool_call>|\{{)",
         r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>", "</arg_value>", "</tool_call>",
     ),
     "deepseek_v32": _pairs(
@@ -111,7 +111,7 @@ REASONING_FORMATS: dict[str, tuple[str, str]] = {
 
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
 """Of gpt_oss, whose answers are messages that name their channel, and the function if they are calls."""
-CHANNEL_HEADS = ("<|channel|>", " to=functions.", "<|start|>assistant")
+CHANNEL_HEADS = ("<|channel|>", " to=", "<|start|>assistant")
 """With which a message begins."""
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 HEAD = re.compile(
@@ -119,7 +119,7 @@ HEAD = re.compile(
     r"|<\|constrain\|>|\b(?:json|code)\b"
 )
 """What a message's head may have."""
-RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+RECIPIENT = re.compile(r"\bto=(?:functions\.)?(\S+?)(?=<\||\s|$)")
 
 
 def marks_of(tool_format: str | None, reasoning: str | None) -> frozenset[str]:

@@ -322,6 +322,9 @@ class ChatParts:
             self._held = rest.removeprefix(syntax.end)
             self._state, self._scanned = self._after, 0
             return self._more("}" if self._keys else "{}")
+        if rest.startswith("{") and not self._keys and not self._spare:  # JSON in place of pairs
+            self._state = self._arguments
+            return {}
         if rest and not rest.startswith(syntax.pair_mark):
             begin = min((i for i in map(self._held.find, (syntax.pair_mark, *ends)) if i >= 0), default=-1)
             if begin < 0:

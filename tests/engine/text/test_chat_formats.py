@@ -168,6 +168,47 @@ def test_arguments_are_streamed(tool_format: str) -> None:
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+def test_white_space_of_any_kind_is_read_alike(tool_format: str) -> None:
+    """Also such as JSON has not, at each place of an answer."""
+    text = write(tool_format, [("weather", ROME), ("now", {})])
+    for blank in ("\u00a0", "\x0b", "\x1f", "\u3000"):
+        for at in range(len(text) + 1):
+            said = text[:at] + blank + text[at:]
+            whole, steps = ([0, len(said)], list(range(len(said) + 1)))
+            assert parsed(said, whole, tool_format=tool_format)[0] == parsed(said, steps, tool_format=tool_format)[0]
+
+
+UNIT = {"type": "string", "enum": ["1", "2"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"$ref": "#/$defs/unit"}, "1"),
+        ({"allOf": [{"$ref": "#/$defs/unit"}], "default": "1"}, "1"),
+        ({"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]}, "1"),
+        ({"$ref": "#/$defs/a~1b%20c"}, "1"),
+        ({"const": "1"}, "1"),
+        ({"enum": ["1", "2"]}, "1"),
+        ({"$ref": "#/$defs/loop"}, 1),
+        ({"$ref": "#/$defs/missing"}, 1),
+        ({"anyOf": [UNIT, {}]}, 1),
+        ({"enum": 7}, 1),
+    ],
+)
+def test_a_value_without_quotes_has_the_type_of_its_parameter(schema: dict[str, Any], value: Any) -> None:
+    """As pydantic writes enumerations; one that refers to itself ends."""
+    branch = {"$ref": "#/$defs/loop"}
+    definitions = {"unit": UNIT, "a/b c": UNIT, "loop": {"anyOf": [branch] * 40}}
+    parameters = {"type": "object", "properties": {"unit": schema}, "$defs": definitions}
+    tools = parameter_types([{"type": "function", "function": {"name": "now", "parameters": parameters}}])
+    text = coder("now", {"unit": "1"})
+    assert calls_of(parsed(text, [0, len(text)], tool_format="qwen3_coder", tools=tools)[0]) == [
+        ("now", {"unit": value})
+    ]
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_what_is_no_call_is_content_and_counted(tool_format: str, run_seed: int) -> None:
     text = write(tool_format, [("other", ROME)])
     message = read_alike(text, run_seed, tool_format=tool_format)
@@ -241,6 +282,11 @@ def test_what_is_no_call_is_content_and_counted(tool_format: str, run_seed: int)
         ("deepseek_v32", '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="city" string="true">Rome'
          '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter></｜DSML｜invoke>',
          [{"city": "Rome", "days": 3}], ""),
+        ("qwen3_coder", '<function=now>{"a": "</function>"}</function>ok', [{"a": "</function>"}], "ok"),
+        ("glm", '<tool_call>now\n{"a": 1}\n</tool_call>', [{"a": 1}], ""),
+        ("deepseek_v32", '<｜DSML｜invoke name="now">\n{"a": 1}</｜DSML｜invoke>', [{"a": 1}], ""),
+        ("deepseek_v3", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```\n{"a": 1}\n```<｜tool▁call▁end｜>',
+         [{"a": 1}], ""),
         ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</tool_call></tool_call>ok",
          [{"city": "Rome"}], "ok"),
         ("kimi", '<|tool_call_begin|>now:0<|tool_call_argument_begin|>{"a": 1}}<|tool_call_end|>ok', [{"a": 1}], "ok"),
@@ -275,6 +321,10 @@ CALL = '<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a":
         (f' to=functions.now<|channel|>commentary json<|message|>{{"a": 1}}<|call|>{NEXT}{CALL}', "gpt_oss",
          [{"a": 1}, {"a": 1}]),
         (f"<|channel|>commentary<|message|>So{NEXT}{ANALYSIS}b{NEXT}{CALL}}}<|call|>", "gpt_oss", [{"a": 1}]),
+        (f"{ANALYSIS}hm{NEXT}{CALL.replace('functions.', '')}<|call|>", "gpt_oss", [{"a": 1}]),
+        (f'{ANALYSIS}hm{NEXT} to=now<|channel|>commentary<|message|>{{"a": 1}}<|call|>', "gpt_oss", [{"a": 1}]),
+        ("<|channel|>commentary to=web.open code<|message|>x", "gpt_oss",
+         {"content": "<|channel|>commentary to=web.open code<|message|>x"}),
         (f'{ANALYSIS}hm{NEXT}[{{"name": "now", "parameters": {{}}}}]', "array", [{}]),
     ],
 )  # fmt: skip

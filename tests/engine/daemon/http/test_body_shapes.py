@@ -164,16 +164,18 @@ def test_a_body_from_a_worker_is_the_one_that_was_checked(body: Body) -> None:
 
 
 def test_types_of_parameters_that_are_strings_are_kept_and_bounded() -> None:
-    """The event loop needs no other types, and reads only so many."""
+    """The event loop needs no other types, and reads only so many parameters."""
 
     def tools(count: int) -> list[Any]:
         properties = {str(n): {"type": ["string", "null"]} for n in range(count)} | {"n": {"type": "integer"}}
         return [{"type": "function", "function": {"name": "a", "parameters": {"properties": properties}}}]
 
     (sent,) = body_worker.packed(chat(tools=tools(2)))["tools"]
-    assert sent["function"]["parameters"]["properties"] == {str(n): {"type": ["string", "null"]} for n in range(2)}
+    assert sent["function"]["parameters"]["properties"] == {
+        **{str(n): {"type": ["string", "null"]} for n in range(2)}, "n": {},
+    }  # fmt: skip
     with pytest.raises(ApiError) as refused:
-        body_worker.packed(chat(tools=tools(body_worker.MAX_STRINGS + 1)))
+        body_worker.packed(chat(tools=tools(body_worker.MAX_PARAMETERS + 1)))
     assert refused.value.param == "tools"
 
 
