@@ -183,22 +183,13 @@ class Daemon:
 
     async def _record(self, store: Store) -> None:
         """Stores usage and counts batches each second; waits while the disk does not answer."""
-        counting = asyncio.create_task(self._count_unsummed(store))
-        try:
-            while True:
-                await self._flush(self.services.usage)
-                with contextlib.suppress(StoreUnavailable, OSError):
-                    counts = await store.read(records.count_batches)
-                    self.parts.observer.batches(await store.read(records.batch_view))
-                    self.parts.observer.queues(counts, self.dispatcher.waiting, self.dispatcher.in_flight)
-                await asyncio.sleep(_WATCH_SECONDS)
-        finally:
-            counting.cancel()
-
-    async def _count_unsummed(self, store: Store) -> None:
-        """Counts once what has no checksum: it reads all rows."""
-        with contextlib.suppress(StoreUnavailable, OSError):
-            self.parts.observer.unsummed(await store.read(records.count_unsummed, owner=""))
+        while True:
+            await self._flush(self.services.usage)
+            with contextlib.suppress(StoreUnavailable, OSError):
+                counts = await store.read(records.count_batches)
+                self.parts.observer.batches(await store.read(records.batch_view))
+                self.parts.observer.queues(counts, self.dispatcher.waiting, self.dispatcher.in_flight)
+            await asyncio.sleep(_WATCH_SECONDS)
 
     async def _check_disks(self, store: Store) -> None:
         """Looks at the data folder and at the key file each second; waits while a disk does not answer."""

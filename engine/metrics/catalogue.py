@@ -232,7 +232,6 @@ def _daemon() -> Iterator[Series]:
     )
     yield _counter("store_errors_total", "Failed writes to the store.")
     yield _counter("store_damaged_total", "Reads of stored data that did not match its checksum.", "kind")
-    yield _gauge("store_unsummed", "Rows and files of earlier versions without a checksum, at the start.", "kind")
     yield _gauge(
         "clock_jump_seconds", "Size of the clock jump that paused deletion and expiry; 0 if they are not paused."
     )

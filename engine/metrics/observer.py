@@ -206,11 +206,6 @@ class Observer:
         """Counts something stored that did not match its checksum: a row, a result or a file."""
         self.series.add("store_damaged_total", 1.0, kind)
 
-    def unsummed(self, counts: Mapping[str, int]) -> None:
-        """Sets the number of rows and files of earlier versions that have no checksum."""
-        for kind, count in counts.items():
-            self.series.set("store_unsummed", count, kind)
-
     def http(self, route: str, code: int, seconds: float) -> None:
         """Counts a response; `route`: the template, never the requested path."""
         if self.series.is_full("http_request_duration_seconds", MAX_ROUTES, route):

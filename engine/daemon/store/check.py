@@ -9,24 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import records
-from .connection import has_table, open_read_only
+from .connection import open_read_only
 from .export import generations_in
-from .files import sum_file
 from .frames import read_groups
 from .open import integrity_faults
-from .schema import KEYS, VERSION, SchemaVersionError
+from .schema import KEYS, check_version
 from .sums import CheckedFile, Damaged, is_intact
 
 
 @dataclass(slots=True)
 class Checked:
-    """What was read, and what is wrong with it. `unsummed`: rows and files of earlier versions, without checksums."""
+    """What was read, and what is wrong with it."""
 
     rows: int = 0
     files: int = 0
     file_bytes: int = 0
     groups: int = 0
-    unsummed: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -35,12 +33,10 @@ def check_store(folder: Path, export_dir: Path | None = None) -> Checked:
     sqlite3.Error or SchemaVersionError."""
     checked = Checked()
     with contextlib.closing(open_read_only(folder)) as db:
-        if (version := int(db.execute("PRAGMA user_version").fetchone()[0])) > VERSION:
-            raise SchemaVersionError(f"the store has schema {version}, this version supports up to {VERSION}")
+        check_version(db)
         checked.wrong += [f"{folder}/store.db: {fault}" for fault in integrity_faults(db)]
         for table in KEYS:
-            if has_table(db, table):
-                _check_rows(db, table, checked)
+            _check_rows(db, table, checked)
         _check_files(db, folder / "files", checked)
         if export_dir is not None:
             _check_export(db, export_dir, checked)
@@ -51,7 +47,6 @@ def _check_rows(db: sqlite3.Connection, table: str, checked: Checked) -> None:
     for row in db.execute(f"SELECT * FROM {table}"):
         values = dict(row)
         checked.rows += 1
-        checked.unsummed += values.get("sum") is None
         if not is_intact(values):
             checked.wrong.append(f"{records.name_of(table, values)} does not match its checksum")
 
@@ -59,19 +54,14 @@ def _check_rows(db: sqlite3.Connection, table: str, checked: Checked) -> None:
 def _check_files(db: sqlite3.Connection, files: Path, checked: Checked, copies: bool = False) -> None:
     """Checks the files of intact rows; a missing output is generated when it is read. `copies`: an export's, of
     uploads."""
-    summed = has_table(db, "blocks")
     for file in records.all_files(db, damaged=[]):
         if copies and file.batch_id is not None:
             continue
         path = files / file.id
         try:
-            sums = records.block_sums(db, file.id) if summed else None
-            if sums is None:
-                sum_file(file, path)
-            else:
-                with CheckedFile(path, f"{path} ({file.filename})", file.bytes, sums) as opened:
-                    opened.check()
-            checked.unsummed += sums is None and file.digest is None
+            sums = records.block_sums(db, file.id)
+            with CheckedFile(path, f"{path} ({file.filename})", file.bytes, sums) as opened:
+                opened.check()
         except FileNotFoundError:
             if file.batch_id is None:
                 checked.wrong.append(f"{path} ({file.filename}) is missing")

@@ -48,7 +48,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class StoredGeneration:
-    """A generation on the disk; an earlier version wrote no owner."""
+    """A generation on the disk; `owner` None: unreadable, or of a version without owners."""
 
     generation: int
     segments: tuple[Path, ...]

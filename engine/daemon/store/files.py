@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
 import logging
 import sqlite3
 from collections.abc import Callable, Coroutine
@@ -17,7 +15,7 @@ from .disk import Files, NewFile
 from .responses import drop_responses, expired_responses
 from .rows import FileRow
 from .store import Store, StoreUnavailable
-from .sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged
+from .sums import BlockSums, CheckedFile, Damaged
 
 log = logging.getLogger(__name__)
 
@@ -72,29 +70,10 @@ class InputFault(Exception):
 
 
 async def open_checked(store: Store, file: FileRow) -> CheckedFile:
-    """Opens a file. The blocks of one of an earlier version get their checksums. Raises Damaged, StoreUnavailable or
-    OSError."""
+    """Opens a file. Raises Damaged, StoreUnavailable or OSError."""
     sums = await store.read(lambda db: records.block_sums(db, file.id))
     name = f"file {file.id} ({file.filename})"
-    if sums is None:
-        sums = await store.in_turn(file.owner, lambda: sum_file(file, store.path_of(file.id)))
-        with contextlib.suppress(StoreUnavailable):  # then the next reader sums it
-            await store.write(lambda rows: records.add_sums(rows, file.id, sums))
     return await store.in_thread(lambda: CheckedFile(store.path_of(file.id), name, file.bytes, sums))
-
-
-def sum_file(file: FileRow, path: Path) -> str:
-    """The checksums of the blocks of a file of an earlier version, whose size, and the digest that may be stored of an
-    upload, are compared. Raises Damaged or OSError."""
-    name = f"file {file.id} ({file.filename})"
-    sums, digest = BlockSums(), hashlib.blake2b(digest_size=16)
-    with CheckedFile(path, name, file.bytes, None) as opened:
-        while data := opened.read(BLOCK_BYTES):
-            sums.update(data)
-            digest.update(data)
-    if file.digest not in (None, digest.hexdigest()):
-        raise Damaged("file", f"{name} has changed on the disk since it was uploaded")
-    return sums.text()
 
 
 async def check_input(store: Store, file: FileRow) -> None:

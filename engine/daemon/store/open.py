@@ -1,4 +1,4 @@
-"""Opens the store: checks and locks the folder, migrates the schema, or rebuilds the store from an export."""
+"""Opens the store: checks and locks the folder, makes its tables, or rebuilds the store from an export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .counter import COUNT, check_count, clear_mark, copy_log, count_file, reset
 from .disk import DiskError, NewFile, make_folder, prepare_folder
 from .export import Export
 from .frames import ExportError, generations
-from .schema import SchemaVersionError, migrate
+from .schema import SchemaVersionError, make_tables
 from .store import Store, StoreOptions
 from .takeover import SCRATCH, continue_export, detach, put_in_place, rebuild
 
@@ -60,7 +60,6 @@ async def _watched(options: StoreOptions, folder: Path, work: Callable[[], T]) -
 def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
     make_folder(folder / "files", options.files)
     shutil.rmtree(folder / SCRATCH, ignore_errors=True)  # of a start that was killed
-    _roll_back(folder)
     # By its size, before SQLite opens it: opening an empty store deletes its write-ahead log, which a restore may need.
     path = folder / "store.db"
     fresh = not path.exists() or not path.stat().st_size
@@ -79,7 +78,7 @@ def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
             _check_pages(folder, db)
             if not db.execute("PRAGMA user_version").fetchone()[0]:
                 _refuse_empty(folder, options)
-        migrate(db)
+        make_tables(db)
         _check_identity(folder, db, options, rebuilt=fresh)
         if options.adopt or fresh or not count_file(folder).exists():
             row = db.execute(COUNT).fetchone()
@@ -94,20 +93,11 @@ def _make(folder: Path, export: Export | None, options: StoreOptions) -> None:
         clear_mark(folder)
 
 
-def _roll_back(folder: Path) -> None:
-    """Lets SQLite undo a store's unfinished first transaction, which a connection that only reads cannot: an earlier
-    version made store.db in place, and was killed before it had a write-ahead log."""
-    path, journal = folder / "store.db", folder / "store.db-journal"
-    if journal.exists() and path.exists() and path.stat().st_size and not (folder / "store.db-wal").exists():
-        with contextlib.closing(sqlite3.connect(path)) as db:
-            db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-
-
 def _make_empty(folder: Path, options: StoreOptions) -> None:
     """Makes store.db under its name only once it is complete and on the disk: a power cut leaves all of it or none."""
     make_folder(folder / SCRATCH, options.files)
     db = connect_store(folder / SCRATCH, options.connect)
-    migrate(db)
+    make_tables(db)
     db.execute("INSERT INTO meta VALUES ('store', ?)", (secrets.randbits(62),))
     put_in_place(db, folder, options.files)
 

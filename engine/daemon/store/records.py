@@ -74,16 +74,12 @@ def get_file(db: sqlite3.Connection, file_id: str, owner: str | None = None, unc
     return _file(row, unchecked) if row is not None and owner in (None, row["owner"]) else None
 
 
-def block_sums(db: sqlite3.Connection, file_id: str) -> str | None:
-    """The checksums of a file's blocks; None for a file of an earlier version. Raises Damaged."""
+def block_sums(db: sqlite3.Connection, file_id: str) -> str:
+    """The checksums of a file's blocks. Raises Damaged."""
     row = db.execute("SELECT * FROM blocks WHERE file_id = ?", (file_id,)).fetchone()
-    return None if row is None else str(values_of("blocks", row)["sums"])
-
-
-def add_sums(rows: Rows, file_id: str, sums: str) -> None:
-    """Stores the checksums of the blocks of a file that has none."""
-    if get_file(rows.db, file_id) is not None:
-        rows.insert("blocks", {"file_id": file_id, "sums": sums})
+    if row is None:
+        raise Damaged("row", f"the checksums of {file_id} are missing")
+    return str(values_of("blocks", row)["sums"])
 
 
 def all_files(db: sqlite3.Connection, owner: str | None = None, damaged: list[Damaged] | None = None) -> list[FileRow]:
@@ -364,16 +360,8 @@ def answers_after(db: sqlite3.Connection, batch_id: str, number: int, limit: int
 
 
 def _readable(row: sqlite3.Row) -> bool:
-    """Whether a result is intact: by its checksum, or if an earlier version stored none, as JSON."""
-    if not isinstance(row["line"], str) or not isinstance(row["custom_id"], str):
-        return False
-    if row["sum"] is not None:
-        return is_intact(dict(row))
-    try:
-        json.loads(row["line"])
-    except (ValueError, RecursionError):
-        return False
-    return True
+    """Whether a result is intact."""
+    return isinstance(row["line"], str) and isinstance(row["custom_id"], str) and is_intact(dict(row))
 
 
 def _unreadable(batch_id: str, row: sqlite3.Row) -> Result:
@@ -425,13 +413,6 @@ def add_deaths(rows: Rows, batch_id: str, deaths: dict[int, int]) -> None:
         row = {"batch_id": batch_id, "number": number, "deaths": count}
         if not rows.insert("suspects", row):
             rows.update("suspects", row)
-
-
-def count_unsummed(db: sqlite3.Connection) -> dict[str, int]:
-    """The number of rows and files of earlier versions, which have no checksum."""
-    counts = (db.execute(f"SELECT count(*) FROM {table} WHERE typeof(sum) = 'null'").fetchone() for table in KEYS)
-    [files] = db.execute("SELECT count(*) FROM files WHERE id NOT IN (SELECT file_id FROM blocks)").fetchone()
-    return {"row": sum(count for (count,) in counts), "file": files}
 
 
 def read_deaths(db: sqlite3.Connection, batch_id: str) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""The store's tables, their migrations, and `Rows`, through which all rows change, so that changes can be exported."""
+"""The store's tables and `Rows`, through which all rows change, so that changes can be exported."""
 
 from __future__ import annotations
 
@@ -8,29 +8,15 @@ from typing import Any
 
 from .sums import is_intact, row_sum
 
-_TOKENS = (
-    ("input_tokens", "prompt_tokens"),
-    ("cached_tokens", "prompt_tokens_details.cached_tokens"),
-    ("output_tokens", "completion_tokens"),
-)
-SUM_TOKENS = "".join(
-    f"""
-    UPDATE batches SET {name} = (SELECT coalesce(sum(json_extract(line, '$.response.body.usage.{member}')), 0)
-        FROM results WHERE batch_id = batches.id AND ok = 1 AND json_valid(line)) WHERE {name} = 0;
-    """
-    for name, member in _TOKENS
-)
-"""Computes the usage of batches of earlier versions from their answers: their rows and exports have none."""
+VERSION = 8
+"""The first schema of a release: stores of those before it are refused."""
 
-_UNSUMMED = ("files", "batches", "results", "suspects", "repeats", "usage")
-"""Tables of schema 6, whose rows had no checksum."""
-
-MIGRATIONS: tuple[str, ...] = (
-    """
+_SCHEMA = """
     CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
     CREATE TABLE files (
         no INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, purpose TEXT NOT NULL,
-        filename TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, batch_id TEXT
+        filename TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, batch_id TEXT, expires_at INTEGER,
+        digest TEXT, sum TEXT
     );
     CREATE INDEX files_by_owner ON files (owner, no);
     CREATE TABLE batches (
@@ -39,52 +25,37 @@ MIGRATIONS: tuple[str, ...] = (
         output_file_id TEXT, error_file_id TEXT, metadata TEXT,
         total INTEGER NOT NULL DEFAULT 0, completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
         created_at INTEGER NOT NULL, expires_at INTEGER NOT NULL, in_progress_at INTEGER, finalizing_at INTEGER,
-        completed_at INTEGER, failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER
+        completed_at INTEGER, failed_at INTEGER, expired_at INTEGER, cancelling_at INTEGER, cancelled_at INTEGER,
+        input_tokens INTEGER NOT NULL DEFAULT 0, cached_tokens INTEGER NOT NULL DEFAULT 0,
+        output_tokens INTEGER NOT NULL DEFAULT 0, output_seconds INTEGER, reuse_batch_id TEXT, model_digest TEXT,
+        sum TEXT
     );
     CREATE INDEX batches_by_owner ON batches (owner, no);
     CREATE TABLE results (
         batch_id TEXT NOT NULL, custom_id TEXT NOT NULL, number INTEGER NOT NULL, epoch INTEGER NOT NULL,
-        ok INTEGER NOT NULL, line TEXT NOT NULL, PRIMARY KEY (batch_id, custom_id)
+        ok INTEGER NOT NULL, line TEXT NOT NULL, sum TEXT, PRIMARY KEY (batch_id, custom_id)
     );
     CREATE UNIQUE INDEX results_in_order ON results (batch_id, number);
-    """,
-    """
     CREATE TABLE suspects (
-        batch_id TEXT NOT NULL, number INTEGER NOT NULL, deaths INTEGER NOT NULL, PRIMARY KEY (batch_id, number)
+        batch_id TEXT NOT NULL, number INTEGER NOT NULL, deaths INTEGER NOT NULL, sum TEXT,
+        PRIMARY KEY (batch_id, number)
     );
     CREATE TABLE repeats (
         owner TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, batch_id TEXT NOT NULL,
-        created_at INTEGER NOT NULL, PRIMARY KEY (owner, key)
+        created_at INTEGER NOT NULL, sum TEXT, PRIMARY KEY (owner, key)
     );
-    """,
-    "".join(f"ALTER TABLE batches ADD COLUMN {name} INTEGER NOT NULL DEFAULT 0;\n" for name, _ in _TOKENS) + SUM_TOKENS,
-    """
     CREATE TABLE usage (
         owner TEXT NOT NULL, day INTEGER NOT NULL, requests INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
-        cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, PRIMARY KEY (owner, day)
+        cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, sum TEXT, PRIMARY KEY (owner, day)
     );
-    """,
-    """
-    ALTER TABLE files ADD COLUMN expires_at INTEGER;
-    ALTER TABLE batches ADD COLUMN output_seconds INTEGER;
-    ALTER TABLE batches ADD COLUMN reuse_batch_id TEXT;
-    """,
-    """
-    ALTER TABLE files ADD COLUMN digest TEXT;
-    ALTER TABLE batches ADD COLUMN model_digest TEXT;
-    """,
-    "".join(f"ALTER TABLE {table} ADD COLUMN sum TEXT;\n" for table in _UNSUMMED)
-    + "CREATE TABLE blocks (file_id TEXT PRIMARY KEY, sums TEXT NOT NULL, sum TEXT);",
-    """
+    CREATE TABLE blocks (file_id TEXT PRIMARY KEY, sums TEXT NOT NULL, sum TEXT);
     CREATE TABLE responses (
         no INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, expires_at INTEGER NOT NULL,
         bytes INTEGER NOT NULL, previous TEXT, of_items TEXT NOT NULL, status TEXT NOT NULL, head TEXT NOT NULL,
         input TEXT NOT NULL, output TEXT NOT NULL, sum TEXT
     );
     CREATE INDEX responses_by_use ON responses (owner, expires_at, no, bytes);
-    """,
-)
-VERSION = len(MIGRATIONS)
+"""
 
 KEYS: Mapping[str, tuple[str, ...]] = {
     "files": ("id",),
@@ -100,21 +71,29 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 class SchemaVersionError(RuntimeError):
-    """The database was made by a later version."""
+    """Another version made the database."""
 
 
-def migrate(db: sqlite3.Connection, to: int = VERSION) -> int:
-    """Migrates the database to version `to`, one transaction a step; returns its earlier version. Raises
-    SchemaVersionError."""
-    was = int(db.execute("PRAGMA user_version").fetchone()[0])
-    if was > VERSION:
+def make_tables(db: sqlite3.Connection) -> None:
+    """Makes the tables of an empty database in one transaction. Raises SchemaVersionError if another version made
+    it."""
+    if check_version(db) == 0:
+        db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
+
+
+def check_version(db: sqlite3.Connection) -> int:
+    """The schema's version, 0 of an empty database. Raises SchemaVersionError, by name and with what to do, for another
+    version than this one's, and for a store that was begun by one without checksums."""
+    version = int(db.execute("PRAGMA user_version").fetchone()[0])
+    unsummed = "SELECT 1 FROM files WHERE sum IS NULL UNION ALL SELECT 1 FROM batches WHERE sum IS NULL"
+    if version not in (0, VERSION) or (version and db.execute(unsummed).fetchone()):
+        what = f"has schema {version}" if version != VERSION else "has rows without checksums"
         raise SchemaVersionError(
-            f"the store has schema {was}, this version supports up to {VERSION}: run the newer version, or start with "
-            f"an empty daemon.data_dir"
+            f"the store {what}, this version reads schema {VERSION}, with checksums, and changed nothing: start the "
+            f"version that made it until its batches have ended and their files are fetched, then this one with an "
+            f"empty daemon.data_dir"
         )
-    for step in range(was, to):
-        db.executescript(f"BEGIN IMMEDIATE; {MIGRATIONS[step]} PRAGMA user_version = {step + 1}; COMMIT;")
-    return was
+    return version
 
 
 def columns(db: sqlite3.Connection, table: str) -> dict[str, Any]:
@@ -136,7 +115,7 @@ class Rows:
         """Inserts a row; False, without a change, if a row with that key exists. A `sum` in the row is stored as it is:
         a damaged row that is copied stays damaged."""
         complete = {**self._columns.get(table, {}), **row}
-        complete["sum"] = row["sum"] if "sum" in row else row_sum(complete)
+        complete["sum"] = row_sum(complete) if row.get("sum") is None else row["sum"]
         names, marks = ", ".join(complete), ", ".join(f":{name}" for name in complete)
         query = f"INSERT INTO {table} ({names}) VALUES ({marks}) ON CONFLICT DO NOTHING"
         return bool(self._change("insert", table, row, query, complete))
@@ -150,7 +129,7 @@ class Rows:
         if before is None:
             return False
         stored = {name: before[name] for name in before.keys()}  # noqa: SIM118 (a Row iterates values)
-        checksum = row_sum({**stored, **row}) if stored["sum"] is not None and is_intact(stored) else stored["sum"]
+        checksum = row_sum({**stored, **row}) if is_intact(stored) else stored["sum"]
         sets = ", ".join(f"{name} = :{name}" for name in (*(name for name in row if name not in keys), "sum"))
         query = f"UPDATE {table} SET {sets} WHERE {_where(keys)}"
         return bool(self._change("update", table, row, query, {**row, "sum": checksum}))

@@ -1,5 +1,5 @@
 """Checksums of everything stored: of each row, in its column `sum`, and of each block of a file, in the table `blocks`.
-They are compared whenever a row or block is read; rows and files of earlier versions have none."""
+They are compared whenever a row or block is read; a row or file without them is damaged."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def row_sum(row: Mapping[str, Any]) -> str:
 
 
 def is_intact(row: Mapping[str, Any]) -> bool:
-    """Whether a complete row has its checksum, or none at all."""
-    return row.get("sum") is None or row["sum"] == row_sum(row)
+    """Whether a complete row has its checksum."""
+    return bool(row["sum"] == row_sum(row))
 
 
 class BlockSums:
@@ -72,10 +72,10 @@ class BlockSums:
 
 
 class CheckedFile(io.RawIOBase):
-    """A file, opened for reading, that returns only bytes whose block has its checksum, else raises Damaged.
-    `sums=None`: of an earlier version, of which only the size can be checked. Raises OSError."""
+    """A file, opened for reading, that returns only bytes whose block has its checksum, else raises Damaged. Raises
+    OSError."""
 
-    def __init__(self, path: Path, name: str, size: int, sums: str | None) -> None:
+    def __init__(self, path: Path, name: str, size: int, sums: str) -> None:
         self._file = path.open("rb")
         self._name, self.size, self._sums = name, size, sums
         self._at, self._index, self._block = 0, -1, b""
@@ -83,7 +83,7 @@ class CheckedFile(io.RawIOBase):
             actual = self._file.seek(0, io.SEEK_END)
             if actual != size:
                 raise Damaged("file", f"{name} has {actual} bytes on the disk, {size} were stored")
-            if sums is not None and len(sums) != _HEX * -(-size // BLOCK_BYTES):
+            if len(sums) != _HEX * -(-size // BLOCK_BYTES):
                 raise Damaged("file", f"the checksums of {name} do not fit its {size} bytes")
         except BaseException:
             self._file.close()
@@ -116,11 +116,10 @@ class CheckedFile(io.RawIOBase):
             block = self._file.read(BLOCK_BYTES)
             if len(block) < min(BLOCK_BYTES, self.size - index * BLOCK_BYTES):
                 raise Damaged("file", f"{self._name} shrank on the disk, {self.size} bytes were stored")
-            if self._sums is not None:
-                sum_of_block = hashlib.blake2b(block, digest_size=_SUM_BYTES).hexdigest()
-                if sum_of_block != self._sums[index * _HEX : (index + 1) * _HEX]:
-                    place = f"the block at offset {index * BLOCK_BYTES}"
-                    raise Damaged("file", f"{self._name} has changed on the disk: {place} does not match its checksum")
+            sum_of_block = hashlib.blake2b(block, digest_size=_SUM_BYTES).hexdigest()
+            if sum_of_block != self._sums[index * _HEX : (index + 1) * _HEX]:
+                place = f"the block at offset {index * BLOCK_BYTES}"
+                raise Damaged("file", f"{self._name} has changed on the disk: {place} does not match its checksum")
             self._index, self._block = index, block
         return self._block
 

@@ -17,7 +17,7 @@ from .connection import connect_store, set_meta
 from .disk import Files, sync_folder
 from .export import Export, Owner, StoredGeneration, copy_file, generations_in
 from .frames import Damage, ExportError, read_groups
-from .schema import SUM_TOKENS, Rows, migrate
+from .schema import Rows, make_tables
 from .store import StoreOptions
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _KNOWN_CLAIMS = 64
 SCRATCH = "rebuild"
 """The subfolder of the data folder where a store is made."""
+_WITHOUT_OWNER = "{}: an earlier version wrote the export, without an owner: set another daemon.export_dir"
 _REBUILD = "to rebuild from the export, move the data folder aside and start with an empty one"
 
 
@@ -52,13 +53,11 @@ def continue_export(db: sqlite3.Connection, folder: Path, export: Export, option
     """Claims the export for the store and applies changes that only the export has. Raises ExportError (another's,
     newer, damaged) or OSError; a refusal before the claim does not affect other daemons."""
     if not export.claim:
-        _check(db, folder, export, options)
+        _check(db, export)
         export.take()
     # Once more: another daemon may have begun in between, or committed.
-    if (generation := _check(db, folder, export, options)) is not None and generation.owner is not None:
+    if (generation := _check(db, export)) is not None:
         _catch_up(db, folder, export, generation, options)
-    elif generation is not None:
-        export.superseded += generation.segments
     for earlier in generations_in(export.folder)[:-1]:
         if earlier.owner is not None and _behind(db, earlier):
             export.superseded += earlier.segments
@@ -74,7 +73,9 @@ def continue_export(db: sqlite3.Connection, folder: Path, export: Export, option
 def rebuild(folder: Path, export: Export, options: StoreOptions, own: str | None) -> None:
     """Makes the store of an empty folder from the export; `own`: the store to which the folder belonged. Raises
     ExportError or OSError. If interrupted, the next start repeats it."""
-    owner = generations_in(export.folder)[-1].owner
+    latest = generations_in(export.folder)[-1]
+    if (owner := latest.owner) is None and not latest.unreadable:
+        raise ExportError(_WITHOUT_OWNER.format(export.folder))
     if owner is not None and own not in (None, str(owner.store)) and not options.adopt:
         raise ExportError(refusal(owner, int(own) if own and own.isdigit() else 0, {}))
     export.take()
@@ -113,7 +114,7 @@ def _replayed(
     db = connect_store(scratch, options.connect)
     position = -1
     try:
-        migrate(db)
+        make_tables(db)
         db.execute("BEGIN")
         rows = Rows(db)
         for group in read_groups(generation.segments, damaged=None if left_out is None else left_out.append):
@@ -121,11 +122,6 @@ def _replayed(
             if not left_out:
                 position = group.number
         db.execute("COMMIT")
-        # a batch with reused answers is of no earlier version: what it did not compute is not its own
-        own = "= 0 AND reuse_batch_id IS NULL"
-        answered = "id IN (SELECT batch_id FROM results WHERE ok = 1)"
-        unsummed = f"UPDATE batches SET sum = NULL WHERE output_tokens {own} AND {answered};"
-        db.executescript(f"BEGIN; {unsummed} {SUM_TOKENS.replace('= 0;', f'{own};')} COMMIT;")
     except ExportError as error:
         db.close()
         raise ExportError(
@@ -138,7 +134,7 @@ def _replayed(
     return db, position
 
 
-def _check(db: sqlite3.Connection, folder: Path, export: Export, options: StoreOptions) -> StoredGeneration | None:
+def _check(db: sqlite3.Connection, export: Export) -> StoredGeneration | None:
     """Finds the latest generation and checks that the store may continue it; None if there is none. Raises
     ExportError."""
     position = _known_claims(db)
@@ -150,31 +146,10 @@ def _check(db: sqlite3.Connection, folder: Path, export: Export, options: StoreO
     if generation.unreadable:
         raise ExportError(f"{generation.unreadable}: restore the segment, or set another daemon.export_dir")
     if generation.owner is None:
-        _check_without_owner(db, folder, generation, options)
-    elif (reason := refusal(generation.owner, _meta(db, "store"), position)) is not None:
+        raise ExportError(_WITHOUT_OWNER.format(export.folder))
+    if (reason := refusal(generation.owner, _meta(db, "store"), position)) is not None:
         raise ExportError(f"{export.folder}: {reason}")
     return generation
-
-
-def _check_without_owner(db: sqlite3.Connection, folder: Path, latest: StoredGeneration, options: StoreOptions) -> None:
-    """Checks a generation of an earlier version: it is the store's own if the store has all its files, batches and
-    results."""
-    scratch = folder / "compared"
-    try:
-        _replayed(scratch, latest, options, None)[0].close()
-        db.execute("ATTACH ? AS exported", (str(scratch / "store.db"),))
-        for table, key in (("files", "id"), ("batches", "id"), ("results", "batch_id, custom_id")):
-            query = f"SELECT {key} FROM exported.{table} EXCEPT SELECT {key} FROM main.{table} LIMIT 1"
-            if (row := db.execute(query).fetchone()) is not None:
-                raise ExportError(
-                    f"{latest.segments[0].parent}: an earlier version wrote the export, without an owner, and the data "
-                    f"folder (store {_meta(db, 'store')}) lacks {' '.join(row)} of {table}: set another "
-                    f"daemon.export_dir; {_REBUILD}"
-                )
-    finally:
-        if any(row[1] == "exported" for row in db.execute("PRAGMA database_list")):
-            db.execute("DETACH exported")
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _catch_up(

@@ -47,8 +47,6 @@ def command(config: str, overrides: tuple[str, ...]) -> int:
     parts = [counted(checked.rows, "row"), f"{counted(checked.files, 'file')} ({checked.file_bytes / 1e9:.2f} GB)"]
     if export_dir is not None:
         parts.append(f"{counted(checked.groups, 'commit')} of the export")
-    if checked.unsummed:
-        parts.append(f"{checked.unsummed} of earlier versions without a checksum")
     return _report(daemon.data_dir, ", ".join(parts), checked.wrong)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from laddertron.engine.daemon.store.records import batch_view
-from laddertron.engine.daemon.store.schema import migrate
+from laddertron.engine.daemon.store.schema import Rows, make_tables
 from laddertron.engine.job import NOBODY, Culprit, JobPhase, JobState, MetricRow, RankHeartbeat
 from laddertron.engine.metrics.catalogue import CATALOGUE, FAILURE_KINDS, LABELS, REPORTED
 from laddertron.engine.metrics.histogram import STEP_SECONDS, Buckets
@@ -270,16 +270,18 @@ def test_the_stores_batches_in_one_query() -> None:
     """Only batches under way count; one whose lines are all answered has no age."""
     db = sqlite3.connect(":memory:")
     db.row_factory = sqlite3.Row
-    migrate(db)
-    row = (
-        "INSERT INTO batches (id, owner, endpoint, input_file_id, completion_window, status, total, completed, failed, "
-    )
-    row += "created_at, expires_at) VALUES (?, '', '', '', '24h', ?, ?, ?, ?, ?, ?)"
+    make_tables(db)
+    empty = {"owner": "", "endpoint": "", "input_file_id": "", "completion_window": "24h"}
+    names = ("id", "status", "total", "completed", "failed", "created_at", "expires_at")
+
+    def add(*values: object) -> None:
+        Rows(db).insert("batches", empty | dict(zip(names, values, strict=True)))
+
     assert batch_view(db) == BatchView()
-    db.execute(row, ("b1", "completed", 100, 100, 0, 50, 60))
-    db.execute(row, ("b2", "finalizing", 10, 9, 1, 100, 1000))
+    add("b1", "completed", 100, 100, 0, 50, 60)
+    add("b2", "finalizing", 10, 9, 1, 100, 1000)
     assert batch_view(db) == BatchView(0, 9, 1, None, 1000, ((0, 1000),))
-    db.execute(row, ("b3", "in_progress", 50, 20, 5, 200, 900))
+    add("b3", "in_progress", 50, 20, 5, 200, 900)
     view = batch_view(db)
     assert replace(view, windows=()) == BatchView(25, 29, 6, 100, 900)
     assert sorted(view.windows) == [(0, 1000), (25, 900)]
@@ -395,7 +397,6 @@ def filled(ranks: int = 16, clock: Clock | None = None) -> Observer:
     metrics.commit(0.003)
     metrics.store(None, (5, 9))
     metrics.clock(0.0)
-    metrics.unsummed({"row": 1, "file": 0})
     metrics.evicted(1)
     metrics.http("/v1/batches/{id}", 200, 0.01)
     metrics.failure(0, "silent", "no heartbeat", NOBODY)

@@ -32,7 +32,7 @@ from laddertron.engine.daemon.overview import (
     take_sample,
 )
 from laddertron.engine.daemon.store.records import error_codes
-from laddertron.engine.daemon.store.schema import Rows, migrate
+from laddertron.engine.daemon.store.schema import Rows, make_tables
 from laddertron.engine.job import JobState
 from laddertron.engine.metrics.observer import Figures, Observer
 from prometheus_client import CollectorRegistry
@@ -98,7 +98,7 @@ def test_causes_are_counted() -> None:
 
     lost = json.dumps({"error": {"code": "batch_expired"}, "response": None})
     db = sqlite3.connect(":memory:")
-    migrate(db)
+    make_tables(db)
     rows = Rows(db)
     for number, out in enumerate((refused("a"), lost, refused("b"), refused("b"), refused("late"))):
         row = {"batch_id": "1", "custom_id": str(number), "number": number, "epoch": 0, "ok": 0, "line": out}

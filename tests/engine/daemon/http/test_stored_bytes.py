@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import shutil
 import sqlite3
@@ -23,7 +22,7 @@ from laddertron.engine.daemon.store.connection import connect_store
 from laddertron.engine.daemon.store.disk import DiskError
 from laddertron.engine.daemon.store.files import Cleaner
 from laddertron.engine.daemon.store.rows import BatchRow, FileRow
-from laddertron.engine.daemon.store.schema import KEYS, Rows, migrate
+from laddertron.engine.daemon.store.schema import Rows, make_tables
 from laddertron.engine.daemon.store.sums import BLOCK_BYTES, BlockSums, CheckedFile, Damaged, row_sum
 from laddertron.engine.metrics.observer import Observer
 from laddertron.launchers.cli.__main__ import main
@@ -303,43 +302,6 @@ def read_as(client: openai.OpenAI, name: str, like: Any) -> Any:
     return choices(data) if isinstance(like, dict) else data
 
 
-def test_rows_and_files_of_an_earlier_version_are_read(world: World) -> None:
-    db = sqlite3.connect(world.data / "store.db")
-    with db:
-        for table in KEYS:
-            db.execute(f"UPDATE {table} SET sum = NULL")
-        db.execute("DELETE FROM blocks")
-    db.close()
-    with world.daemon() as (daemon, observer):
-        client = daemon.client()
-        assert {name: content(client, name) for name in world.bytes} == world.bytes
-        assert {file.id: file for file in client.files.list()} == world.files
-        assert client.get("/usage", cast_to=object) == world.usage
-        assert set(damage_of(observer).values()) == {0.0}
-        for name in world.names:  # their blocks were summed at the first read
-            flip(world.data / "files" / name, random.Random(1))
-        assert content(client, world.names[1]) == world.bytes[world.names[1]]
-        with pytest.raises(openai.InternalServerError, match="does not match its checksum"):
-            content(client, world.names[0])
-
-
-def unsummed(observer: Observer) -> dict[str, float]:
-    return {kind: count for (kind,), count in observer.figures().get("store_unsummed", {}).items()}
-
-
-def test_what_has_no_checksum_is_counted_at_the_start(world: World) -> None:
-    db = sqlite3.connect(world.data / "store.db")
-    with db:
-        rows = db.execute("UPDATE results SET sum = NULL WHERE batch_id = ?", (world.first.id,)).rowcount
-        db.execute("DELETE FROM blocks WHERE file_id = ?", (world.names[0],))
-    db.close()
-    for expected in ({"row": rows, "file": 1}, {"row": rows, "file": 0}):
-        with world.daemon() as (daemon, observer):
-            until(partial(unsummed, observer))
-            assert unsummed(observer) == expected
-            content(daemon.client(), world.names[0], "bytes=0-0")
-
-
 def test_a_page_that_crosses_damaged_rows_is_complete(world: World) -> None:
     """However small it is: a client that reads page by page reaches every intact row."""
     damage_rows(world.data, "files", world.names[1], world.names[2])
@@ -473,19 +435,10 @@ def test_sums_of_blocks_do_not_depend_on_the_pieces_that_are_written(tmp_path: P
                 CheckedFile(path, "f", size, text)
 
 
-def test_a_file_without_sums_that_shrinks_while_it_is_read_ends(tmp_path: Path) -> None:
-    (path := tmp_path / "f").write_bytes(b"x" * (BLOCK_BYTES + 9))
-    with CheckedFile(path, "f", BLOCK_BYTES + 9, None) as file:
-        assert file.read(BLOCK_BYTES) == b"x" * BLOCK_BYTES
-        os.truncate(path, BLOCK_BYTES)
-        with pytest.raises(Damaged, match="f shrank on the disk, 262153 bytes were stored"):
-            file.read(9)
-
-
 def test_a_damaged_batch_row_does_not_delete_the_other_file_s_results(tmp_path: Path) -> None:
     """Deleting an output whose name in the batch's row is damaged deletes neither its results nor those of errors."""
     with contextlib.closing(connect_store(tmp_path, sqlite3.connect)) as db:
-        migrate(db)
+        make_tables(db)
         rows = Rows(db)
         batch = BatchRow("batch_1", "me", "/v1/completions", "file-in", "24h", "completed", 0, 1)
         records.add_batch(rows, replace(batch, output_file_id="file-out", error_file_id="file-bad"))

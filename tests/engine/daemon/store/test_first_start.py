@@ -53,16 +53,6 @@ def tried_after_cuts(log: DiskLog, root: Path, names: Callable[[], set[str]]) ->
     return tried
 
 
-def test_a_power_cut_while_an_earlier_version_made_its_store_is_accepted(tmp_path: Path, root: Path) -> None:
-    """It made store.db in place, first with a journal, which a connection that only reads cannot undo."""
-    root.mkdir()
-    log = DiskLog(tmp_path, root)
-    code = "import pathlib, sqlite3, sys; from laddertron.engine.daemon.store.connection import connect_store; "
-    code += "from laddertron.engine.daemon.store.schema import migrate; folder = pathlib.Path(sys.argv[1]); "
-    log.run([sys.executable, "-c", code + "migrate(connect_store(folder, sqlite3.connect))", str(root)], HANG_S)
-    assert tried_after_cuts(log, root, lambda: set(with_store(root, known))) > 20
-
-
 def test_a_power_cut_while_a_key_is_added_loses_no_key_that_was_shown(tmp_path: Path, root: Path) -> None:
     root.mkdir()
     log, path = DiskLog(tmp_path, root), root / "etc" / "keys.json"

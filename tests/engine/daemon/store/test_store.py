@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
-import json
 import os
 import random
 import signal
@@ -14,18 +13,18 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from laddertron.engine.daemon.store import records
+from laddertron.engine.daemon.store.check import check_store
 from laddertron.engine.daemon.store.disk import DiskError, Files, NewFile, check_type, mount_of
 from laddertron.engine.daemon.store.frames import ExportError, generations, read_groups
 from laddertron.engine.daemon.store.open import open_store
 from laddertron.engine.daemon.store.rows import BatchRow, FileRow, Result
-from laddertron.engine.daemon.store.schema import MIGRATIONS, Rows, migrate
+from laddertron.engine.daemon.store.schema import Rows, SchemaVersionError
 from laddertron.engine.daemon.store.store import Store, StoreFenced, StoreOptions, StoreUnavailable
 from waiting import HANG_S, until
 
@@ -142,38 +141,24 @@ def test_local_disks_are_taken() -> None:
     assert mount_of(Path("/homework"), MOUNTS) == ("/", "ext4", "/dev/sda1")
 
 
-def test_an_older_schema_is_migrated_and_a_newer_one_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change", ["PRAGMA user_version = 6", "PRAGMA user_version = 9", "UPDATE batches SET sum = NULL"]
+)
+def test_a_store_of_another_version_is_refused_and_left_as_it_was(tmp_path: Path, change: str) -> None:
+    """A daemon of the version that made it goes on."""
     folder = tmp_path / "data"
-    folder.mkdir()
-    db = sqlite3.connect(folder / "store.db", isolation_level=None)
-    migrate(db, to=1)
-    row = "'batch_0', 'me', '/v1/completions', 'f', '24h', 'completed', 1, 2"
-    db.execute(
-        "INSERT INTO batches (id, owner, endpoint, input_file_id, completion_window, status, created_at, expires_at) "
-        f"VALUES ({row})"
-    )
-    usage = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
-    lines = [
-        json.dumps({"response": {"body": {"usage": usage}}}),
-        json.dumps({"response": None, "error": {"code": "x"}}),
-    ]
-    for number, line in enumerate([lines[0], *lines]):
-        db.execute("INSERT INTO results VALUES ('batch_0', ?, ?, 1, ?, ?)", (f"r{number}", number, number < 2, line))
-    db.close()
-
-    async def work(store: Store) -> BatchRow | None:
-        await store.write(lambda rows: records.add_deaths(rows, "batch_0", {1: 2}))
-        return await store.read(lambda db: records.get_batch(db, "batch_0", "me"))
-
-    found = with_store(folder, work)
-    assert found is not None
-    assert found.status == "completed"
-    assert (found.input_tokens, found.cached_tokens, found.output_tokens) == (14, 6, 10)
+    with_store(folder, lambda store: store.write(lambda rows: records.add_batch(rows, batch())))
+    with_store(folder, lambda store: put(store, result(1)))
     db = sqlite3.connect(folder / "store.db")
-    db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
-    db.close()
-    with pytest.raises(DiskError, match="newer version"):
+    with db:
+        db.execute(change)
+    before = list(db.iterdump())
+    with pytest.raises(DiskError, match=r"this version reads schema 8.*empty daemon\.data_dir"):
         with_store(folder, numbers)
+    with pytest.raises(SchemaVersionError, match="start the version that made it"):
+        check_store(folder)
+    assert list(db.iterdump()) == before
+    db.close()
 
 
 def test_a_damaged_database_is_refused(tmp_path: Path) -> None:
@@ -413,25 +398,6 @@ def test_a_fresh_node_rebuilds_the_store_from_the_export(tmp_path: Path) -> None
     assert first == with_store(tmp_path / "one", look)
     assert first[0] is not None
     assert (first[0].completed, first[0].failed, first[2], first[3]) == (33, 17, {7: 1}, None)
-
-
-def test_an_export_of_a_version_that_kept_no_usage_says_it_after_the_rebuild(tmp_path: Path) -> None:
-    options = StoreOptions(export_dir=tmp_path / "export")
-    usage = {"prompt_tokens": 7, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}
-    row = {name: value for name, value in asdict(replace(batch(), metadata=None)).items() if "_tokens" not in name}
-    answer = {"batch_id": "batch_1", "epoch": 1, "ok": 1, "line": json.dumps({"response": {"body": {"usage": usage}}})}
-
-    def as_it_did(rows: Rows) -> None:
-        rows.insert("batches", row)
-        for number in range(2):
-            rows.insert("results", {**answer, "custom_id": f"c-{number}", "number": number})
-
-    async def look(store: Store) -> BatchRow | None:
-        return await store.read(lambda db: records.get_batch(db, "batch_1"))
-
-    with_store(tmp_path / "one", lambda store: store.write(as_it_did), options)
-    found = with_store(tmp_path / "two", look, options)
-    assert (found.input_tokens, found.cached_tokens, found.output_tokens) == (14, 6, 10)
 
 
 def test_the_node_that_was_left_behind_is_fenced_off(tmp_path: Path) -> None:
