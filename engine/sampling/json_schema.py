@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
+from urllib.parse import urljoin
 
 Steps = tuple[str | int, ...]
 Reason = Callable[[dict[str, Any]], str]
@@ -53,11 +54,19 @@ def relaxed(schema: Any, is_enforced: Callable[[str], bool], any_of: bool = Fals
     KEYWORD". `is_enforced`: whether the library knows a string format; `any_of`: whether it takes oneOf for anyOf.
     Raises ValueError for what the library would accept in another meaning, or compile for seconds."""
     notes: list[str] = []
+    named: dict[str, tuple[str, Any]] = {}  # the place and the schema of each identifier
 
-    def walk(node: Any, place: str) -> Any:
+    def walk(node: Any, place: str, base: str = "") -> Any:
         if not isinstance(node, dict):
             return node
         out: dict[str, Any] = {}
+        for key in ("$id", "$anchor"):
+            if isinstance(own := node.get(key), str):
+                identifier = urljoin(base, f"#{own}" if key == "$anchor" else own)
+                first, other = named.setdefault(identifier, (place, node))
+                if other is not node and other != node:
+                    raise ValueError(f"{place}: {key}: {first} has {own!r} too, with another schema: rename one")
+                base = base if identifier.startswith(f"{base}#") else identifier
         for key, value in node.items():
             if any(type(value) is type(free) and value == free for free in _NO_DEMAND.get(key, ())):
                 continue
@@ -75,7 +84,7 @@ def relaxed(schema: Any, is_enforced: Callable[[str], bool], any_of: bool = Fals
                 continue
             if (any_of and key == "oneOf") or (key not in _KNOWN and not key.startswith("x-")):
                 notes.append(f"{place}: {key}")
-            out[key] = _mapped(key, value, lambda child, steps: walk(child, _pointer(place, steps)))
+            out[key] = _mapped(key, value, lambda child, steps: walk(child, _pointer(place, steps), base))
         return out
 
     return walk(schema, "#"), tuple(notes)

@@ -233,6 +233,23 @@ def test_a_schema_is_refused_by_name_or_obeyed(slots: grammar.GrammarSlots, name
         validator(checked, format_checker=validator.FORMAT_CHECKER).validate(json.loads(text))
 
 
+@pytest.mark.parametrize("keyword", ["$id", "$anchor", "draft 7"])
+def test_two_schemas_of_one_name_are_refused(slots: grammar.GrammarSlots, keyword: str) -> None:
+    """A reference would mean one of them without a word. Two equal schemas may share a name, and so may schemas of
+    resources with names of their own."""
+    own = {"$id": "#d"} if keyword == "draft 7" else {keyword: "d"}
+    counts, words = {**own, **COUNT}, {**own, "type": "string"}
+
+    def schema(first: Schema, second: Schema) -> str:
+        whole = {"$id": "http://example.org/r", "$defs": {"a": first, "b": second}, **COUNT}
+        return json.dumps({"grammars": [{"json_schema": whole}]})
+
+    with pytest.raises(ValueError, match=r"#/\$defs/b: \$(id|anchor): #/\$defs/a has '#?d' too"):
+        slots.check(schema(counts, words))
+    slots.check(schema(counts, counts))
+    slots.check(schema({"$id": "http://example.org/1/", "$defs": {"x": counts}}, words))
+
+
 def test_the_table_is_large() -> None:
     assert len(CASES) >= 240
 
