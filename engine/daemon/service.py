@@ -215,10 +215,9 @@ class Daemon:
             ids = await store.read(lambda db: records.orphans(db, valid))
             if any(ids.values()):
                 log.warning(
-                    "%d files and %d batches belong to no valid key: a key of the kind admin sees them, "
-                    "`laddertron keys adopt` gives them to a key",
-                    len(ids["files"]),
-                    len(ids["batches"]),
+                    "%d files, %d batches and %d stored responses belong to no valid key: a key of the kind admin sees "
+                    "files and batches, `laddertron keys adopt` gives all to a key",
+                    *(len(ids[table]) for table in ("files", "batches", "responses")),
                     extra={"event": "keys"},
                 )
 

@@ -106,7 +106,7 @@ class BatchClient:
         return self._json("POST", f"/batches/{_quoted(batch_id)}/cancel")
 
     def adopt(self, key: str) -> dict[str, Any]:
-        """Gives the files and batches of no valid key to this key's id; returns their numbers."""
+        """Gives the files, batches and stored responses of no valid key to this key's id; returns their numbers."""
         return self._json("POST", f"/adopt?key={_quoted(key)}")
 
     def delete(self, kind: str, name: str) -> None:

@@ -45,7 +45,7 @@ def usage_router(services: Services) -> APIRouter:
 
     @router.post("/v1/adopt", response_model=dict[str, Any])
     async def adopt(request: Request, key: Annotated[str, Query(max_length=80)]) -> dict[str, Any]:
-        """Give the files and batches of no valid key to the key with this id; needs an admin key."""
+        """Give the files, batches and stored responses of no valid key to the key with this id; needs an admin key."""
         keys: KeyRing | None = request.state.keys
         if keys is None or not is_admin(request):
             message = "adopt requires a key of the kind admin: laddertron keys add --kind admin"

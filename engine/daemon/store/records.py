@@ -469,15 +469,15 @@ def drop_batch(rows: Rows, batch: BatchRow) -> list[str]:
 
 
 def orphans(db: sqlite3.Connection, valid: Collection[str]) -> dict[str, list[str]]:
-    """The ids of files and batches whose owner is none of `valid`, by table."""
+    """The ids of files, batches and stored responses whose owner is none of `valid`, by table."""
     return {
         table: [row["id"] for row in db.execute(f"SELECT id, owner FROM {table}") if row["owner"] not in valid]
-        for table in ("files", "batches")
+        for table in ("files", "batches", "responses")
     }
 
 
 def adopt(rows: Rows, valid: Collection[str], owner: str) -> dict[str, int]:
-    """Gives the files and batches of `orphans` to an owner; returns their number by table."""
+    """Gives what `orphans` finds to an owner; returns their number by table."""
     ids = orphans(rows.db, valid)
     for table, names in ids.items():
         for name in names:

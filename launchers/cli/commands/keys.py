@@ -108,14 +108,15 @@ def revoke(file: Path, which: str) -> None:
 @ended_by(KeyFileError, OSError)
 @ended_by(ApiError, end=click.ClickException)
 def adopt(file: Path, which: str, url: str) -> None:
-    """Give a key the files and batches that no valid key owns: of revoked keys, and from before keys were set. The
-    running daemon at URL does it; LADDERTRON_API_KEY has an admin key."""
+    """Give a key the files, batches and stored responses that no valid key owns: of revoked keys, and from before
+    keys were set. The running daemon at URL does it; LADDERTRON_API_KEY has an admin key."""
     keys = [key for key in read_keys(file) if key.revoked_at is None and which in (key.id, key.name)]
     if len(keys) != 1:
         raise UsageError(f"{which!r}: {len(keys)} valid keys in {file}: name one by its id")
     adopted = BatchClient(url, os.environ.get("LADDERTRON_API_KEY")).adopt(keys[0].id)
     click.echo(
-        f"{keys[0].id} of {keys[0].name} has {adopted['files']} more files and {adopted['batches']} more batches"
+        f"{keys[0].id} of {keys[0].name} has {adopted['files']} more files, {adopted['batches']} more batches and "
+        f"{adopted['responses']} more stored responses"
     )
 
 

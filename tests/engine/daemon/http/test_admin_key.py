@@ -31,7 +31,7 @@ def test_keys_hide_nothing_from_an_admin_and_adopting_gives_it_to_a_key(
     key = revoke_key(keys, "gone")
     caplog.clear()
     with served(config, folder, keys=keys) as daemon:
-        assert "4 files and 2 batches belong to no valid key" in caplog.text
+        assert "4 files, 2 batches and 0 stored responses belong to no valid key" in caplog.text
         admin, client = daemon.client(ops), daemon.client(alice)
         assert {batch.id for batch in admin.batches.list()} == {early, late}
         assert [json.loads(get(daemon, "/v1/batches", ops)[1])["data"][n]["owner"] for n in (0, 1)] == [key.id, None]
@@ -44,7 +44,7 @@ def test_keys_hide_nothing_from_an_admin_and_adopting_gives_it_to_a_key(
             assert ("kind admin" if wrong == alice else "valid API key") in run.output
         run = CliRunner().invoke(command, _adopt(keys, daemon.url), env={"LADDERTRON_API_KEY": ops})
         assert run.exit_code == 0
-        assert "has 4 more files and 2 more batches" in run.output
+        assert "has 4 more files, 2 more batches and 0 more stored responses" in run.output
         assert {batch.id for batch in client.batches.list()} == {early, late}
         assert client.files.content(client.batches.retrieve(late).output_file_id or "").text
         admin.batches.with_raw_response.list(limit=1)

@@ -15,12 +15,13 @@ import pytest
 from daemon_tools import LIMITS, NAME, MortalJob, Served, deployment, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
 from laddertron.engine.config.schema import LimitsConfig
-from laddertron.engine.daemon.keys import add_key, limit_key
+from laddertron.engine.daemon.keys import add_key, limit_key, read_keys, revoke_key
 from laddertron.engine.daemon.store.store import StoreOptions
 from laddertron.engine.metrics.observer import Observer
 from laddertron.engine.openai.schema import RESPONSES
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.engine.text.tokenizer import TextModel
+from laddertron.launchers.cli.batch_client import BatchClient
 from test_responses import TEMPLATE, TOOL, jsonl
 from test_store import Failing, failing
 from tiny_text import byte_level, write_folder
@@ -242,6 +243,11 @@ def test_only_its_key_sees_a_response(tmp_path: Path, text: TextModel) -> None:
             assert refused(call)[0] == status
         assert running.client(ops).responses.retrieve(first.id).id == first.id
         assert create(mine, item).status == "completed"
+    revoke_key(keys, "alice")
+    with served(settings, text.folder, lambda: [Replying(text)], keys=keys) as running:
+        bob_id = next(key.id for key in read_keys(keys) if key.name == "bob")
+        assert BatchClient(f"{running.url}/v1", ops).adopt(bob_id)["responses"] == 2
+        assert create(running.client(bob), "y", previous_response_id=first.id).status == "completed"
 
 
 def test_a_batch_s_responses_are_stored_and_continued(daemon: Served, text: TextModel) -> None:
