@@ -69,4 +69,4 @@ def snapshot(db: sqlite3.Connection) -> Iterator[Change]:
         for row in db.execute(f"SELECT {', '.join(names)} FROM {table} ORDER BY rowid"):
             # an empty text where one cannot be read: no answer is empty, so that a rebuilt store fails that line too
             values = {name: "" if isinstance(row[name], bytes) else row[name] for name in names}
-            yield ["insert", table, {k: value for k, value in values.items() if value is not None}]
+            yield ["insert", table, {k: value for k, value in values.items() if value is not None or k == "sum"}]

@@ -115,7 +115,7 @@ class Rows:
         """Inserts a row; False, without a change, if a row with that key exists. A `sum` in the row is stored as it is:
         a damaged row that is copied stays damaged."""
         complete = {**self._columns.get(table, {}), **row}
-        complete["sum"] = row_sum(complete) if row.get("sum") is None else row["sum"]
+        complete["sum"] = row["sum"] if "sum" in row else row_sum(complete)
         names, marks = ", ".join(complete), ", ".join(f":{name}" for name in complete)
         query = f"INSERT INTO {table} ({names}) VALUES ({marks}) ON CONFLICT DO NOTHING"
         return bool(self._change("insert", table, row, query, complete))
