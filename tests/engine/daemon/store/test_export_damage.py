@@ -6,15 +6,19 @@ import asyncio
 import json
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from daemon_tools import deployment, served
 from laddertron.engine.daemon.store import frames
+from laddertron.engine.daemon.store.connection import snapshot
 from laddertron.engine.daemon.store.disk import DiskError
 from laddertron.engine.daemon.store.rows import Result
+from laddertron.engine.daemon.store.schema import Rows, make_tables
 from laddertron.engine.daemon.store.store import Store, StoreOptions, StoreUnavailable
+from laddertron.engine.daemon.store.sums import is_intact
 from test_export import HEAD, adding, begin, move_away, put_back, segments
 from test_store import BadFiles, numbers, put, result, with_store
 from tiny_text import write_folder
@@ -87,6 +91,23 @@ def test_a_group_of_several_frames_is_whole_or_left_out(tmp_path: Path, monkeypa
         found.append(with_store(tmp_path / f"d{end}", numbers, StoreOptions(tmp_path / f"e{end}")))
     assert found[-1] == {40}
     assert all(numbers in (set(), set(range(25)), {40}) for numbers in found)  # 25: a group whose fsync failed
+
+
+def test_a_row_that_lost_its_checksum_stays_damaged_in_a_copy() -> None:
+    """A snapshot copies the row as it is: a rebuilt store does not sum it anew."""
+    stores = [sqlite3.connect(":memory:") for _ in range(2)]
+    for db in stores:
+        db.row_factory = sqlite3.Row
+        make_tables(db)
+    first, second = stores
+    Rows(first).insert("suspects", {"batch_id": "b", "number": 1, "deaths": 2})
+    first.execute("UPDATE suspects SET sum = NULL")
+    for change in snapshot(first):
+        Rows(second).apply(change)
+    (copied,) = second.execute("SELECT * FROM suspects").fetchall()
+    assert not is_intact(dict(copied))
+    for db in stores:
+        db.close()
 
 
 def test_a_flipped_byte_anywhere_stops_the_rebuild_and_is_named(tmp_path: Path, run_seed: int) -> None:
