@@ -27,7 +27,7 @@ from ...models.weights.identity import Sample, check_unchanged
 from ...models.weights.kv_scales import read_kv_scales
 from ...models.weights.tensor_reader import FP8
 from ...topology.comm.collectives import device_gather
-from ...topology.comm.groups import Communicator
+from ...topology.comm.groups import Communicator, gather_number
 from ...topology.hardware import cpu_tier
 from ...topology.sum_check import check_sums
 from ..config.schema import Deployment, EngineConfig, ParallelConfig
@@ -479,5 +479,4 @@ def make_graphs(
 
 def _greatest(communicator: Communicator, number: float) -> float:
     """The greatest of the numbers of the group's ranks, all of which call this."""
-    numbers = communicator.gather(np.array([number]).view(np.uint8))
-    return float(np.ascontiguousarray(numbers).view(np.float64).max())
+    return float(gather_number(communicator.gather, number).max())

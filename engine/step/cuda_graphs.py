@@ -240,7 +240,7 @@ class StepGraphs:
         `run`. tell: called with progress."""
         before, began = self._recorder.memory(), time.monotonic()
         shapes = sorted(self.shapes, key=sum, reverse=True)
-        at_start, whole = len(shapes), 0.0
+        at_start, all_s = len(shapes), 0.0
         with torch.inference_mode(), self._recording():
             for count, shape in enumerate(shapes):
                 self._stage(*self._padding(shape), shape)
@@ -249,7 +249,7 @@ class StepGraphs:
                     seconds = self._capture(shape)
                 if count == 0:
                     seconds = self._greatest(seconds)
-                    at_start, whole = recorded_at_start(seconds, len(shapes)), seconds * len(shapes)
+                    at_start, all_s = recorded_at_start(seconds, len(shapes)), seconds * len(shapes)
                 tell(f"recording CUDA graphs, {count + 1} of {len(shapes)}")
         taken, took = self._recorder.memory() - before, time.monotonic() - began
         words = f"CUDA graphs: {len(self.sizes)} of decode steps to {self.sizes[-1]} sequences"
@@ -260,7 +260,7 @@ class StepGraphs:
         words += ", recorded" if at_start == len(shapes) else f"; {at_start} recorded"
         words += f" in {took:.1f} s, {self.room_text(taken)}"
         if at_start < len(shapes):
-            words += f"; {len(shapes) - at_start} wait for their first use: all would take {whole:.0f} s"
+            words += f"; {len(shapes) - at_start} wait for their first use: all would take {all_s:.0f} s"
         self._say(words)
 
     @contextmanager

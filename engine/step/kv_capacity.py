@@ -14,7 +14,7 @@ from ...models.config.model_config import ModelConfig
 from ...models.config.shapes import Sharing
 from ...models.cuda.workspace import too_many_latent_items
 from ...models.stages import RankShard
-from ...topology.comm.groups import Communicator
+from ...topology.comm.groups import Communicator, gather_number
 from ...topology.hardware import sysfs
 from ..config.schema import Deployment
 from ..config.schema import EngineConfig as EngineKeys
@@ -135,8 +135,7 @@ def agreed_budget(
         communicator.gather(np.zeros(1, np.uint8))  # allocate the collective's buffers before measuring
         torch.cuda.empty_cache()  # release temporary memory of loading
     own = kv_budget(keys, total_bytes(device, share) if gpu else None, available_bytes(device, share), working)
-    every = communicator.gather(np.array([own.kv], np.int64).view(np.uint8))
-    least = int(np.ascontiguousarray(every).view(np.int64).min())
+    least = int(gather_number(communicator.gather, own.kv).min())
     return own if least == own.kv else replace(own, kv=least, words=f"another rank has less than this one: {own.words}")
 
 

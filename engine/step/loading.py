@@ -10,14 +10,12 @@ import logging
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from ... import __version__
 from ...models.llama import LlamaModel
 from ...models.pages import HeldPages
 from ...models.weights.load import Progress
 from ...models.weights.mapping import Source
-from ...topology.comm.groups import Communicator
+from ...topology.comm.groups import Communicator, gather_number
 from ...topology.hardware import cpu_tier
 from ..config.schema import ModelSection, ParallelConfig
 
@@ -90,8 +88,7 @@ def load_weights(
     took, pages = time.monotonic() - began, model.ops.pages
     if isinstance(pages, HeldPages) and pages.complete and not pages.filled:
         pages.seal(model.order)
-    every = communicator.gather(np.array([read], np.int64).view(np.uint8))
-    total = int(np.ascontiguousarray(every).view(np.int64).sum())
+    total = int(gather_number(communicator.gather, read).sum())
     if communicator.pipeline is not None:
         communicator.pipeline.least(0)  # every stage has loaded
     on = f"{communicator.size} rank{'s' * (communicator.size > 1)} on {nodes} node{'s' * (nodes > 1)}"

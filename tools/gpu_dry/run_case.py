@@ -69,7 +69,7 @@ class Rank:
         built, self.memories, self.plans, self.first_graphs = start(GPU, case, 0, folder)
         self.stages, first = built, built[0]
         steps = [stage.runner._graphs for stage in built]
-        self.at_start = [0 if each is None else len(each.recorded) for each in steps]
+        self.at_start = [0 if graphs is None else len(graphs.recorded) for graphs in steps]
         self.draws = 0 if steps[0] is None else len(steps[0]._draws)
         limits = first.scheduler_limits
         if case.drafts:  # else drafts would have to pay, in the seconds of this machine

@@ -103,10 +103,12 @@ def from_names(name: str, asked: Asked, overrides: Sequence[str] = ()) -> Questi
 
     def of(tp: int) -> Question:
         sizes = (f"parallel.tensor_parallel_size={tp}", f"parallel.replicas={max(1, total // (tp * stages))}")
-        found = from_deployment(read(None, (*keys, *sizes, *overrides)), replace(asked, fabric=fabric))
+        of_model = from_deployment(read(None, (*keys, *sizes, *overrides)), replace(asked, fabric=fabric))
         if asked.fabric is not None:
-            return found
-        return replace(found, notes=("no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)", *found.notes))
+            return of_model
+        return replace(
+            of_model, notes=("no fabric was named: 1x8xH100 is assumed (--nodes or --fabric)", *of_model.notes)
+        )
 
     if "parallel.tensor_parallel_size" in named.places:
         return of(named.deployment.parallel.world.tp)

@@ -84,6 +84,15 @@ class TorchGroups:
     store: Any = None
 
 
+def gather_number(
+    gather: Callable[[NDArray[np.uint8]], NDArray[np.uint8]], number: float
+) -> NDArray[np.int64] | NDArray[np.float64]:
+    """The number of every rank of the group, in rank order: int64, or float64 if it is a float on all of them. gather:
+    `Communicator.gather`, which all ranks call."""
+    own = np.array([number], np.float64 if isinstance(number, float) else np.int64)
+    return np.ascontiguousarray(gather(own.view(np.uint8))).view(own.dtype)[:, 0]
+
+
 class Communicator:
     """The group of a replica or of a pipeline stage, on one rank. `rank`: within the group. One thread starts and waits
     for all of its collectives, in the same order on every rank. `tp`, `subgroups`: as in TorchGroups; None and empty
@@ -134,8 +143,7 @@ class Communicator:
     def collect(self, payload: bytes) -> list[bytes]:
         """Gathers bytes of any length on the rank with `leads`, in rank order. All ranks must call it, between
         steps."""
-        lengths = self.gather(np.array([len(payload)], np.int64).view(np.uint8))
-        sizes = np.ascontiguousarray(lengths).view(np.int64)[:, 0].tolist()
+        sizes = gather_number(self.gather, len(payload)).tolist()
         mine = np.zeros(max(1, *sizes), np.uint8)
         mine[: len(payload)] = np.frombuffer(payload, np.uint8)
         rows = [row[:length].tobytes() for row, length in zip(self.gather(mine), sizes, strict=True)]

@@ -49,7 +49,7 @@ def time_of(call: Call, calls: int, device: torch.device) -> dict[str, float]:
     """Microseconds of a call: on the host, the median burst and the slowest; the median burst with the device's end."""
     for _ in range(WARM_UP):
         call()
-    host, whole = list[float](), list[float]()
+    host, to_end = list[float](), list[float]()
     for _ in range(max(1, calls // BURST)):
         wait_for(device)
         began = time.perf_counter()
@@ -58,8 +58,8 @@ def time_of(call: Call, calls: int, device: torch.device) -> dict[str, float]:
         launched = time.perf_counter()
         wait_for(device)
         host.append((launched - began) / min(calls, BURST) * 1e6)
-        whole.append((time.perf_counter() - began) / min(calls, BURST) * 1e6)
-    return {"host_us": round(median(host), 2), "most_us": round(max(host), 2), "whole_us": round(median(whole), 2)}
+        to_end.append((time.perf_counter() - began) / min(calls, BURST) * 1e6)
+    return {"host_us": round(median(host), 2), "most_us": round(max(host), 2), "whole_us": round(median(to_end), 2)}
 
 
 def kinds(device: torch.device, tiny: bool) -> Iterator[tuple[str, Call | str]]:
@@ -181,8 +181,8 @@ def main() -> int:
     device = device_of(args.device)
     with torch.inference_mode():
         for name, call in kinds(device, args.tiny):
-            found = {"skipped": call} if isinstance(call, str) else time_of(call, args.calls, device)
-            say(part="launches", kind=name, **found)
+            figures = {"skipped": call} if isinstance(call, str) else time_of(call, args.calls, device)
+            say(part="launches", kind=name, **figures)
     dist.destroy_process_group()
     return 0
 
