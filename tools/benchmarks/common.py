@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -94,3 +94,36 @@ def environment(folder: Path, needs: Sequence[str], without: Sequence[str] = (),
             subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
         (folder / ".complete").touch()
     return folder / "bin"
+
+
+class LineProcess:
+    """A program that answers each JSON line on its standard input with one line; it may print others, which do not
+    begin with a brace. Its standard error goes to `log`."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
+        self._name, self._log = log.stem, log.open("w+")
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environ
+        )
+
+    def ask(self, order: Any) -> dict[str, Any]:
+        """Raises RuntimeError with the end of the log if the program ends."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """The next line, also before the first order; else as `ask`."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        self._log.seek(0)
+        raise RuntimeError(f"{self._name} ended: {self._log.read().strip().splitlines()[-1:]}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()

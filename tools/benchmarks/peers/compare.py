@@ -14,7 +14,6 @@ the same random model. A peer that cannot be installed or does not run is named 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from laddertron.topology.hardware import cpu_tier
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[2] / "tests" / "helpers")]
 
-from common import UNFIT, environment, spread, table  # noqa: E402
+from common import UNFIT, LineProcess, environment, spread, table  # noqa: E402
 from peers.model import SIZES, packed, written  # noqa: E402
 
 BUILD = HERE.parents[2] / "build" / "peers"
@@ -55,34 +54,20 @@ class Peer:
         python = environment(BUILD / name, NEEDS[name], UNFIT) / "python"
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         cpu_tier.limit_libraries(environ)
-        self._log = (BUILD / f"{name}.log").open("w+")
-        self._process = subprocess.Popen(
-            [str(python), str(HERE / "worker.py"), name, str(folder), str(threads)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environ,
-        )  # fmt: skip
+        command = [str(python), str(HERE / "worker.py"), name, str(folder), str(threads)]
+        self._lines = LineProcess(command, environ, BUILD / f"{name}.log")
 
     def __enter__(self) -> Self:
         return self
 
     def ask(self, kind: str, **order: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return self.answer()
+        return self._lines.ask(order)
 
     def answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        self._log.seek(0)
-        raise RuntimeError(f"{self.name} ended: {self._log.read().strip().splitlines()[-1:]}")
+        return self._lines.answer()
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
+        self._lines.close()
 
 
 def ours(tp: int, deterministic: str, weights: str, folder: Path, threads: int) -> BenchJob:

@@ -26,11 +26,10 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import UNFIT, environment, in_turns, numbers, spread, table
+from common import UNFIT, LineProcess, environment, in_turns, numbers, spread, table
 
 BUILD = Path(__file__).resolve().parents[3] / "build" / "peers"
 ORDERS = ("shuffled", "by prefix")
@@ -82,43 +81,21 @@ def laddertron(folder: Path, dtype: str, kv_tokens: int, threads: int, prompts: 
     return float(seconds[1].replace(",", ""))
 
 
-class Vllm:
-    """vLLM's engine in a process and an environment of its own; raises RuntimeError if it ends."""
+def start_vllm(folder: Path, dtype: str, kv_tokens: int, threads: int) -> LineProcess:
+    """vLLM's engine in a process and an environment of its own, which runs `serve`."""
+    from peers.compare import NEEDS
 
-    def __init__(self, folder: Path, dtype: str, kv_tokens: int, threads: int) -> None:
-        from peers.compare import NEEDS
+    python = environment(BUILD / "vllm", NEEDS["vllm"], UNFIT) / "python"
+    environ = {
+        **os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "3",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }  # fmt: skip
+    command = [str(python), __file__, "--serve", str(folder), "--kv-tokens", str(kv_tokens), "--dtype", dtype]
+    return LineProcess(command, environ, BUILD / "vllm.log")
 
-        python = environment(BUILD / "vllm", NEEDS["vllm"], UNFIT) / "python"
-        environ = {
-            **os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "3",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        }  # fmt: skip
-        self._log = (BUILD / "vllm.log").open("w+")
-        self._process = subprocess.Popen(
-            [str(python), __file__, "--serve", str(folder), "--kv-tokens", str(kv_tokens), "--dtype", dtype],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environ,
-        )  # fmt: skip
-        self.version = self._answer()["version"]
 
-    def run(self, prompts: list[list[int]]) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(prompts) + "\n")
-        self._process.stdin.flush()
-        return float(self._answer()["seconds"])
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        self._log.seek(0)
-        raise RuntimeError(f"vLLM ended: {self._log.read()[-2000:]}")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._log.close()
+def run_in(process: LineProcess, prompts: list[list[int]]) -> float:
+    return float(process.ask(prompts)["seconds"])
 
 
 def serve(folder: str, dtype: str, kv_tokens: int) -> None:
@@ -151,8 +128,8 @@ def compared(folder: Path, kv_tokens: int, args: argparse.Namespace) -> Iterator
     with ExitStack() as stack:
         engines: dict[str, Engine] = {"laddertron": partial(laddertron, folder, args.dtype, kv_tokens, args.threads)}
         if args.peer:
-            peer = stack.enter_context(closing(Vllm(folder, args.dtype, kv_tokens, args.threads)))
-            engines[f"vLLM {peer.version}"] = peer.run
+            peer = stack.enter_context(closing(start_vllm(folder, args.dtype, kv_tokens, args.threads)))
+            engines[f"vLLM {peer.answer()['version']}"] = partial(run_in, peer)
         for order in args.orders.split(","):
             jobs = {name: partial(engine, job(order, kv_tokens)) for name, engine in engines.items()}
             seconds = in_turns(jobs, args.repeats, partial(_seconds, jobs))
