@@ -123,7 +123,7 @@ gpu-dry: ## The GPU path without a GPU, its figures as in docs/gpu_dry.md (WRITE
 gpu: ## What one GPU shows, under nine minutes, resumable: build/gpu_day.md (GPU_PYTHON=python3 runs it without `make env`)
 	@$(or $(GPU_PYTHON),$(PY)) tools/benchmarks/gpu_day.py
 
-bench-cross-node: env ## Measure across emulated nodes and renew docs/cross_node.md (root; a quarter of an hour, quiet machine)
+bench-cross-node: env ## Measure across emulated nodes and renew docs/cross_node.md (root; 20 to 50 minutes, quiet machine)
 	@$(PY) tools/benchmarks/cross_node/cross_node.py --write
 
 .PHONY: frontier

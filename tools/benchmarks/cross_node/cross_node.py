@@ -1,6 +1,6 @@
 """Measures what crossing nodes costs and how much of it the wirings hide, on nodes that tests/cluster emulates here.
 
-    python tools/benchmarks/cross_node/cross_node.py    all-reduces and wirings, a quarter of an hour; as root
+    python tools/benchmarks/cross_node/cross_node.py    all-reduces and wirings, 20 to 50 minutes; as root
         --only wirings --repeat 1 --more          one more run of a part; --only has the others
         --only drafts                             drafts of a stated hit rate; or drafts-staged, mtp: minutes
         --write                                   and renews what docs/cross_node.md and docs/layouts.md have of it
