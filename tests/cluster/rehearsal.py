@@ -1,7 +1,7 @@
 """`make rehearse`: the deployment of Llama 3.1 405B from `check` to `acceptance`, on two emulated nodes of eight ranks
 and a spare, with the shipped files and a model scaled down. Faults are real: a rank is killed, a node cut off.
 
-    PYTHONPATH=tests python -m cluster.rehearsal --write       as root; renews the transcript in docs/rehearsal.md
+    PYTHONPATH=tests python -m cluster.rehearsal --write       as root; renews docs/rehearsal.md and its pictures
     PYTHONPATH=tests python -m cluster.rehearsal --per-node 1  the same steps with a rank on each node
 
 Everything is in one temporary folder and ends with this process.
@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from laddertron.topology.hardware.sysfs import Sysfs, available_bytes
 from openai import OpenAI
 
 from cluster import bad_morning, rehearsal_model
+from cluster.draw_board import draw
 from cluster.launching import ROOT, ranks_on, running
 from cluster.live_parts import MONITORING, query
 from cluster.nodes import Cluster, why_not
@@ -40,6 +42,8 @@ from common import renewed  # noqa: E402
 from rule_scale import scaled  # noqa: E402
 
 PAGE = ROOT / "docs" / "rehearsal.md"
+DRAWN = ("overview", "fabric", "reliability")
+"""Dashboards that are drawn."""
 MODEL = "llama-3.1-405b"
 DAEMON, PROMETHEUS = "http://127.0.0.1:8000", "http://127.0.0.1:9090"
 RANK = "laddertron.launchers.rank.worker"
@@ -280,6 +284,12 @@ class Rehearsal:
             for other in (0, 2):
                 self.cluster.control.fix(1, other)
 
+    def draw(self, began: float) -> None:
+        """The dashboards from `began`, seconds of the epoch, to now, as files in the folder."""
+        for board in DRAWN:
+            empty = draw(PROMETHEUS, board, began, time.time(), self.folder / f"{board}.png")
+            print(f"{board}: panels without data: {', '.join(empty) or 'none'}", flush=True)
+
     def leave(self) -> None:
         """Another layout without a restart, equal bits, and a drain with a stream open."""
         self.write("configs/405b/stock.yaml")
@@ -364,7 +374,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make rehearse")
     parser.add_argument("--per-node", type=int, choices=(1, 2, 4, 8), default=8, help="ranks of a node")
     parser.add_argument("--lines", type=int, default=500, help="of the batch")
-    parser.add_argument("--write", action="store_true", help="renew the transcript in docs/rehearsal.md")
+    parser.add_argument("--write", action="store_true", help="renew docs/rehearsal.md and the pictures of dashboards")
     wanted = parser.parse_args()
     per_node = wanted.per_node
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -379,13 +389,17 @@ def main() -> int:
                 rehearsal.bad_morning()
                 rehearsal.plan_and_measure()
                 with rehearsal.serving():
+                    began = time.time()
                     rehearsal.faults()
+                    rehearsal.draw(began)
                     rehearsal.leave()
                 rehearsal.accept()
             left = [words for words in running(cluster).values() if RANK in words]
             if left:
                 raise Failed(f"processes are left: {left}")
             show = rehearsal.show
+            for board in DRAWN if wanted.write else ():
+                shutil.copy(rehearsal.folder / f"{board}.png", ROOT / "docs" / "pictures")
     except Failed as error:
         print(f"error: rehearse: {error}", file=sys.stderr)
         return 1

@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from laddertron.engine.text.tokenizer import TextModel
 from laddertron.models.config.model_config import from_folder
 from laddertron.models.weights.mapping import open_checkpoint
+from monitoring_queries import BOARDS
 from waiting import HANG_S
 
-from cluster import rehearsal, rehearsal_model
+from cluster import draw_board, rehearsal, rehearsal_model
 
 TESTS = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "cluster.rehearsal", "--per-node", "1"]
@@ -55,6 +58,25 @@ def test_the_model_has_the_shape_of_405b(tmp_path: Path) -> None:
     assert text.encode("a b")[0] == begin
     assert text.encode_chat([{"role": "user", "content": "hello"}])[:2] == [begin, header]
     assert text.tokenizer.decode(text.encode("héllo wörld")) == "héllo wörld"
+
+
+@pytest.mark.parametrize("board", BOARDS)
+def test_a_dashboard_is_drawn(board: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every panel of it, whatever its kind and unit; those of one metric are empty, and named."""
+
+    def matrix(url: str) -> dict[str, Any]:
+        question = parse_qs(urlsplit(url).query)
+        labels = {"node": "n0", "link": "net", "le": "+Inf"}
+        values = [[float(question["start"][0]) + second, str(second)] for second in range(3)]
+        rows = [{"metric": labels, "values": values}] * ("collective_seconds" not in question["query"][0])
+        return {"data": {"result": rows}}
+
+    monkeypatch.setattr(draw_board, "ask", matrix)
+    empty = draw_board.draw("http://unused", board, 100.0, 103.0, tmp_path / "board.png")
+    assert (tmp_path / "board.png").read_bytes().startswith(b"\x89PNG")
+    asked = [panel for panel in BOARDS[board]["panels"] if panel.get("targets")]
+    without = [p["title"] for p in asked if all("collective_seconds" in target["expr"] for target in p["targets"])]
+    assert empty == without
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -15,16 +15,19 @@ BOARDS: dict[str, dict[str, Any]] = {
 }
 
 
+def filled_in(expression: str, rate_interval: str = "1m", plan: str = "1") -> str:
+    """With Grafana's variables: `All` of every choice, and these."""
+    text = re.sub(r"\$(deployment|replica|node|rank)\b", ".*", expression)
+    return text.replace("$__rate_interval", rate_interval).replace("$plan", plan)
+
+
 def panel_queries() -> list[tuple[str, str]]:
-    """(dashboard, expression) of every panel and annotation, with Grafana's variables filled in as `All` and a
-    minute."""
+    """(dashboard, expression) of every panel and annotation, as Prometheus is asked."""
     found = []
     for name, board in BOARDS.items():
         expressions = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
         expressions += [annotation["expr"] for annotation in board["annotations"]["list"]]
-        for expression in expressions:
-            text = re.sub(r"\$(deployment|replica|node|rank)\b", ".*", expression)
-            found.append((name, text.replace("$__rate_interval", "1m").replace("$plan", "1")))
+        found += [(name, filled_in(expression)) for expression in expressions]
     return found
 
 
