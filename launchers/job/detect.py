@@ -152,6 +152,8 @@ def behind(beats: Mapping[int, Beat], world: World | None = None) -> int | None:
 
 
 SAME_FILES = "the nodes must have the same files, at the same paths"
+INSTALLED = ("torch", "flashinfer", "triton")
+"""Names of what is installed on a host, among those of digests; "" where a host has no use for it."""
 
 
 def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | None:
@@ -160,13 +162,14 @@ def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | N
     names = sorted({name for digests in announced.values() for name in digests})
     for name in names:
         values = {rank: digests.get(name, "") for rank, digests in sorted(announced.items())}
+        if name in INSTALLED:
+            values = {rank: value for rank, value in values.items() if value} or {0: ""}
         usual = Counter(values.values()).most_common(1)[0][0]
         for rank, value in values.items():
             if value != usual:
-                return (
-                    rank,
-                    f"{name} is {value[:24] or 'missing'} there and {usual[:24] or 'missing'} elsewhere: {SAME_FILES}",
-                )
+                fix = "install the same on every host" if name in INSTALLED else SAME_FILES
+                there, elsewhere = value[:24] or "missing", usual[:24] or "missing"
+                return rank, f"{name} is {there} there and {elsewhere} elsewhere: {fix}"
     return None
 
 

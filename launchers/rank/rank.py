@@ -21,12 +21,13 @@ from ...engine.identity import config_digest, headers_of, small_files
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, follow
 from ...models.config.json_fields import Refusal
+from ...models.cuda.workspace import kernels_missing
 from ...topology.comm.bootstrap import Bootstrap, bootstrap_of
 from ...topology.comm.groups import CommOptions, Communicator
 from ...topology.hardware.cpu_quota import cpu_quota, usable_cpus
 from ...topology.hardware.cpu_tier import TierError, limit_libraries
 from ...topology.hardware.cpu_tier import current as current_tier
-from ...topology.hardware.cuda_stack import CudaUnusable, choose, look
+from ...topology.hardware.cuda_stack import CudaUnusable, choose, look, triton_missing
 from ...topology.hardware.fabric import counted
 from ...topology.hardware.sysfs import Sysfs, available_bytes
 from ...topology.placement.identity import Identity
@@ -271,7 +272,20 @@ def _digests(deployment: Deployment) -> dict[str, str]:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:  # built in place
         torch = ""
-    return {"config": deploy.digest(deployment), "torch": torch, **small_files(deployment)}
+    config = {"config": deploy.digest(deployment), "torch": torch}
+    return {**config, **_gpu_kernels(deployment.engine.device), **small_files(deployment)}
+
+
+def _gpu_kernels(device: str) -> dict[str, str]:
+    """What decides which kernels a rank with a GPU computes with, and so whether it records its steps: a host that does
+    neither would exchange messages of another size. "" on a host that has no GPU to use."""
+    if device == "cpu" or not look().gpus:
+        return {"flashinfer": "", "triton": ""}
+    try:
+        flashinfer = "without kernels" if kernels_missing() else metadata.version("flashinfer-python")
+    except metadata.PackageNotFoundError:
+        flashinfer = "missing"
+    return {"flashinfer": flashinfer, "triton": "without a compiler" if triton_missing() else "usable"}
 
 
 def run_rank(

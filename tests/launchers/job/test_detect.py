@@ -192,6 +192,18 @@ def test_differing_digests_name_the_odd_rank() -> None:
     assert found[0] == 1, "in a tie the lowest rank is taken to be right"
 
 
+def test_what_is_installed_on_one_host_only_is_named() -> None:
+    """A host without FlashInfer computes and records otherwise than the rest; one without a GPU has no use for it, and
+    is refused for what it lacks."""
+    whole = {"config": "a", "flashinfer": "0.7.2", "torch": "2.13.0+cu128", "triton": "usable"}
+    unused = whole | {"flashinfer": "", "triton": ""}
+    assert differing({0: whole, 1: unused, 2: whole}) is None
+    assert differing({0: unused, 1: unused}) is None
+    for name, value in (("flashinfer", "missing"), ("flashinfer", "0.7.3"), ("triton", "without a compiler")):
+        found = differing({0: whole, 1: unused, 2: whole, 3: whole | {name: value}})
+        assert found == (3, f"{name} is {value} there and {whole[name]} elsewhere: install the same on every host")
+
+
 def test_the_fourth_failure_without_progress_is_final() -> None:
     policy = RestartPolicy(limit=3)
     assert [policy.after_failure(False) for _ in range(4)] == [0.0, 1.0, 2.0, None]

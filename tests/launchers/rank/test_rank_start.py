@@ -136,6 +136,33 @@ def test_a_host_is_tested_before_torch_is_imported(monkeypatch: pytest.MonkeyPat
     assert announce.digests.keys() >= {"config", "config.json"}
 
 
+def test_a_rank_with_a_gpu_says_which_kernels_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A host without FlashInfer's kernels, or a compiler for Triton's, would record no steps: the owner compares. On a
+    CPU neither is of use."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(rank, "look", lambda: SimpleNamespace(gpus=8))
+    versions = {"torch": "2.13.0", "flashinfer-python": "0.7.2"}
+    monkeypatch.setattr(rank.metadata, "version", lambda name: versions[name])
+    faults: dict[str, str | None] = {"flashinfer": None, "triton": None}
+    monkeypatch.setattr(rank, "kernels_missing", lambda: faults["flashinfer"])
+    monkeypatch.setattr(rank, "triton_missing", lambda: faults["triton"])
+
+    def found(device: Literal["cpu", "auto"]) -> tuple[str, str]:
+        keys = replace(deployment("any"), model=ModelSection(path=str(tmp_path)), engine=EngineConfig(device=device))
+        digests = rank.files_of(keys).digests
+        return digests["flashinfer"], digests["triton"]
+
+    assert found("auto") == ("0.7.2", "usable")
+    faults |= {"flashinfer": "no nvcc", "triton": "no Python.h"}
+    assert found("auto") == ("without kernels", "without a compiler")
+    assert found("cpu") == ("", "")
+    faults["flashinfer"] = None
+    monkeypatch.setattr(rank.metadata, "version", lambda name: raising(rank.metadata.PackageNotFoundError()))
+    assert found("auto")[0] == "missing"
+    monkeypatch.setattr(rank, "look", lambda: SimpleNamespace(gpus=0))
+    assert found("auto") == ("", "")
+
+
 def raising(error: Exception) -> None:
     raise error
 
