@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -142,7 +143,7 @@ def test_a_rank_with_a_gpu_says_which_kernels_it_has(monkeypatch: pytest.MonkeyP
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(rank, "look", lambda: SimpleNamespace(gpus=8))
     versions = {"torch": "2.13.0", "flashinfer-python": "0.7.2"}
-    monkeypatch.setattr(rank.metadata, "version", lambda name: versions[name])
+    monkeypatch.setattr(metadata, "version", lambda name: versions[name])
     faults: dict[str, str | None] = {"flashinfer": None, "triton": None}
     monkeypatch.setattr(rank, "kernels_missing", lambda: faults["flashinfer"])
     monkeypatch.setattr(rank, "triton_missing", lambda: faults["triton"])
@@ -157,7 +158,7 @@ def test_a_rank_with_a_gpu_says_which_kernels_it_has(monkeypatch: pytest.MonkeyP
     assert found("auto") == ("without kernels", "without a compiler")
     assert found("cpu") == ("", "")
     faults["flashinfer"] = None
-    monkeypatch.setattr(rank.metadata, "version", lambda name: raising(rank.metadata.PackageNotFoundError()))
+    monkeypatch.setattr(metadata, "version", lambda name: raising(metadata.PackageNotFoundError()))
     assert found("auto")[0] == "missing"
     monkeypatch.setattr(rank, "look", lambda: SimpleNamespace(gpus=0))
     assert found("auto") == ("", "")
