@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,19 @@ Layout = Callable[[list[Chunk]], tuple[StepLayout, Tensor, Tensor]]
 """Layout, ids and rows of chunks of the runner's slots."""
 
 
+class ComputedStep(NamedTuple):
+    """What a runner tells a Proposer: it has computed `chunks`, and wants `counts` drafts by slot. rows: the chunks in
+    the order of the step's rows, with one for each draft that it verified. tokens [slots, positions]: of each slot the
+    first `length` are known; those behind may be overwritten."""
+
+    chunks: Sequence[Chunk]
+    rows: Sequence[Chunk]
+    counts: Mapping[int, int]
+    tokens: npt.NDArray[np.int32]
+    length: npt.NDArray[np.int64]
+    layout: Layout
+
+
 class Proposer(Protocol):
     """Makes the drafts of every sequence's next step, alike on all ranks that sample. every_step: whether it must be
     asked after steps, too, that no drafts follow."""
@@ -46,18 +59,8 @@ class Proposer(Protocol):
     def apply(self, batch: Batch) -> None:
         """Applies the changes of slots and blocks."""
 
-    def propose(
-        self,
-        chunks: Sequence[Chunk],
-        counts: Mapping[int, int],
-        tokens: npt.NDArray[np.int32],
-        length: npt.NDArray[np.int64],
-        layout: Layout,
-        rows: Sequence[Chunk],
-    ) -> Mapping[int, list[int]]:
-        """At most counts[slot] drafts of each slot, after a step has computed `chunks`. tokens [slots, positions]: of
-        each slot the first `length` are known; those behind may be overwritten. rows: the chunks in the order of the
-        step's rows, with one for each draft that it verified."""
+    def propose(self, step: ComputedStep) -> Mapping[int, list[int]]:
+        """At most counts[slot] drafts of each slot."""
 
 
 class PromptLookUp:
@@ -67,16 +70,9 @@ class PromptLookUp:
 
     def apply(self, batch: Batch) -> None: ...
 
-    def propose(
-        self,
-        chunks: Sequence[Chunk],
-        counts: Mapping[int, int],
-        tokens: npt.NDArray[np.int32],
-        length: npt.NDArray[np.int64],
-        layout: Layout,
-        rows: Sequence[Chunk],
-    ) -> Mapping[int, list[int]]:
-        return {slot: look_up(tokens[slot, : length[slot]], most) for slot, most in counts.items() if most}
+    def propose(self, step: ComputedStep) -> Mapping[int, list[int]]:
+        tokens, length = step.tokens, step.length
+        return {slot: look_up(tokens[slot, : length[slot]], most) for slot, most in step.counts.items() if most}
 
 
 def look_up(ids: npt.NDArray[np.int32], most: int) -> list[int]:

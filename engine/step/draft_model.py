@@ -6,7 +6,7 @@ computes as under `deterministic`, and the step's digest covers the drafts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ from ...topology.comm.collectives import Alone
 from ...topology.comm.groups import Communicator
 from ...topology.hardware import cpu_tier
 from ..batch import Batch, Chunk, in_order
-from ..sampling.drafts import DraftDraws, Layout
+from ..sampling.drafts import ComputedStep, DraftDraws
 from ..sampling.grammar import Grammars
 from .kv_capacity import CapacityError
 
@@ -112,17 +112,10 @@ class DraftModel:
             self._computed[sequence.slot] = -1
             self._draws.admit(sequence)
 
-    def propose(
-        self,
-        chunks: Iterable[Chunk],
-        counts: Mapping[int, int],
-        tokens: NDArray[np.int32],
-        length: NDArray[np.int64],
-        layout: Layout,
-        rows: Sequence[Chunk],
-    ) -> dict[int, list[int]]:
+    def propose(self, step: ComputedStep) -> dict[int, list[int]]:
         """Computes prompts as far as the step did, and makes `counts` drafts for each slot."""
-        due = in_order(self._due(chunks, counts, length))
+        counts, layout = step.counts, step.layout
+        due = in_order(self._due(step.chunks, counts, step.length))
         if not due:
             return {}
         logits = self._compute(*layout(due))
@@ -135,7 +128,7 @@ class DraftModel:
             return self._compute(*layout(later))
 
         drawn = {chunk.slot: counts[chunk.slot] for chunk in due if chunk.samples}
-        return self._draws.draft(logits, drawn, tokens, length, more)
+        return self._draws.draft(logits, drawn, step.tokens, step.length, more)
 
     def _due(self, chunks: Iterable[Chunk], counts: Mapping[int, int], length: NDArray[np.int64]) -> Iterable[Chunk]:
         for chunk in chunks:

@@ -6,7 +6,7 @@ digests by which blocks are shared (engine/schedule/sequence.py). Rows of drafts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -28,7 +28,7 @@ from ...models.weights.load import NOTHING
 from ...models.weights.mapping import Source
 from ...topology.comm.groups import Communicator, Deterministic
 from ..batch import Batch, Chunk, in_order
-from ..sampling.drafts import DraftDraws, Layout
+from ..sampling.drafts import ComputedStep, DraftDraws, Layout
 from ..sampling.sampler import Sampler, exchanged
 
 
@@ -114,16 +114,9 @@ class PredictorDrafts:
         for sequence in batch.admitted:
             self._draws.admit(sequence)
 
-    def propose(
-        self,
-        chunks: Sequence[Chunk],
-        counts: Mapping[int, int],
-        tokens: NDArray[np.int32],
-        length: NDArray[np.int64],
-        layout: Layout,
-        rows: Sequence[Chunk],
-    ) -> dict[int, list[int]]:
+    def propose(self, step: ComputedStep) -> dict[int, list[int]]:
         """Computes the rows that are due, and makes `counts` drafts for each slot."""
+        chunks, rows, counts, tokens, length, layout = step
         self._hold(rows, length)
         due, given, size = list[Chunk](), dict[int, Tensor](), self.cache.block_size
         for chunk in chunks:

@@ -22,7 +22,7 @@ from ...models.transfer import upload
 from ..batch import Batch, Chunk, StepResult, in_order, streams
 from ..request import TokenLogprob
 from ..sampling.device_sampler import fed_by, feed
-from ..sampling.drafts import Proposer
+from ..sampling.drafts import ComputedStep, Proposer
 from ..sampling.sampler import Sampled, Sampler
 from ..schedule.sequence import end_position
 from .cuda_graphs import StepGraphs
@@ -183,7 +183,8 @@ class Runner:
         if self.proposer is None:
             return
         counts = {chunk.slot: self._draftable(chunk.slot, chunk.proposals) for chunk in batch.chunks}
-        proposals = self.proposer.propose(batch.chunks, counts, self.tokens, self.length, self.layout_of, rows)
+        step = ComputedStep(batch.chunks, rows, counts, self.tokens, self.length, self.layout_of)
+        proposals = self.proposer.propose(step)
         for chunk in batch.chunks:
             if chunk.samples:
                 self.proposed[chunk.slot] = self.sampler.drafted(chunk.slot, proposals.get(chunk.slot, []))

@@ -59,9 +59,9 @@ def drafts(
         if runner.proposer is not None:
             propose = runner.proposer.propose
 
-            def note(chunks: Any, counts: Any, tokens: Any, length: Any, *rest: Any) -> Any:
-                proposed = propose(chunks, counts, tokens, length, *rest)
-                made.extend((tokens[slot, : length[slot]].tolist(), ids) for slot, ids in proposed.items() if ids)
+            def note(step: Any) -> Any:
+                proposed, tokens = propose(step), step.tokens
+                made.extend((tokens[slot, : step.length[slot]].tolist(), ids) for slot, ids in proposed.items() if ids)
                 return proposed
 
             runner.proposer.propose = note  # type: ignore[assignment, method-assign]

@@ -22,6 +22,7 @@ import cross_wirings  # noqa: E402
 import law_rank  # noqa: E402
 from cross_wirings import Prices, lanes_of_the_law, of_the_law, predicted_step, prices  # noqa: E402
 from laddertron.engine.batch import Batch  # noqa: E402
+from laddertron.engine.sampling.drafts import ComputedStep  # noqa: E402
 from laddertron.tools.plan.step_simulator import law  # noqa: E402
 from laddertron.topology.comm.collectives import Done  # noqa: E402
 from laddertron.topology.comm.ledger import Record  # noqa: E402
@@ -226,7 +227,7 @@ def test_drafts_are_the_answers_of_freed_slots() -> None:
 
     def look_up(ids: list[int], most: int) -> Any:
         tokens = np.array([ids], np.int32)
-        return runner.proposer.propose((), {0: most}, tokens, [len(ids)], None)[0]
+        return runner.proposer.propose(ComputedStep((), (), {0: most}, tokens, np.array([len(ids)]), None))[0]
 
     for right, drafts in (((1.0, 0.0), [3, 4, 5]), ((0.0, 1.0), [4, 5, 6])):
         law_rank.give_drafts(runner, 2, right)

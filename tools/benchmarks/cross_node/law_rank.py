@@ -15,13 +15,14 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import numpy as np
 import torch
 from laddertron.engine.batch import Batch
+from laddertron.engine.sampling.drafts import ComputedStep
 from laddertron.engine.schedule.speculation import Speculation
 from laddertron.launchers.measure.answers import say
 from laddertron.launchers.measure.rank_work import main
@@ -118,10 +119,9 @@ def give_drafts(runner: Any, prompt: int, right: Sequence[float]) -> None:
         probability = right[ids[0] % len(right)]
         return [draft if c < probability else (draft + 1) % 1000 for draft, c in zip(drafts, chance, strict=True)]
 
-    def propose(
-        chunks: object, counts: Mapping[int, int], tokens: NDArray[np.int32], length: NDArray[np.int64], *others: object
-    ) -> dict[int, list[int]]:
-        return {slot: look_up(tokens[slot, : length[slot]], most) for slot, most in counts.items() if most}
+    def propose(step: ComputedStep) -> dict[int, list[int]]:
+        known = {slot: step.tokens[slot, : step.length[slot]] for slot, most in step.counts.items() if most}
+        return {slot: look_up(ids, step.counts[slot]) for slot, ids in known.items()}
 
     runner.apply_changes = keep
     if runner.proposer is not None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 import copy
 import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from laddertron.engine.config.schema import EngineConfig
-from laddertron.engine.sampling.drafts import PromptLookUp
+from laddertron.engine.sampling.drafts import ComputedStep, PromptLookUp
 from laddertron.engine.sampling.sampler import Sampler
 from laddertron.engine.schedule.scheduler import SchedulerLimits
 from laddertron.engine.schedule.speculation import speculation_rule
@@ -105,8 +104,8 @@ class WrongDrafts(PromptLookUp):
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def propose(self, chunks: Any, counts: Mapping[int, int], *_: Any) -> dict[int, list[int]]:
-        return {slot: [slot] * min(most, self._count) for slot, most in counts.items() if most}
+    def propose(self, step: ComputedStep) -> dict[int, list[int]]:
+        return {slot: [slot] * min(most, self._count) for slot, most in step.counts.items() if most}
 
 
 def make_runner(
