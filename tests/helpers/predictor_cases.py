@@ -64,7 +64,7 @@ def drafts(
                 made.extend((tokens[slot, : step.length[slot]].tolist(), ids) for slot, ids in proposed.items() if ids)
                 return proposed
 
-            runner.proposer.propose = note  # type: ignore[assignment, method-assign]
+            runner.proposer.propose = note  # type: ignore[method-assign]
         cached = [] if runner.cache.draft_cache is None else runner.cache.draft_cache.tensors
         if rank.rank:
             follow(runner, communicator.plans, progress)

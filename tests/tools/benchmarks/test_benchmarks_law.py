@@ -227,7 +227,8 @@ def test_drafts_are_the_answers_of_freed_slots() -> None:
 
     def look_up(ids: list[int], most: int) -> Any:
         tokens = np.array([ids], np.int32)
-        return runner.proposer.propose(ComputedStep((), (), {0: most}, tokens, np.array([len(ids)]), None))[0]
+        unused: Any = None
+        return runner.proposer.propose(ComputedStep((), (), {0: most}, tokens, np.array([len(ids)]), unused))[0]
 
     for right, drafts in (((1.0, 0.0), [3, 4, 5]), ((0.0, 1.0), [4, 5, 6])):
         law_rank.give_drafts(runner, 2, right)
