@@ -117,6 +117,17 @@ def _make_latent(
         )
     if setting == "torch" or (stored.device.type == "cpu" and setting == "auto"):
         return LatentAttention(cache, scale, topk=topk), "torch, on latents"
+    if topk is not None and setting == "auto":
+        if reason := sparse_unfit(dtype, stored.dtype):
+            return LatentAttention(cache, scale, topk=topk), f"torch, on chosen latents: {reason}"
+        assert sizes is not None
+        sparse: Any = importlib.import_module(f"{__package__}.cuda.sparse_latent")
+        if fault := sparse.kernels_fault(sizes, shard.num_heads, dtype, stored.device):
+            raise AttentionError(
+                f"the kernels of sparse attention compute wrongly on this GPU and its Triton: {fault}: set "
+                "engine.attention: torch, and report it"
+            )
+        return sparse.SparseLatent(cache, scale, topk), "triton, on chosen latents"
     library = flashinfer_or_reason(stored.device, dtype, config, shard.num_heads)
     if stored.dtype != dtype:
         library = f"it reads latents in the model's type, not {stored.dtype}"
@@ -132,13 +143,26 @@ def _make_latent(
     return LatentAttention(cache, scale, topk=topk), f"torch, on latents, not flashinfer: {library}"
 
 
-def flashinfer_serves(
+def kernels_attend(
     setting: str, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, config: ModelConfig, heads: int
 ) -> bool:
-    """Whether `make_attention` will choose FlashInfer. heads: of this rank; kv_dtype: of keys and values."""
-    if setting == "torch" or device.type != "cuda" or (config.latent is not None and kv_dtype != dtype):
+    """Whether `make_attention` will choose kernels whose steps can be recorded: FlashInfer, or our own for sparse
+    attention. heads: of this rank; kv_dtype: of keys and values."""
+    if setting == "torch" or device.type != "cuda":
         return False
+    if config.latent is not None:
+        if config.latent.index is not None:
+            return setting == "auto" and sparse_unfit(dtype, kv_dtype) is None
+        if kv_dtype != dtype:
+            return False
     return not isinstance(flashinfer_or_reason(device, dtype, config, heads), str)
+
+
+def sparse_unfit(dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+    """The reason why SparseLatent cannot serve on a GPU, or None."""
+    if kv_dtype != dtype:
+        return f"its kernels read latents in the model's type, not {kv_dtype}"
+    return triton_missing()
 
 
 def _windows(config: ModelConfig) -> tuple[int | None, ...]:

@@ -23,7 +23,8 @@ class StageError(Refusal, ValueError):
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Stage `index` of `count`. `pending`: the number of outputs in flight at its start; `left`: at its end.
-    lends: the next stage begins with a layer that uses the positions which this one chose."""
+    lends: the next stage begins with a layer that uses the positions which this one chose; any_lends: one of the
+    pipeline's stages does."""
 
     config: ModelConfig
     index: int = 0
@@ -32,6 +33,7 @@ class Stage:
     pending: int = 0
     left: int = 0
     lends: bool = False
+    any_lends: bool = False
 
     @property
     def borrows(self) -> bool:
@@ -50,8 +52,9 @@ class Stage:
 def make_stages(config: ModelConfig, layers: Sequence[int]) -> tuple[Stage, ...]:
     ends = (0, *accumulate(layers))
     pending = [pending_at(config.wiring, end) for end in ends]
+    lends = [not _chooses(config, end) for end in ends]
     return tuple(
-        Stage(_layers(config, a, b), i, len(layers), a, pending[i], pending[i + 1], not _chooses(config, b))
+        Stage(_layers(config, a, b), i, len(layers), a, pending[i], pending[i + 1], lends[i + 1], any(lends))
         for i, (a, b) in enumerate(pairwise(ends))
     )
 

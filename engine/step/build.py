@@ -38,7 +38,7 @@ from ..sampling.sampler import OnDevice, Sampler
 from ..schedule.scheduler import SchedulerLimits
 from ..schedule.speculation import MOST, speculation_rule
 from ..schedule.split import SplitRule
-from .cuda_graphs import CudaRecorder, StepGraphs, collectives_refuse, experts_refuse, fell_back, graphed
+from .cuda_graphs import CudaRecorder, StepGraphs, collectives_refuse, fell_back, graphed, model_refuses
 from .draft_model import check_alike
 from .engine import CollectiveTimeouts
 from .kv_capacity import (
@@ -340,13 +340,13 @@ def _check(
         None if share.predictor is None else share.predictor.config,
     )  # fmt: skip
     if share.draft is not None:
-        check_alike(communicator, "engine.draft_model", "draft")
+        check_alike(communicator, device, "engine.draft_model", "draft")
     if share.predictor is not None and share.predictor.in_node:
-        check_alike(communicator, "engine.speculation=mtp", "draft")
+        check_alike(communicator, device, "engine.speculation=mtp", "draft")
     if share.sharing.per_node:
-        check_alike(communicator, "parallel.dense_path=node", "choose experts")
+        check_alike(communicator, device, "parallel.dense_path=node", "choose experts")
     if share.config.latent is not None and share.config.latent.index is not None:
-        check_alike(communicator, "sparse attention", "choose positions")
+        check_alike(communicator, device, "sparse attention", "choose positions")
     check_memory(keys, size, share.needed, available_bytes(device, sharers(deployment, device)), working, device)
     return working
 
@@ -448,7 +448,8 @@ def make_graphs(
     """Records steps, if the deployment and the device support it. The cache's last block must be unassigned.
     emulated: whether collectives are emulated; reserved: bytes kept free for the graphs. Raises GraphsError."""
     model, attention, cache, sampler = runner.model, runner.attention, runner.cache, runner.sampler
-    refused = collectives_refuse(communicator.backend, communicator.size, emulated) or experts_refuse(model.config)
+    refused = collectives_refuse(communicator.backend, communicator.size, emulated)
+    refused = refused or model_refuses(model.config, model.stage)
     use, why = graphed(keys.cuda_graphs, runner.device.type, isinstance(attention, Capturable), attention.name, refused)
     if fell_back(runner.device, keys.cuda_graphs, use):
         start_log.warn(

@@ -25,6 +25,7 @@ from ...models.config.model_config import ModelConfig
 from ...models.config.shapes import Shape
 from ...models.cuda.workspace import MOST_PROMPTS, prompts_of
 from ...models.llama import LlamaModel
+from ...models.stages import Stage
 from ...models.transfer import stage
 from ...topology.comm.collectives import Boundary, Done, Pending
 from ...topology.comm.ledger import Ledger
@@ -52,7 +53,7 @@ def graphed(
     if device != "cuda":
         reason = f"the device is a {device}"
     elif not capturable:
-        reason = f"attention {attention} plans within the step: it needs flashinfer"
+        reason = f"attention {attention} plans within the step: it needs flashinfer, or Triton's kernels for DSA"
     elif collectives is not None:
         reason = collectives
     else:
@@ -75,9 +76,11 @@ def collectives_refuse(backend: str, size: int, emulated: bool) -> str | None:
     return f"collectives of backend {backend} run on the host: it needs nccl"
 
 
-def experts_refuse(config: ModelConfig) -> str | None:
-    """The reason why steps with experts cannot be recorded, or None: torch's products read the numbers of rows on the
-    host."""
+def model_refuses(config: ModelConfig, stage: Stage | None) -> str | None:
+    """The reason why steps of the model, or of this stage of it, cannot be recorded, or None. Torch's products over
+    experts read the numbers of rows on the host; a recorded step's boundary has no room for chosen positions."""
+    if stage is not None and stage.any_lends:
+        return "a pipeline stage begins with a layer that uses the positions which the stage before chose"
     fault = None if config.experts is None else triton_missing()
     return None if fault is None else f"products over experts on the device need Triton: {fault}"
 

@@ -76,17 +76,23 @@ class DraftWeights:
         return DraftModel(compute, cache, draws, max_slots)
 
 
-def check_alike(communicator: Communicator, key: str, would: str) -> None:
-    """Raises CapacityError if ranks have different CPU tiers, or versions of torch or laddertron: their own decisions
-    could differ. key, would: for the error, the key that requires equality, and what would differ."""
-    kernels = Kernels.find()
-    tier = "torch alone" if kernels is None else kernels.tier
+def check_alike(communicator: Communicator, device: torch.device, key: str, would: str) -> None:
+    """Raises CapacityError if ranks have different CPU tiers, or GPUs if those compute, or versions of torch or
+    laddertron: their own decisions could differ. key, would: for the error, the key that requires equality, and what
+    would differ."""
+    if device.type == "cuda":
+        tier, kind = "{}.{}".format(*torch.cuda.get_device_capability(device)), "on GPUs of capability"
+        fix = "use hosts with the same GPUs"
+    else:
+        tier = "torch alone" if (kernels := Kernels.find()) is None else kernels.tier
+        kind = "in the CPU tiers"
+        fix = f"set {cpu_tier.VARIABLE} to one that all of them have, in launch.env"
     own = np.frombuffer(f"{tier} (torch {torch.__version__}, laddertron {__version__})".ljust(96).encode(), np.uint8)
     tiers = sorted({bytes(gathered).decode().strip() for gathered in communicator.gather(own[:96])})
     if len(tiers) > 1:
         raise CapacityError(
-            f"{key}: ranks compute in the CPU tiers {' and '.join(tiers)}, and would {would} differently: set "
-            f"{cpu_tier.VARIABLE} to one that all of them have, in launch.env, and install the same versions"
+            f"{key}: ranks compute {kind} {' and '.join(tiers)}, and would {would} differently: {fix}, and install "
+            "the same versions"
         )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ...models.attention_choice import flashinfer_serves
+from ...models.attention_choice import kernels_attend
 from ...models.config.json_fields import Refusal
 from ...models.config.model_config import ModelConfig
 from ...models.config.shapes import Sharing
@@ -19,7 +19,7 @@ from ...topology.hardware import sysfs
 from ..config.schema import Deployment
 from ..config.schema import EngineConfig as EngineKeys
 from ..schedule.speculation import MOST
-from .cuda_graphs import collectives_refuse, experts_refuse, graphed
+from .cuda_graphs import collectives_refuse, graphed, model_refuses
 from .memory import GIB, MemoryKeys, working_memory
 
 
@@ -68,22 +68,21 @@ def working_bytes(
     if device.type != "cuda":
         return {}
     keys = deployment.engine
-    flashinfer = flashinfer_serves(keys.attention, device, dtype, kv_dtype, shard.config, shard.num_heads)
-    if flashinfer and shard.config.latent is not None:
+    kernels = kernels_attend(keys.attention, device, dtype, kv_dtype, shard.config, shard.num_heads)
+    if kernels and shard.config.latent is not None and shard.config.latent.index is None:
         limits = keys.max_num_batched_tokens, keys.max_num_seqs, shard.num_heads
         if (reason := too_many_latent_items(*limits)) is not None:
             raise CapacityError(reason)
     emulated = deployment.parallel.collective == "emulated"
-    refused = collectives_refuse(backend, shard.size, emulated) or experts_refuse(shard.config)
-    name = "flashinfer" if flashinfer else "torch"
-    graphs, _ = graphed(keys.cuda_graphs, device.type, flashinfer, name, refused)
+    refused = collectives_refuse(backend, shard.size, emulated) or model_refuses(shard.config, shard.stage)
+    graphs, _ = graphed(keys.cuda_graphs, device.type, kernels, "kernels" if kernels else "torch", refused)
     memory_keys = MemoryKeys(
         max_num_seqs=keys.max_num_seqs,
         max_num_batched_tokens=keys.max_num_batched_tokens,
         max_model_len=length,
         block_size=keys.block_size,
         graphs=graphs,
-        flashinfer=flashinfer,
+        attention_kernels=kernels,
         widens_fp8=widens_fp8,
         drafts=MOST if keys.speculation else 0,
         predictor=predictor,

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...models.config.latent import EXPANDED_SPACE, GATHERED, Expansion
+from ...models.config.latent import EXPANDED_SPACE, GATHERED, Expansion, Latent
 from ...models.config.model_config import ModelConfig
 from ...models.config.shapes import WHOLE, Shape, Sharing
-from ...models.cuda.workspace import MOST_PROMPTS, expert_bytes, latent_workspace_bytes, most_rows, workspace_bytes
+from ...models.cuda.workspace import (
+    MOST_PROMPTS,
+    expert_bytes,
+    latent_workspace_bytes,
+    most_rows,
+    sparse_workspace_bytes,
+    workspace_bytes,
+)
 from ...models.residual import lag_of
 from ...models.stages import RankShard
 
@@ -66,9 +74,9 @@ class MemoryKeys:
     kv_cache_memory: int | None = None
     gpu: bool = True
     graphs: bool = True
-    """Whether steps are recorded as CUDA graphs; requires flashinfer."""
-    flashinfer: bool = True
-    """Whether FlashInfer computes attention on a GPU."""
+    """Whether steps are recorded as CUDA graphs; requires attention_kernels."""
+    attention_kernels: bool = True
+    """Whether kernels compute attention on a GPU, FlashInfer's or those of sparse attention, not torch."""
     replicate_embedding: bool = False
     widens_fp8: bool = False
     """Whether a GPU widens fp8 weights at each use, because the GPU or the checkpoint does not allow fp8 products."""
@@ -115,7 +123,8 @@ def working_memory(
         parts["activations"] += int(3 * tokens * d * value_bytes)
     if keys.gpu:
         parts["activations"] += _of_experts(shard, tokens, value_bytes)
-    if config.latent is not None and config.latent.index is not None:  # scores, or gathered latents, and copies
+    chooses = config.latent is not None and config.latent.index is not None
+    if chooses and not (keys.gpu and keys.attention_kernels):  # scores, or gathered latents, and copies
         parts["activations"] += 3 * GATHERED + keys.max_model_len * config.latent.index.dim * 4
     if keys.standby:
         parts["standby rank"] = GPU_CONTEXT + (NCCL_BUFFERS if size > 1 else 0) if keys.gpu else STANDBY_RANK
@@ -127,19 +136,19 @@ def working_memory(
     if keys.deterministic and size > 1:
         # One message at a time is gathered from every rank and summed in fp32.
         parts["all-reduces in flight"] += int(tokens * d * (size * value_bytes + 2 * 4))
-    recorded = keys.graphs and keys.flashinfer
+    recorded = keys.graphs and keys.attention_kernels
     shapes = graph_shapes(keys.max_num_seqs, keys.max_num_batched_tokens, keys.drafts) if recorded else ()
     windows = len(set(config.sliding_window or (None,)))
     most_blocks = -(-(keys.max_model_len + 1) // keys.block_size)
     shape = shard.num_heads, shard.num_kv_heads, config.head_dim
     if config.latent is not None:
-        workspace = latent_workspace_bytes(config.latent.rank, shapes, most_blocks)
+        workspace = _of_latents(config.latent, shapes, most_blocks)
     else:
         workspace = workspace_bytes(shape, windows, shapes, most_blocks, keys.deterministic)
     if keys.predictor is not None:
         latent = config.latent
-        workspace += workspace_bytes(shape, 1, (), 0) if latent is None else latent_workspace_bytes(latent.rank, (), 0)
-    parts["attention workspace"] = workspace if keys.flashinfer else 0
+        workspace += workspace_bytes(shape, 1, (), 0) if latent is None else _of_latents(latent, (), 0)
+    parts["attention workspace"] = workspace if keys.attention_kernels else 0
     # One product's weight is widened at a time; the largest is queries, keys and values, or gate and up.
     widened = int(d * max(outputs, 2 * shard.ffn_size) * value_bytes) if keys.widens_fp8 else 0
     if widened:
@@ -155,6 +164,12 @@ def working_memory(
         graph += _of_experts(shard, largest, value_bytes)
         parts["CUDA graphs"] = int(len(shapes) * GRAPH_BYTES + graph) + widened
     return parts
+
+
+def _of_latents(latent: Latent, shapes: Sequence[Shape], most_blocks: int) -> int:
+    """Bytes of the workspace of attention over latents on a GPU."""
+    of_kernels = latent_workspace_bytes if latent.index is None else sparse_workspace_bytes
+    return of_kernels(latent.rank, shapes, most_blocks)
 
 
 def _of_experts(shard: RankShard, rows: int, value_bytes: float) -> int:

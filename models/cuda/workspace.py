@@ -29,6 +29,10 @@ MOST_PROMPTS = 8
 _MIB = 1 << 20
 EXPERT_SPACE = 256 * _MIB
 """Limit of the buffers of experts' outputs: steps that need more compute their pairs in pieces."""
+SCORE_BYTES = 128 * _MIB
+"""Of positions' scores of sparse attention: steps that need more are scored in pieces of rows."""
+SPARSE_HEADS = 32
+"""The most heads that a program of sparse attention computes."""
 WRAPPER_BYTES = 8 * _MIB
 """Bytes that each wrapper allocates for its plan, a constant of the library."""
 
@@ -96,6 +100,14 @@ def latent_partial_bytes(rank: int) -> int:
     """Bytes of partial results of attention over latents: two tiles of 64 rows a multiprocessor, in 16 bits, and their
     sums."""
     return 2 * MULTIPROCESSORS * 64 * (2 * rank + 4)
+
+
+def sparse_workspace_bytes(rank: int, shapes: Sequence[Shape], most_blocks: int) -> int:
+    """Bytes of sparse attention over latents: scores, partial results in fp32 of at most two programs a multiprocessor,
+    and the block tables of recorded steps."""
+    sequences = max((shape[0] + prompts_of(shape) for shape in shapes), default=0)
+    partial = 2 * MULTIPROCESSORS * SPARSE_HEADS * (rank + 1) * 4
+    return SCORE_BYTES + partial + 4 * sequences * most_blocks
 
 
 def latent_items(tokens: int, sequences: int, heads: int) -> int:

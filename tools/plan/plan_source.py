@@ -149,7 +149,7 @@ def _question(loaded: LoadedDeployment, model: _Model, fabric: Fabric, placement
         kv_cache_memory=d.engine.kv_cache_memory if gpu else d.engine.cpu_kv_bytes,
         gpu=gpu,
         graphs=d.engine.cuda_graphs is not False,
-        flashinfer=d.engine.attention != "torch" and values != "float32" and _attends(config, heads),
+        attention_kernels=d.engine.attention != "torch" and values != "float32" and _attends(config, heads),
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
         deterministic=bool(d.parallel.deterministic),
         widens_fp8=gpu
@@ -301,9 +301,11 @@ def assumed_fabric(d: Deployment) -> str:
 
 
 def _attends(config: ModelConfig, heads: int) -> bool:
-    """Whether FlashInfer has kernels for these heads, so many a rank."""
+    """Whether there are kernels for these heads, so many a rank: FlashInfer's, or those of sparse attention."""
     latent = config.latent
-    return config.head_dim in HEAD_DIMS if latent is None else not latent_unfit(latent, heads)
+    if latent is None:
+        return config.head_dim in HEAD_DIMS
+    return latent.index is not None or not latent_unfit(latent, heads)
 
 
 def _replicates(setting: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:

@@ -11,9 +11,11 @@ import fake_flashinfer
 import numpy as np
 import pytest
 import torch
+from laddertron import __version__
 from laddertron.engine.config.schema import CPU_KV_CACHE_MEMORY, Deployment, EngineConfig, ModelSection
 from laddertron.engine.step import kv_capacity as capacity
 from laddertron.engine.step.cuda_graphs import GraphsError, StepGraphs
+from laddertron.engine.step.draft_model import check_alike
 from laddertron.engine.step.kv_capacity import (
     Budget,
     CapacityError,
@@ -36,6 +38,7 @@ from laddertron.models.attention import KVCache
 from laddertron.models.config.known_models import known
 from laddertron.models.config.model_config import ModelConfig, make_wiring
 from laddertron.models.config.predictor import whole_in_node
+from laddertron.models.cpu.kernels import Kernels
 from laddertron.models.cuda.flashinfer import FlashInferAttention
 from laddertron.models.cuda.workspace import WRAPPER_BYTES, partial_bytes, workspace_bytes
 from laddertron.models.stages import RankShard, predictor_stage
@@ -61,7 +64,7 @@ def working(
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "flashinfer_serves", lambda wanted, *_: wanted != "torch")
+    monkeypatch.setattr(capacity, "kernels_attend", lambda wanted, *_: wanted != "torch")
 
 
 def test_a_step_that_flashinfer_cannot_plan_is_refused_before_loading(flashinfer: None) -> None:
@@ -143,7 +146,14 @@ def test_a_cpu_keeps_nothing_free() -> None:
 @pytest.mark.usefixtures("flashinfer")
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("llama-3.1-8b", 1), ("llama-3.1-70b", 8), ("llama-3.1-405b", 16), ("qwen3-30b-a3b", 4), ("laneformer-2b", 2)],
+    [
+        ("llama-3.1-8b", 1),
+        ("llama-3.1-70b", 8),
+        ("llama-3.1-405b", 16),
+        ("qwen3-30b-a3b", 4),
+        ("laneformer-2b", 2),
+        ("deepseek-v3.2", 32),
+    ],
 )
 def test_the_plan_has_the_engines_figure(name: str, size: int) -> None:
     """A device that holds what the plan lists beside KV, weights and what the driver and NCCL take being there already:
@@ -157,7 +167,7 @@ def test_the_plan_has_the_engines_figure(name: str, size: int) -> None:
             max_model_len=8192,
             block_size=d.engine.block_size,
             graphs=d.engine.cuda_graphs is not False,
-            flashinfer=d.engine.attention != "torch",
+            attention_kernels=d.engine.attention != "torch",
         )
         room = memory(config, size, StoredTypes(), keys, H100)
         backend = "native" if size == 1 else "nccl"
@@ -169,7 +179,7 @@ def test_the_plan_has_the_engines_figure(name: str, size: int) -> None:
         assert budget.kv == pytest.approx(room.kv_bytes, abs=2)
         assert room.kv_bytes > GIB
         held = taken["attention workspace"] > 0, taken["CUDA graphs"] > 0
-        assert held == (keys.flashinfer, keys.graphs and keys.flashinfer)
+        assert held == (keys.attention_kernels, keys.graphs and keys.attention_kernels)
 
 
 @pytest.mark.usefixtures("flashinfer")
@@ -359,3 +369,25 @@ def test_the_group_agrees_on_the_least(monkeypatch: pytest.MonkeyPatch, least: b
         assert agreed == own
     else:
         assert agreed == Budget(own.kv - GIB, f"another rank has less than this one: {own.words}", own.fixes)
+
+
+def test_ranks_that_would_decide_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another CPU tier or version where CPUs compute; another kind of GPU where GPUs do, whatever the CPUs are."""
+
+    def group(*texts: str) -> Any:
+        rows = [np.frombuffer(text.ljust(96).encode(), np.uint8) for text in texts]
+        return SimpleNamespace(gather=lambda own: np.stack([own, *rows]))
+
+    alike = f"(torch {torch.__version__}, laddertron {__version__})"
+    monkeypatch.setattr(Kernels, "find", staticmethod(lambda: SimpleNamespace(tier="avx2")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    check_alike(group(f"avx2 {alike}"), cpu, "sparse attention", "choose positions")
+    check_alike(group(f"9.0 {alike}"), gpu, "sparse attention", "choose positions")
+    wanted = r"sparse attention: ranks compute in the CPU tiers avx2 .* and avx512 .* would choose .*_CPU_TIER"
+    with pytest.raises(CapacityError, match=wanted):
+        check_alike(group(f"avx512 {alike}"), cpu, "sparse attention", "choose positions")
+    with pytest.raises(CapacityError, match="and install the same versions"):
+        check_alike(group("avx2 (torch 2.11.0, laddertron 0.1.0)"), cpu, "sparse attention", "choose positions")
+    with pytest.raises(CapacityError, match=r"on GPUs of capability 8.0 .* and 9.0 .*: use hosts with the same GPUs"):
+        check_alike(group(f"8.0 {alike}"), gpu, "sparse attention", "choose positions")

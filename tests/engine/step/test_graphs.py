@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,14 @@ from laddertron.engine.step.cuda_graphs import (
     _joined,
     collectives_refuse,
     graphed,
+    model_refuses,
     recorded_at_start,
 )
 from laddertron.engine.step.memory import MOST_GRAPHED, graph_shapes, graph_sizes
 from laddertron.models.attention import StepLayout
+from laddertron.models.config.known_models import known
 from laddertron.models.cuda.workspace import prompts_of
+from laddertron.models.stages import make_stages
 from laddertron.topology.comm.ledger import Ledger
 from recorded_graph import BATCHED, TapeRecorder
 
@@ -143,6 +147,20 @@ def test_which_collectives_may_be_recorded() -> None:
     assert collectives_refuse("native", 1, False) is None
     assert collectives_refuse("native", 1, True) is not None
     assert collectives_refuse("gloo", 2, False) is not None
+
+
+def test_a_pipeline_that_hands_on_chosen_positions_is_not_recorded() -> None:
+    """Of a model whose every other layer uses what the one before chose: if a stage begins with such a layer, every
+    stage refuses, also those that neither send nor take."""
+    config = replace(known("glm-5"), experts=None)
+    assert config.latent is not None
+    assert config.latent.index is not None
+    full = tuple(layer % 2 == 0 for layer in range(config.num_layers))
+    config = replace(config, latent=replace(config.latent, index=replace(config.latent.index, full=full)))
+    for layers, refuses in (((26, 26, 26), False), ((25, 27, 26), True), ((26, 25, 27), True)):
+        for stage in make_stages(config, layers):
+            assert (model_refuses(stage.config, stage) is not None) is refuses, layers
+    assert model_refuses(config, None) is None
 
 
 def test_the_stand_in_repeats_what_it_noted() -> None:

@@ -69,7 +69,11 @@ class Step:
         attention.prepare(self.layout, *self.angles)
         attention.store_index(0, self.keys)
         digest = attention.choose(0, self.queries, self.weights)
-        return attention.chosen, digest, attention.attend(0, self.x, None, self.norm)
+        return (
+            attention.chosen,
+            digest,
+            attention.attend(0, self.x.clone(), None, self.norm),
+        )  # it may turn them in place
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
