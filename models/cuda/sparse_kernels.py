@@ -91,28 +91,28 @@ def choose(
     sequence, last = tl.load(sequences + row), tl.load(positions + row)
     length = tl.where(sequence >= 0, last + 1, 0).to(tl.int32)
     scored = tl.where(length > TOPK, length, 0)
-    digit, least, known = tl.arange(0, 256), tl.zeros((), tl.int64), tl.zeros((), tl.int64)
-    wanted = tl.full((), TOPK, tl.int32)
+    digit, least, mask = tl.arange(0, 256), tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    left = tl.full((), TOPK, tl.int32)
     for byte in tl.static_range(4):
         counts = tl.zeros((256,), tl.int32)
         for start in range(0, scored, BLOCK):
             at = start + tl.arange(0, BLOCK)
             seen = at < scored
             order = _order(tl.load(own + at, seen, other=0.0))
-            alike = seen & ((order & known) == least)
+            alike = seen & ((order & mask) == least)
             counts += tl.histogram(((order >> (24 - 8 * byte)) & 255).to(tl.int32), 256, alike)
         above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
-        holds = (above < wanted) & (above + counts >= wanted)
+        holds = (above < left) & (above + counts >= left)
         least += tl.sum(tl.where(holds, digit, 0), 0).to(tl.int64) << (24 - 8 * byte)
-        wanted -= tl.sum(tl.where(holds, above, 0), 0)
-        known += tl.full((), 255, tl.int64) << (24 - 8 * byte)
+        left -= tl.sum(tl.where(holds, above, 0), 0)
+        mask += tl.full((), 255, tl.int64) << (24 - 8 * byte)
     count, equals, total = tl.zeros((), tl.int32), tl.zeros((), tl.int32), tl.zeros((), tl.int64)
     for start in range(0, length, BLOCK):
         at = start + tl.arange(0, BLOCK)
         order = _order(tl.load(own + at, at < scored, other=0.0))
         equal = (at < scored) & (order == least)
         rank = equals + tl.cumsum(equal.to(tl.int32), 0)
-        taken = (at < length) & ((scored == 0) | (order > least) | (equal & (rank <= wanted)))
+        taken = (at < length) & ((scored == 0) | (order > least) | (equal & (rank <= left)))
         to = count + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(chosen + row * TOPK + to, at, taken)
         mixed = (at.to(tl.int64) + 1) * FACTOR
@@ -156,9 +156,9 @@ def attend_chosen(
         scores = tl.dot(query_turned, tl.trans(key), scores, input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
-        weights, kept = tl.exp(scores - higher[:, None]), tl.exp(peak - higher)
-        total = total * kept + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(latent.dtype), latent, acc * kept[:, None], input_precision="ieee")
+        weights, decay = tl.exp(scores - higher[:, None]), tl.exp(peak - higher)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(latent.dtype), latent, acc * decay[:, None], input_precision="ieee")
         peak = higher
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     at_head = (part * tl.num_programs(0) + row) * heads + head

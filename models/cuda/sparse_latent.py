@@ -48,10 +48,10 @@ class SparseLatent(LatentAttention):
     _width: int | None = None
     """Of a recorded step, the most positions of a sequence."""
 
-    def __init__(self, cache: LatentCache, scale: float, topk: int) -> None:
+    def __init__(self, cache: LatentCache, scale: float, topk: int, score_bytes: int = SCORE_BYTES) -> None:
         super().__init__(cache, scale, topk=topk)
         self._most, self.sparse = topk, True
-        self._scores = torch.empty(SCORE_BYTES // 4, dtype=torch.float32, device=cache.latents[0].device)
+        self._scores = torch.empty(score_bytes // 4, dtype=torch.float32, device=cache.latents[0].device)
         self._table = torch.empty(0, dtype=torch.int64)
 
     def twin(self) -> SparseLatent:
@@ -196,11 +196,11 @@ def kernels_fault(latent: Latent, heads: int, dtype: torch.dtype, device: torch.
         attention.prepare(layout, there(angle.cos()), there(angle.sin()))
         out = attention.attend(0, x.clone(), None, norm)
         results.append([download(part)() for part in (attention.chosen, digest, out.float())])
-    expected, found = results
-    for name, one, other in zip(("positions chosen", "digests"), expected, found, strict=False):
+    expected, computed = results
+    for name, one, other in zip(("positions chosen", "digests"), expected, computed, strict=False):
         if not np.array_equal(one, other):
             return f"{name} differ from torch's"
-    difference, largest = np.abs(expected[2] - found[2]).max(), np.abs(expected[2]).max()
+    difference, largest = np.abs(expected[2] - computed[2]).max(), np.abs(expected[2]).max()
     return (
         None if difference <= _TOLERANCE * largest else f"outputs differ by {difference:g} of {largest:g} from torch's"
     )

@@ -120,8 +120,8 @@ def give_drafts(runner: Any, prompt: int, right: Sequence[float]) -> None:
         return [draft if c < probability else (draft + 1) % 1000 for draft, c in zip(drafts, chance, strict=True)]
 
     def propose(step: ComputedStep) -> dict[int, list[int]]:
-        known = {slot: step.tokens[slot, : step.length[slot]] for slot, most in step.counts.items() if most}
-        return {slot: look_up(ids, step.counts[slot]) for slot, ids in known.items()}
+        asked = [(slot, most) for slot, most in step.counts.items() if most]
+        return {slot: look_up(step.tokens[slot, : step.length[slot]], most) for slot, most in asked}
 
     runner.apply_changes = keep
     if runner.proposer is not None:
