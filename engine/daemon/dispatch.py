@@ -288,6 +288,12 @@ class Dispatcher:
         """Number of choices in the engines."""
         return sum(replica.load for replica in self._replicas)
 
+    @property
+    def model(self) -> str | None:
+        """The digest of the model that every replica serves; None while they differ."""
+        digests = {replica.job.state.model for replica in self._replicas}
+        return digests.pop() if len(digests) == 1 else None
+
     def hungry(self) -> bool:
         """Whether a replica has too few choices to fill its steps."""
         ready = [replica.load for replica in self._replicas if replica.job.state.phase == "ready"]

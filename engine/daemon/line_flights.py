@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Sequence
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 
 from ..openai.answers import LARGE_VALUES, Answer
 from ..openai.batch_input import BatchLine, error_line, large_answer_line, output_line
@@ -25,12 +28,14 @@ log = logging.getLogger(__name__)
 
 _MOST_EQUAL = 256
 """Lines that share one flight: all their results are made at once."""
+_PAST, _PAST_VALUES = 1024, 1 << 17
+"""Ended flights, and values of their answers, that are kept for equal lines that come later."""
 
 
 class LineFlights(FlightOwner):
     """Call `take` for a line once the dispatcher has room; `answered` is called with its result. `run_id`: the batch's
-    or the run's id; answer ids and default seeds are derived from it. `deduplicate`: a line whose answer is that of
-    one in flight by definition is answered with it."""
+    or the run's id; answer ids and default seeds are derived from it. `deduplicate`: a line whose answer is by
+    definition that of one in flight, or of one that ended lately, is answered with it."""
 
     def __init__(
         self, dispatcher: Dispatcher, text: TextModel, run_id: str, owner: str = "", deduplicate: bool = False
@@ -38,8 +43,10 @@ class LineFlights(FlightOwner):
         self._dispatcher, self._text, self._run_id, self._owner = dispatcher, text, run_id, owner
         self._deduplicate = deduplicate
         self._flights: dict[Flight, BatchLine] = {}
-        self._equal: dict[Flight, tuple[Hashable, list[BatchLine]]] = {}  # further lines of a flight
-        self._by_content: dict[Hashable, Flight] = {}
+        self._equal: dict[Flight, tuple[bytes, list[BatchLine]]] = {}  # further lines of a flight
+        self._by_content: dict[bytes, Flight] = {}
+        self._past: OrderedDict[bytes, Flight] = OrderedDict()  # the last to be used comes last
+        self._past_values = 0
         self._noted = False
 
     def answered(self, line: BatchLine, out: bytes, flight: Flight | None, error: ApiError | None) -> None:
@@ -79,6 +86,11 @@ class LineFlights(FlightOwner):
                 del self._by_content[content]
             self._dispatcher.pump()  # gives the room to another
             return
+        if content is not None and (past := self._past.get(content)) and past.model == self._dispatcher.model:
+            self._past.move_to_end(content)
+            self.finished(self._copy(past, line._replace(body=None)))
+            self._dispatcher.pump()
+            return
         answer = Answer(body, requests, self._text, name, int(time.time()))
         flight = Flight(tuple(requests), answer, self, Suspicion(deaths), group=group)
         self._flights[flight] = line._replace(body=None)  # only the envelope is needed from here on
@@ -112,29 +124,52 @@ class LineFlights(FlightOwner):
         return error_line(line.custom_id, name, answer.error)
 
     def _answer(self, flight: Flight, out: bytes) -> None:
-        content, equal = self._equal.pop(flight, (None, []))
+        content, equal = self._equal.pop(flight, (b"", []))
         if self._by_content.get(content) is flight:
             del self._by_content[content]
-        copies = {replace(flight, answer=flight.answer.copied(self.name(line))): line for line in equal}
-        self._flights |= copies
+        copies = [self._copy(flight, line) for line in equal]
         self.answered(self._flights.pop(flight), out, flight, flight.answer.error)
-        for copy, line in copies.items():
+        for copy in copies:
             if copy.answer.error is None:
                 self.finished(copy)
             else:  # nothing was computed for it
-                self.answered(self._flights.pop(copy), self._line_of(line, copy), None, copy.answer.error)
+                line = self._flights.pop(copy)
+                self.answered(line, self._line_of(line, copy), None, copy.answer.error)
+        if content and flight.answer.error is None:
+            self._keep(content, flight)
+
+    def _copy(self, flight: Flight, line: BatchLine) -> Flight:
+        """An ended flight for another line, in `_flights`."""
+        copy = replace(flight, answer=flight.answer.copied(self.name(line)), submitted=time.monotonic())
+        self._flights[copy] = line
+        return copy
+
+    def _keep(self, content: bytes, flight: Flight) -> None:
+        """Keeps an ended flight for equal lines that are read later."""
+        if flight.answer.values > _PAST_VALUES:
+            return
+        for old in (content, *self._past):
+            if old != content and len(self._past) < _PAST and self._past_values + flight.answer.values <= _PAST_VALUES:
+                break
+            if old in self._past:
+                self._past_values -= self._past.pop(old).answer.values
+        self._past[content] = flight
+        self._past_values += flight.answer.values
 
     def lines_of(self, flight: Flight) -> list[BatchLine]:
         """The lines that the flight answers."""
-        return [self._flights[flight], *self._equal.get(flight, (None, []))[1]]
+        return [self._flights[flight], *self._equal.get(flight, (b"", []))[1]]
 
 
-def _content(body: Body, requests: Sequence[Request]) -> Hashable | None:
-    """A value that is equal for bodies with the same answer; None if it depends on the line."""
+def _content(body: Body, requests: Sequence[Request]) -> bytes | None:
+    """A digest that is equal for bodies with the same answer; None if it depends on the line."""
     params = requests[0].params
     if body.echo or body.tools or not body.add_generation_prompt or not (params.greedy or body.seed is not None):
         return None  # the ids of calls are unique, and an echo has the messages' own text
     rest = body._replace(messages=(), prompts=(), params=params, seed=None)
     if params.greedy:
         rest = rest._replace(params=replace(params, seed=0))
-    return tuple(request.prompt for request in requests), repr(rest)
+    digest = blake2b(repr(rest).encode(), digest_size=16)
+    for request in requests:
+        digest.update(len(request.prompt).to_bytes(8, "little") + array("q", request.prompt).tobytes())
+    return digest.digest()

@@ -189,6 +189,8 @@ class BatchRun(LineFlights):
         try:
             async with contextlib.aclosing(ready):
                 async for prepared_line in ready:
+                    while self._sink.full:
+                        await self._sink.moved()
                     await self.dispatcher.room()
                     self.take(prepared_line)
                     if self._began is None and self._flights:

@@ -23,7 +23,9 @@ from fake_job import FakeJob
 from folders import FOLDERS
 from laddertron.engine.config.load import Deployment
 from laddertron.engine.config.schema import ModelSection
+from laddertron.engine.daemon import line_flights
 from laddertron.engine.job import JobListener, JobState
+from laddertron.engine.openai import prefetch
 from laddertron.engine.openai.answers import Answer
 from laddertron.engine.request import ModelLimits, TokensEvent
 from laddertron.engine.run.files import LineFile, RunFiles, open_run
@@ -531,3 +533,41 @@ def test_equal_lines_are_computed_once_and_answered_each(bench: Bench, deduplica
         assert sorted(cached) == ([0] + [prompt] * (len(group) - 1) if deduplicate else [0] * len(group))
     codes = {line["custom_id"]: line["response"]["body"]["error"]["code"] for line in bench.faults()}
     assert codes == dict.fromkeys(("bad0", "bad1"), "numerical_error")
+
+
+class ChangingModel(FakeJob):
+    """Serves another model from the 40th request on."""
+
+    @property
+    def state(self) -> JobState:
+        return replace(self._state, model="second" if len(self.submitted) >= 40 else "first")
+
+    @state.setter
+    def state(self, state: JobState) -> None:
+        self._state = state
+
+
+@pytest.mark.parametrize("case", ["far apart", "few are kept", "another model"])
+def test_equal_lines_far_apart_are_computed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """When one ended long before the next is read: as many as are kept, of the model that still serves. A failed line
+    is computed again."""
+    monkeypatch.setattr(prefetch, "FIRST_LINES", 2)
+    monkeypatch.setattr(prefetch, "READ_AHEAD_LINES", 2)
+    monkeypatch.setattr(line_flights, "_PAST", 3 if case == "few are kept" else 1000)
+    same: dict[str, Any] = {"temperature": 0.0, "max_tokens": 5}
+    lines = []
+    for turn in range(3):
+        lines += [completion(f"equal{turn}", "again and again", **same), completion(f"bad{turn}", [7, 8], **same)]
+        lines += [completion(f"other{turn}-{i}", f"number {turn} {i}", **same) for i in range(100)]
+    bench.write(*lines)
+    kind = ChangingModel if case == "another model" else FakeJob
+    summary = bench.run(lambda: kind(LIMITS, fail=frozenset({7})))
+    assert (summary.ok, summary.failed) == (303, 3)
+    again = {"far apart": 0, "few are kept": 2, "another model": 1}[case]
+    assert len(bench.job.submitted) == 300 + 3 + 1 + again
+    bodies = [bench.answers()[f"equal{turn}"]["response"]["body"] for turn in range(3)]
+    assert len({body["id"] for body in bodies}) == 3
+    if not again:  # this job's answers depend on a request's id
+        assert all(body["choices"] == bodies[0]["choices"] for body in bodies)
+    prompt = bodies[0]["usage"]["prompt_tokens"]
+    assert sum(b["usage"]["prompt_tokens_details"]["cached_tokens"] for b in bodies) == (2 - again) * prompt
