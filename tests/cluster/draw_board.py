@@ -41,13 +41,20 @@ class Series(NamedTuple):
 
 
 def draw(prometheus: str, board: str, start: float, end: float, path: Path) -> list[str]:
-    """Writes the dashboard named `board` (of configs/monitoring/grafana) as a PNG; the titles of panels that are empty.
-    `start`, `end`: seconds of the epoch. Raises URLError where Prometheus refuses a query."""
-    panels = [panel for panel in BOARDS[board]["panels"] if panel["type"] != "text"]
-    rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
-    empty = list[str]()
+    """Writes the dashboard named `board` (of configs/monitoring/grafana) as a PNG, without last sections that have no
+    data; returns the titles of panels without any. `start`, `end`: seconds of the epoch. Raises URLError where
+    Prometheus refuses a query."""
+    drawn, empty = list[tuple[Panel, list[Series]]](), list[str]()
+    for section in _sections(BOARDS[board]["panels"]):
+        found = [
+            [one for t in panel.get("targets", ()) for one in _range(prometheus, t, start, end)] for panel in section
+        ]
+        empty += [p["title"] for p, series in zip(section, found, strict=True) if p["type"] != "row" and not series]
+        if any(found):
+            drawn += zip(section, found, strict=True)
+    rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel, _ in drawn)
     figure = pyplot.figure(figsize=(_WIDTH_IN, rows * _ROW_IN), dpi=90)
-    for panel in panels:
+    for panel, series in drawn:
         place = panel["gridPos"]
         left, top = place["x"] / _COLUMNS, 1.0 - place["y"] / rows
         if panel["type"] == "row":
@@ -57,12 +64,21 @@ def draw(prometheus: str, board: str, start: float, end: float, path: Path) -> l
         axes = figure.add_axes(inset)
         axes.set_title(panel["title"], fontsize=8, loc="left")
         axes.tick_params(labelsize=6)
-        series = [one for target in panel["targets"] for one in _range(prometheus, target, start, end)]
         _KINDS[panel["type"]](axes, panel, series, end - start)
-        empty += [panel["title"]] if not series else []
     figure.savefig(path)
     pyplot.close(figure)
     return empty
+
+
+def _sections(panels: list[Panel]) -> list[list[Panel]]:
+    """The panels of each row's title, from the top; no text."""
+    sections = list[list[Panel]]()
+    for panel in sorted(panels, key=lambda panel: panel["gridPos"]["y"]):
+        if panel["type"] == "row" or not sections:
+            sections.append([])
+        if panel["type"] != "text":
+            sections[-1].append(panel)
+    return sections
 
 
 def _range(prometheus: str, target: dict[str, str], start: float, end: float) -> Iterator[Series]:
@@ -106,8 +122,9 @@ def _lines(axes: Axes, panel: Panel, series: list[Series], span_s: float) -> Non
     for one in series:
         axes.plot(one.times, [value * factor for value in one.values], linewidth=1.0, label=one.name)
     axes.set_xlim(0, span_s)
-    if "min" in panel["fieldConfig"]["defaults"]:
-        axes.set_ylim(bottom=0)
+    limits = panel["fieldConfig"]["defaults"]
+    if "min" in limits:
+        axes.set_ylim(0, limits["max"] * factor if "max" in limits else 1.05 * axes.get_ylim()[1])
     axes.set_ylabel(unit.strip(), fontsize=7)
     if any(one.name for one in series):
         axes.legend(fontsize=6, loc="upper left", ncols=2, framealpha=0.6)
@@ -120,7 +137,7 @@ def _bands(axes: Axes, panel: Panel, series: list[Series], span_s: float) -> Non
         colors = [_color(panel, value) for value in one.values]
         axes.broken_barh([(when, step) for when in one.times], (row - 0.4, 0.8), facecolors=colors)
     axes.set_yticks(range(len(series)), [one.name for one in series])
-    axes.tick_params(axis="y", direction="in", pad=-8, labelsize=7)
+    axes.tick_params(axis="y", direction="in", pad=-8, labelsize=7 if len(series) <= 8 else 4)
     for label in axes.get_yticklabels():
         label.set_horizontalalignment("left")
     axes.set_xlim(0, span_s)
