@@ -123,9 +123,9 @@ def working_memory(
         parts["activations"] += int(3 * tokens * d * value_bytes)
     if keys.gpu:
         parts["activations"] += _of_experts(shard, tokens, value_bytes)
-    chooses = config.latent is not None and config.latent.index is not None
-    if chooses and not (keys.gpu and keys.attention_kernels):  # scores, or gathered latents, and copies
-        parts["activations"] += 3 * GATHERED + keys.max_model_len * config.latent.index.dim * 4
+    index = None if config.latent is None else config.latent.index
+    if index is not None and not (keys.gpu and keys.attention_kernels):  # scores, or gathered latents, and copies
+        parts["activations"] += 3 * GATHERED + keys.max_model_len * index.dim * 4
     if keys.standby:
         parts["standby rank"] = GPU_CONTEXT + (NCCL_BUFFERS if size > 1 else 0) if keys.gpu else STANDBY_RANK
     if not keys.gpu:

@@ -35,7 +35,7 @@ def compared(step: Step, got: tuple[Tensor, Tensor, Tensor], want: tuple[Tensor,
 
 def eager(dtype: torch.dtype, shape: tuple[int, int], topk: int, processors: int, scores: int) -> dict[str, Any]:
     """Of whole numbers, so that equal scores are many and sums exact; each of the pieces and parts."""
-    sparse_latent.MULTIPROCESSORS = processors
+    sparse_latent.MULTIPROCESSORS = processors  # type: ignore[attr-defined]
     step = Step(dtype, *shape, topk=topk)
     result = compared(step, step.run(backend(step, scores)), step.run(step.backend(None)))
     return {"case": ["eager", str(dtype), *shape, topk, processors, scores]} | result
