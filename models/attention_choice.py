@@ -122,7 +122,11 @@ def _make_latent(
             return LatentAttention(cache, scale, topk=topk), f"torch, on chosen latents: {reason}"
         assert sizes is not None
         sparse: Any = importlib.import_module(f"{__package__}.cuda.sparse_latent")
-        if fault := sparse.kernels_fault(sizes, shard.num_heads, dtype, stored.device):
+        try:
+            fault = sparse.kernels_fault(sizes, shard.num_heads, dtype, stored.device)
+        except Exception as error:  # Triton's own: of its compiler, or of what this GPU has
+            fault = f"{type(error).__name__}: {error}"
+        if fault:
             raise AttentionError(
                 f"the kernels of sparse attention compute wrongly on this GPU and its Triton: {fault}: set "
                 "engine.attention: torch, and report it"

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _MOST_EQUAL = 256
 """Lines that share one flight: all their results are made at once."""
 _PAST, _PAST_VALUES = 1024, 1 << 17
-"""Ended flights, and values of their answers, that are kept for equal lines that come later."""
+"""Ended flights, and tokens of their prompts and values of their answers, that are kept for later equal lines."""
 
 
 class LineFlights(FlightOwner):
@@ -88,7 +88,7 @@ class LineFlights(FlightOwner):
             return
         if content is not None and (past := self._past.get(content)) and past.model == self._dispatcher.model:
             self._past.move_to_end(content)
-            self.finished(self._copy(past, line._replace(body=None)))
+            self.finished(self._copy(past, line._replace(body=None), time.monotonic()))
             self._dispatcher.pump()
             return
         answer = Answer(body, requests, self._text, name, int(time.time()))
@@ -127,7 +127,7 @@ class LineFlights(FlightOwner):
         content, equal = self._equal.pop(flight, (b"", []))
         if self._by_content.get(content) is flight:
             del self._by_content[content]
-        copies = [self._copy(flight, line) for line in equal]
+        copies = [self._copy(flight, line, flight.submitted) for line in equal]
         self.answered(self._flights.pop(flight), out, flight, flight.answer.error)
         for copy in copies:
             if copy.answer.error is None:
@@ -138,27 +138,31 @@ class LineFlights(FlightOwner):
         if content and flight.answer.error is None:
             self._keep(content, flight)
 
-    def _copy(self, flight: Flight, line: BatchLine) -> Flight:
+    def _copy(self, flight: Flight, line: BatchLine, submitted: float) -> Flight:
         """An ended flight for another line, in `_flights`."""
-        copy = replace(flight, answer=flight.answer.copied(self.name(line)), submitted=time.monotonic())
+        copy = replace(flight, answer=flight.answer.copied(self.name(line)), submitted=submitted)
         self._flights[copy] = line
         return copy
 
     def _keep(self, content: bytes, flight: Flight) -> None:
         """Keeps an ended flight for equal lines that are read later."""
-        if flight.answer.values > _PAST_VALUES:
+        if (size := _size(flight)) > _PAST_VALUES:
             return
-        for old in (content, *self._past):
-            if old != content and len(self._past) < _PAST and self._past_values + flight.answer.values <= _PAST_VALUES:
-                break
-            if old in self._past:
-                self._past_values -= self._past.pop(old).answer.values
+        if (old := self._past.pop(content, None)) is not None:
+            self._past_values -= _size(old)
+        while self._past and (len(self._past) >= _PAST or self._past_values + size > _PAST_VALUES):
+            self._past_values -= _size(self._past.popitem(last=False)[1])
         self._past[content] = flight
-        self._past_values += flight.answer.values
+        self._past_values += size
 
     def lines_of(self, flight: Flight) -> list[BatchLine]:
         """The lines that the flight answers."""
         return [self._flights[flight], *self._equal.get(flight, (b"", []))[1]]
+
+
+def _size(flight: Flight) -> int:
+    """What a kept flight takes in memory, in tokens."""
+    return flight.answer.values + sum(len(request.prompt) for request in flight.requests)
 
 
 def _content(body: Body, requests: Sequence[Request]) -> bytes | None:

@@ -189,6 +189,7 @@ class BatchRun(LineFlights):
         try:
             async with contextlib.aclosing(ready):
                 async for prepared_line in ready:
+                    await asyncio.sleep(0)  # many lines in a row may be answered at once
                     while self._sink.full:
                         await self._sink.moved()
                     await self.dispatcher.room()
@@ -235,8 +236,7 @@ class BatchRun(LineFlights):
             cause = self._causes.get(error.code) or FailureCause(0, error.code or "", error.message)
             self._causes[error.code] = replace(cause, count=cause.count + 1)
         self._sink.add((out, error is None), len(out))
-        if flight is None:
-            self._show()
+        self._show()
 
     async def _store(self, lines: list[tuple[bytes, bool]]) -> None:
         """Writes lines, each with whether it is an answer, in a thread: a network file system may take long."""

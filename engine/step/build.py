@@ -259,7 +259,7 @@ def _proposer(
         cache.draft_cache = made.cache
         return made
     assert share.predictor is not None
-    predicting = share.predictor.load(model, blocks, size, share.kv_dtype, slots, sampler, communicator)
+    predicting = share.predictor.load(model, blocks, size, share.kv_dtype, slots, sampler, communicator, keys.attention)
     cache.draft_cache = predicting.cache
     return predicting
 

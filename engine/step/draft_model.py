@@ -81,7 +81,9 @@ def check_alike(communicator: Communicator, device: torch.device, key: str, woul
     laddertron: their own decisions could differ. key, would: for the error, the key that requires equality, and what
     would differ."""
     if device.type == "cuda":
-        tier, kind = "{}.{}".format(*torch.cuda.get_device_capability(device)), "on GPUs of capability"
+        major, minor = torch.cuda.get_device_capability(device)
+        count = torch.cuda.get_device_properties(device).multi_processor_count  # libraries choose kernels by it
+        tier, kind = f"{major}.{minor} with {count} multiprocessors", "on GPUs of capability"
         fix = "use hosts with the same GPUs"
     else:
         tier = "torch alone" if (kernels := Kernels.find()) is None else kernels.tier

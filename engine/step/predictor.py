@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...models.attention import block_bytes
+from ...models.attention import AttentionBackend, KVCache, block_bytes
 from ...models.attention_choice import make_attention, make_cache
 from ...models.config.model_config import ModelConfig
 from ...models.cpu.kernels import Kernels
@@ -71,7 +71,9 @@ class PredictorShare:
         max_slots: int,
         sampler: Sampler,
         communicator: Communicator,
+        attention: str = "auto",
     ) -> PredictorDrafts:
+        """attention: as of make_attention."""
         reduce, exchange, ids = model.all_reduce, sampler.exchange, model.shard.vocab
         if self.in_node:
             assert communicator.node_reduce is not None
@@ -82,7 +84,9 @@ class PredictorShare:
         predictor.load(self._source, verify=NOTHING)
         vocab_size, device = model.config.vocab_size, model.rotary.cos.device
         draws = DraftDraws(vocab_size, ids, max_slots, device, sampler.grammars, exchange, communicator.drain)
-        return PredictorDrafts(model, predictor, num_blocks, block_size, kv_dtype, draws, bool(self._deterministic))
+        cache = make_cache(predictor.shard, num_blocks, block_size, kv_dtype, device)
+        made, _ = make_attention(attention, predictor.shard, cache, model.dtype, bool(self._deterministic))
+        return PredictorDrafts(model, predictor, cache, made, draws)
 
 
 class PredictorDrafts:
@@ -94,16 +98,12 @@ class PredictorDrafts:
         self,
         model: LlamaModel,
         predictor: Predictor,
-        num_blocks: int,
-        block_size: int,
-        kv_dtype: torch.dtype,
+        cache: KVCache,
+        attention: AttentionBackend,
         draws: DraftDraws,
-        deterministic: bool,
     ) -> None:
         self._model, self._predictor, self._draws = model, predictor, draws
-        self._device = model.rotary.cos.device
-        self.cache = make_cache(predictor.shard, num_blocks, block_size, kv_dtype, self._device)
-        self._attention, _ = make_attention("auto", predictor.shard, self.cache, model.dtype, deterministic)
+        self._device, self.cache, self._attention = model.rotary.cos.device, cache, attention
         self._held: dict[int, tuple[int, list[Tensor]]] = {}
         """Of each slot the model's states whose rows are not computed yet, and the position of the first."""
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.config import load as deploy
 from ...engine.config.rules import emulated_link
-from ...engine.config.schema import PLACEMENT, Deployment
+from ...engine.config.schema import PLACEMENT, Deployment, EngineConfig
 from ...engine.identity import config_digest, headers_of, small_files
 from ...engine.schedule.scheduler import Scheduler
 from ...engine.step.engine import Engine, follow
@@ -268,24 +268,27 @@ def files_of(deployment: Deployment) -> messages.Announce:
 
 def _digests(deployment: Deployment) -> dict[str, str]:
     """What must be equal on all ranks before one has loaded the model."""
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:  # built in place
-        torch = ""
-    config = {"config": deploy.digest(deployment), "torch": torch}
-    return {**config, **_gpu_kernels(deployment.engine.device), **small_files(deployment)}
+    config = {"config": deploy.digest(deployment), "torch": _version("torch")}
+    return {**config, **_gpu_kernels(deployment.engine), **small_files(deployment)}
 
 
-def _gpu_kernels(device: str) -> dict[str, str]:
+def _gpu_kernels(keys: EngineConfig) -> dict[str, str]:
     """What decides which kernels a rank with a GPU computes with, and so whether it records its steps: a host that does
-    neither would exchange messages of another size. "" on a host that has no GPU to use."""
-    if device == "cpu" or not look().gpus:
+    neither would exchange messages of another size. "" where it is not used, as on a host that has no GPU to use."""
+    facts, flashinfer = look(), ""
+    if keys.device == "cpu" or not facts.gpus or facts.hidden or not facts.torch_cuda:
         return {"flashinfer": "", "triton": ""}
+    if keys.attention != "torch":
+        flashinfer = "without kernels" if kernels_missing() else _version("flashinfer-python") or "missing"
+    return {"flashinfer": flashinfer, "triton": "without a compiler" if triton_missing() else _version("triton")}
+
+
+def _version(package: str) -> str:
+    """ "" if it is not installed, or was built in place."""
     try:
-        flashinfer = "without kernels" if kernels_missing() else metadata.version("flashinfer-python")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        flashinfer = "missing"
-    return {"flashinfer": flashinfer, "triton": "without a compiler" if triton_missing() else "usable"}
+        return ""
 
 
 def run_rank(

@@ -71,19 +71,20 @@ class SparseLatent(LatentAttention):
         sequences[: layout.query_start[-1]] = np.repeat(owners, counts)
         stage(self._sequences, torch.from_numpy(sequences))
         blocks = carry(table, device).index_select(0, upload(rows, device))
-        self._table[: len(rows), : blocks.shape[1]].copy_(blocks)
+        width = min(blocks.shape[1], self._table.shape[1])  # only padding has more blocks than a sequence
+        self._table[: len(rows), :width].copy_(blocks[:, :width])
 
     def store_index(self, layer: int, keys: Tensor) -> None:
         cached, layout = self.latents.index_keys[layer], self._layout()
         assert cached is not None
-        self._rotate(cached, keys.contiguous()[:, None], layout.blocks, layout.offsets)
+        self._rotate(cached, keys.contiguous()[:, None], layout, store=True)
 
-    def _rotate(self, out: Tensor, x: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-        """Rotates x [T, H, C] into out, of its own shape or the cache of index keys."""
+    def _rotate(self, out: Tensor, x: Tensor, layout: StepLayout, store: bool = False) -> None:
+        """Rotates x [T, H, C] into out, of its shape; store: into the cache of index keys."""
         tokens, heads, dim = x.shape
         sparse_kernels.rotate_index[(tokens, heads)](
-            out, x, self._cos, self._sin, blocks, offsets, self.cache.block_size, HEADS=heads, DIM=dim,
-            HALF=self._cos.shape[-1], STORE=out.shape != x.shape, BLOCK=_power(dim), num_warps=1,
+            out, x, self._cos, self._sin, layout.blocks, layout.offsets, self.cache.block_size, HEADS=heads, DIM=dim,
+            HALF=self._cos.shape[-1], STORE=store, BLOCK=_power(dim), num_warps=1,
         )  # fmt: skip
 
     def choose(self, layer: int, queries: Tensor, weights: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ class SparseLatent(LatentAttention):
         assert keys is not None
         tokens, heads, dim = queries.shape
         rotated, weights = torch.empty_like(queries), weights.contiguous()
-        self._rotate(rotated, queries, layout.blocks, layout.offsets)
+        self._rotate(rotated, queries, layout)
         self.chosen = torch.empty((tokens, topk), dtype=torch.int32, device=queries.device)
         digest = torch.empty(tokens, dtype=torch.int64, device=queries.device)
         longest = max(layout.kv_len) if self._width is None else self._width

@@ -149,7 +149,7 @@ def _question(loaded: LoadedDeployment, model: _Model, fabric: Fabric, placement
         kv_cache_memory=d.engine.kv_cache_memory if gpu else d.engine.cpu_kv_bytes,
         gpu=gpu,
         graphs=d.engine.cuda_graphs is not False,
-        attention_kernels=d.engine.attention != "torch" and values != "float32" and _attends(config, heads),
+        attention_kernels=_attends(config, heads, d.engine.attention, values, kv),
         replicate_embedding=_replicates(d.parallel.embedding, config, values, shape.nodes > 1),
         deterministic=bool(d.parallel.deterministic),
         widens_fp8=gpu
@@ -300,12 +300,15 @@ def assumed_fabric(d: Deployment) -> str:
     return f"{-(-world.size // per_node)}x{per_node}xH100"
 
 
-def _attends(config: ModelConfig, heads: int) -> bool:
-    """Whether there are kernels for these heads, so many a rank: FlashInfer's, or those of sparse attention."""
+def _attends(config: ModelConfig, heads: int, setting: str, values: str, kv: str) -> bool:
+    """Whether there are kernels for these heads, so many a rank: FlashInfer's, or those of sparse attention. setting:
+    engine.attention; values, kv: types of activations and of the cache."""
     latent = config.latent
-    if latent is None:
-        return config.head_dim in HEAD_DIMS
-    return latent.index is not None or not latent_unfit(latent, heads)
+    if latent is not None and latent.index is not None:
+        return setting == "auto" and kv == values
+    if setting == "torch" or values == "float32":
+        return False
+    return config.head_dim in HEAD_DIMS if latent is None else not latent_unfit(latent, heads)
 
 
 def _replicates(setting: str, config: ModelConfig, dtype: str, spans_nodes: bool) -> bool:

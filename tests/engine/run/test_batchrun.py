@@ -547,13 +547,15 @@ class ChangingModel(FakeJob):
         self._state = state
 
 
-@pytest.mark.parametrize("case", ["far apart", "few are kept", "another model"])
+@pytest.mark.parametrize("case", ["far apart", "few are kept", "few tokens are kept", "another model"])
 def test_equal_lines_far_apart_are_computed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """When one ended long before the next is read: as many as are kept, of the model that still serves. A failed line
     is computed again."""
     monkeypatch.setattr(prefetch, "FIRST_LINES", 2)
     monkeypatch.setattr(prefetch, "READ_AHEAD_LINES", 2)
     monkeypatch.setattr(line_flights, "_PAST", 3 if case == "few are kept" else 1000)
+    if case == "few tokens are kept":  # of prompts, as answers are short
+        monkeypatch.setattr(line_flights, "_PAST_VALUES", 200)
     same: dict[str, Any] = {"temperature": 0.0, "max_tokens": 5}
     lines = []
     for turn in range(3):
@@ -563,7 +565,7 @@ def test_equal_lines_far_apart_are_computed_once(bench: Bench, monkeypatch: pyte
     kind = ChangingModel if case == "another model" else FakeJob
     summary = bench.run(lambda: kind(LIMITS, fail=frozenset({7})))
     assert (summary.ok, summary.failed) == (303, 3)
-    again = {"far apart": 0, "few are kept": 2, "another model": 1}[case]
+    again = {"far apart": 0, "few are kept": 2, "few tokens are kept": 2, "another model": 1}[case]
     assert len(bench.job.submitted) == 300 + 3 + 1 + again
     bodies = [bench.answers()[f"equal{turn}"]["response"]["body"] for turn in range(3)]
     assert len({body["id"] for body in bodies}) == 3

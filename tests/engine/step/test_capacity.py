@@ -381,13 +381,14 @@ def test_ranks_that_would_decide_differently_are_refused(monkeypatch: pytest.Mon
     alike = f"(torch {torch.__version__}, laddertron {__version__})"
     monkeypatch.setattr(Kernels, "find", staticmethod(lambda: SimpleNamespace(tier="avx2")))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     check_alike(group(f"avx2 {alike}"), cpu, "sparse attention", "choose positions")
-    check_alike(group(f"9.0 {alike}"), gpu, "sparse attention", "choose positions")
+    check_alike(group(f"9.0 with 132 multiprocessors {alike}"), gpu, "sparse attention", "choose positions")
     wanted = r"sparse attention: ranks compute in the CPU tiers avx2 .* and avx512 .* would choose .*_CPU_TIER"
     with pytest.raises(CapacityError, match=wanted):
         check_alike(group(f"avx512 {alike}"), cpu, "sparse attention", "choose positions")
     with pytest.raises(CapacityError, match="and install the same versions"):
         check_alike(group("avx2 (torch 2.11.0, laddertron 0.1.0)"), cpu, "sparse attention", "choose positions")
-    with pytest.raises(CapacityError, match=r"on GPUs of capability 8.0 .* and 9.0 .*: use hosts with the same GPUs"):
-        check_alike(group(f"8.0 {alike}"), gpu, "sparse attention", "choose positions")
+    with pytest.raises(CapacityError, match=r"of capability 9.0 with 114 .* and 9.0 with 132 .*: use hosts with"):
+        check_alike(group(f"9.0 with 114 multiprocessors {alike}"), gpu, "sparse attention", "choose positions")

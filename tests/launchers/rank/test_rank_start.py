@@ -141,27 +141,31 @@ def test_a_rank_with_a_gpu_says_which_kernels_it_has(monkeypatch: pytest.MonkeyP
     """A host without FlashInfer's kernels, or a compiler for Triton's, would record no steps: the owner compares. On a
     CPU neither is of use."""
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(rank, "look", lambda: SimpleNamespace(gpus=8))
-    versions = {"torch": "2.13.0", "flashinfer-python": "0.7.2"}
+    facts = SimpleNamespace(gpus=8, hidden=False, torch_cuda="12.8")
+    monkeypatch.setattr(rank, "look", lambda: facts)
+    versions = {"torch": "2.13.0", "flashinfer-python": "0.7.2", "triton": "3.7.1"}
     monkeypatch.setattr(metadata, "version", lambda name: versions[name])
     faults: dict[str, str | None] = {"flashinfer": None, "triton": None}
     monkeypatch.setattr(rank, "kernels_missing", lambda: faults["flashinfer"])
     monkeypatch.setattr(rank, "triton_missing", lambda: faults["triton"])
 
-    def found(device: Literal["cpu", "auto"]) -> tuple[str, str]:
-        keys = replace(deployment("any"), model=ModelSection(path=str(tmp_path)), engine=EngineConfig(device=device))
+    def found(device: Literal["cpu", "auto"], attention: Literal["auto", "torch"] = "auto") -> tuple[str, str]:
+        engine = EngineConfig(device=device, attention=attention)
+        keys = replace(deployment("any"), model=ModelSection(path=str(tmp_path)), engine=engine)
         digests = rank.files_of(keys).digests
         return digests["flashinfer"], digests["triton"]
 
-    assert found("auto") == ("0.7.2", "usable")
+    assert found("auto") == ("0.7.2", "3.7.1")
+    assert found("auto", "torch") == ("", "3.7.1")
     faults |= {"flashinfer": "no nvcc", "triton": "no Python.h"}
     assert found("auto") == ("without kernels", "without a compiler")
     assert found("cpu") == ("", "")
     faults["flashinfer"] = None
     monkeypatch.setattr(metadata, "version", lambda name: raising(metadata.PackageNotFoundError()))
     assert found("auto")[0] == "missing"
-    monkeypatch.setattr(rank, "look", lambda: SimpleNamespace(gpus=0))
-    assert found("auto") == ("", "")
+    for name, value in (("hidden", True), ("torch_cuda", ""), ("gpus", 0)):
+        monkeypatch.setattr(rank, "look", lambda: SimpleNamespace(**(vars(facts) | {name: value})))  # noqa: B023
+        assert found("auto") == ("", "")
 
 
 def raising(error: Exception) -> None:

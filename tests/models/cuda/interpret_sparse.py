@@ -55,22 +55,23 @@ def turned() -> dict[str, Any]:
     return {"case": ["turned"], "keys": float((stored[0] - stored[1]).abs().max())} | result
 
 
-def recorded(decodes: int, rows: int, joined: bool) -> list[dict[str, Any]]:
+def recorded(decodes: int, rows: int, joined: bool, more: int = 3) -> list[dict[str, Any]]:
     """A recorded step's backend, prepared for one step after another: padding among decodes and after the prompts, or
-    sequences with drafts. Its memory is never replaced; rows of padding are zero."""
+    sequences with drafts. Its memory is never replaced; rows of padding are zero. more: blocks of the longest sequence
+    than the step's sequences have; the page table always has one more."""
     cases = []
     step = Step(torch.float32, 3, 12, topk=13, chunks=[(90, 97), (30, 34)] if joined else CHUNKS)
     layout, tokens = step.layout, len(step.layout.positions)
-    table = torch.cat((layout.block_table, torch.zeros_like(layout.block_table[:1])))  # the scratch block's row
-    scratch = int(layout.block_table.max()) + 1
-    table[-1] = scratch
+    scratch, blocks = int(layout.block_table.max()) + 1, layout.block_table.shape[1]
     step.past = torch.cat((step.past, torch.full_like(step.past[:1], float("nan"))))
     step.latents = torch.cat((step.latents, torch.full_like(step.latents[:1], float("nan"))))
     attention, portable = backend(step), step.backend(None)
-    captured: Any = attention.captured([(decodes, rows)], table.shape[1] + 3)[decodes, rows]
+    captured: Any = attention.captured([(decodes, rows)], blocks + more)[decodes, rows]
     addresses = None
     for turn in range(2):
         want = step.run(portable)
+        table = layout.block_table.new_full((len(layout.kv_len) + 1, blocks + 1), scratch)
+        table[:-1, :blocks] = layout.block_table  # the last row is the scratch block's
         decode, total = (0 if joined else layout.decode), decodes + rows
         places = [*range(decode), *range(decodes, decodes + tokens - decode)]
 
@@ -107,7 +108,6 @@ def recorded(decodes: int, rows: int, joined: bool) -> list[dict[str, Any]]:
         # the next step of the same shape has fewer positions, in other blocks
         layout = replace(layout, block_table=layout.block_table.flip(0))
         step.layout = layout
-        table = torch.cat((layout.block_table, table[-1:]))
         portable = step.backend(None)
         captured.latents = backend(step).latents
     return cases
@@ -143,5 +143,5 @@ if __name__ == "__main__":
         (SHAPES[0], 2000, 4, 1 << 20),
     ]  # fmt: skip
     cases = [eager(dtype, *kind) for dtype in (torch.float32, torch.float16) for kind in kinds]
-    cases += [turned(), *recorded(5, 80, False), *recorded(0, 16, True)]
+    cases += [turned(), *recorded(5, 80, False), *recorded(0, 16, True), *recorded(5, 80, False, 0)]
     print(json.dumps({"cases": cases, "faults": faults()}))

@@ -31,7 +31,7 @@ def test_interpreted_kernels_mean_what_torch_means(run_seed: int) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     cases = found["cases"]
-    assert len(cases) == 13
+    assert len(cases) == 15
     for case in cases:
         kind = case["case"][1] if case["case"][0] == "eager" else "torch.float32"
         assert case["chosen"] == case["digests"] == 0.0, case
