@@ -237,6 +237,7 @@ def _write_configs(cluster: Cluster, folder: Path, gpus: str) -> None:
             "kv_cache_memory": "2MiB",
         },
         "daemon": {"data_dir": str(folder / "data"), "drain_timeout": "2s", "max_restarts": 8},
+        "batch": {"deduplicate": False},  # greedy lines repeat the demo's prompts, and are to take their time
     }
     (folder / "deploy.yaml").write_text(yaml.safe_dump(deployment))
     (folder / "alerts.yml").write_text(scaled((MONITORING / "alerts.yml").read_text(), FACTOR))
