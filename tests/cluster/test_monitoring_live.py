@@ -63,6 +63,8 @@ def test_every_expression_finds_its_series_and_all_is_quiet(live: Live) -> None:
             time.sleep(1.0)  # that nothing happens can only be waited for
         empty = live.look()
         for board, text in empty:
+            if "ALERTS{" in text:  # of which there are none
+                continue
             assert text.rstrip().endswith(CONDITIONS), (board, text)
             assert query(PROMETHEUS, text.rpartition(" ")[0].rpartition(" ")[0]), (board, text)
         fast = [(rule, scaled_expression(text, FACTOR)) for rule, text in rule_selectors()]
