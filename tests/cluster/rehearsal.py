@@ -1,8 +1,9 @@
 """`make rehearse`: the deployment of Llama 3.1 405B from `check` to `acceptance`, on two emulated nodes of eight ranks
 and a spare, with the shipped files and a model scaled down. Faults are real: a rank is killed, a node cut off.
 
-    PYTHONPATH=tests python -m cluster.rehearsal --write       as root; renews docs/rehearsal.md and its pictures
-    PYTHONPATH=tests python -m cluster.rehearsal --per-node 1  the same steps with a rank on each node
+    PYTHONPATH=tests:tests/helpers python -m cluster.rehearsal
+        --write       as root; renews docs/rehearsal.md and its pictures
+        --per-node 1  the same steps with a rank on each node
 
 Everything is in one temporary folder and ends with this process.
 """

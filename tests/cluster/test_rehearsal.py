@@ -62,7 +62,7 @@ def test_the_model_has_the_shape_of_405b(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("board", BOARDS)
 def test_a_dashboard_is_drawn(board: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every panel of it, whatever its kind and unit; those of one metric are empty, and named."""
+    """Every panel of it, of each kind and unit; those of one metric are empty, and named."""
 
     def matrix(url: str) -> dict[str, Any]:
         question = parse_qs(urlsplit(url).query)
@@ -80,7 +80,7 @@ def test_a_dashboard_is_drawn(board: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def environment(folder: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder)}
+    return {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS / 'helpers'}", "TMPDIR": str(folder)}
 
 
 def left(folder: Path) -> list[str]:
