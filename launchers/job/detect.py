@@ -152,8 +152,10 @@ def behind(beats: Mapping[int, Beat], world: World | None = None) -> int | None:
 
 
 SAME_FILES = "the nodes must have the same files, at the same paths"
-INSTALLED = ("torch", "flashinfer", "triton")
-"""Names of what is installed on a host, among those of digests; "" where a host has no use for it."""
+GPU_KERNELS = ("flashinfer", "triton")
+"""Names among those of digests of which the value is "" where a host has no use for them."""
+INSTALLED = ("torch", *GPU_KERNELS)
+"""Names among those of digests of what is installed on a host."""
 
 
 def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | None:
@@ -162,7 +164,7 @@ def differing(announced: Mapping[int, Mapping[str, str]]) -> tuple[int, str] | N
     names = sorted({name for digests in announced.values() for name in digests})
     for name in names:
         values = {rank: digests.get(name, "") for rank, digests in sorted(announced.items())}
-        if name in INSTALLED:
+        if name in GPU_KERNELS:
             values = {rank: value for rank, value in values.items() if value} or {0: ""}
         usual = Counter(values.values()).most_common(1)[0][0]
         for rank, value in values.items():

@@ -275,12 +275,17 @@ def _digests(deployment: Deployment) -> dict[str, str]:
 def _gpu_kernels(keys: EngineConfig) -> dict[str, str]:
     """What decides which kernels a rank with a GPU computes with, and so whether it records its steps: a host that does
     neither would exchange messages of another size. "" where it is not used, as on a host that has no GPU to use."""
-    facts, flashinfer = look(), ""
-    if keys.device == "cpu" or not facts.gpus or facts.hidden or not facts.torch_cuda:
-        return {"flashinfer": "", "triton": ""}
-    if keys.attention != "torch":
-        flashinfer = "without kernels" if kernels_missing() else _version("flashinfer-python") or "missing"
-    return {"flashinfer": flashinfer, "triton": "without a compiler" if triton_missing() else _version("triton")}
+    unused = {"flashinfer": "", "triton": ""}
+    if keys.device == "cpu":
+        return unused
+    facts = look()
+    if not facts.gpus or facts.hidden or not facts.torch_cuda:
+        return unused
+    triton = "without a compiler" if triton_missing() else _version("triton") or "missing"
+    if keys.attention == "torch":
+        return unused | {"triton": triton}
+    flashinfer = "without kernels" if kernels_missing() else _version("flashinfer-python") or "missing"
+    return {"flashinfer": flashinfer, "triton": triton}
 
 
 def _version(package: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
 from torch import Tensor
 
 from ..attention import KVCache
@@ -134,10 +135,6 @@ def row_product(
     return out
 
 
-def _power(width: int) -> int:
-    return 1 << (width - 1).bit_length()
-
-
 def _warps(block: int) -> int:
     return max(4, min(16, block // 512))
 
@@ -162,7 +159,7 @@ def _normed(x: Tensor | RunningSum, norm: Norm, bound: float | None) -> tuple[Te
     total = first if added is None else first.new_empty(first.shape)
     out = first.new_empty(first.shape, dtype=first.dtype if bound is None else FP8)
     scales = first if bound is None else first.new_empty((rows, 1), dtype=torch.float32)
-    block = _power(width)
+    block = triton.next_power_of_2(width)
     gpu_kernels.rms_norm[(rows,)](
         out, first, last, total, norm.weight, scales, width, first.stride(0), last.stride(0), norm.eps, bound or 0.0,
         ADD=added is not None, FP8=bound is not None, BLOCK=block, num_warps=_warps(block),
@@ -176,7 +173,7 @@ def quantise(x: Tensor, bound: float, gated: bool = False) -> tuple[Tensor, Tens
     x = x.contiguous()
     rows, width = len(x), x.shape[1] // (1 + gated)
     out, scales = x.new_empty((rows, width), dtype=FP8), x.new_empty((rows, 1), dtype=torch.float32)
-    block = _power(width)
+    block = triton.next_power_of_2(width)
     gpu_kernels.quantise[(rows,)](out, scales, x, width, bound, GATED=gated, BLOCK=block, num_warps=_warps(block))
     return out, scales
 
@@ -186,7 +183,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     tokens, width = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty((tokens, width))
-    block = min(1024, _power(width))
+    block = min(1024, triton.next_power_of_2(width))
     gpu_kernels.silu_and_mul[(tokens, -(-width // block))](out, gate_up, width, BLOCK=block)
     return out
 
@@ -221,7 +218,7 @@ def rotate_and_store(
         queries, keys, values, qkv, cos, sin, q_weight, k_weight, blocks, offsets, key_scale, value_scale,
         0.0 if q_norm is None else q_norm.eps, size,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=cos.shape[-1], NORM=q_norm is not None,
-        FP8=keys.dtype == FP8, SCALED=cache.scales is not None, BLOCK=_power(dim), num_warps=1,
+        FP8=keys.dtype == FP8, SCALED=cache.scales is not None, BLOCK=triton.next_power_of_2(dim), num_warps=1,
     )  # fmt: skip
     return queries
 
@@ -241,6 +238,7 @@ def store_latents(
     half = cos.shape[-1]
     gpu_kernels.store_latents[(len(x), x.shape[1])](
         latents, x, cos, sin, norm.weight, blocks, offsets, norm.eps, cache.block_size,
-        HEADS=x.shape[1] - 1, RANK=rank, HALF=half, BLOCK=_power(rank), HALF_BLOCK=_power(half), num_warps=1,
+        HEADS=x.shape[1] - 1, RANK=rank, HALF=half, BLOCK=triton.next_power_of_2(rank),
+        HALF_BLOCK=triton.next_power_of_2(half), num_warps=1,
     )  # fmt: skip
     return x[:, :-1]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from ..attention import Captured, StepLayout
@@ -39,7 +40,7 @@ _TOLERANCE = 0.05
 
 
 def _power(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())  # a product of matrices needs 16
+    return int(max(16, triton.next_power_of_2(width)))  # a product of matrices needs 16
 
 
 class SparseLatent(LatentAttention):
@@ -50,7 +51,7 @@ class SparseLatent(LatentAttention):
 
     def __init__(self, cache: LatentCache, scale: float, topk: int, score_bytes: int = SCORE_BYTES) -> None:
         super().__init__(cache, scale, topk=topk)
-        self._most, self.sparse = topk, True
+        self.sparse = True
         self._scores = torch.empty(score_bytes // 4, dtype=torch.float32, device=cache.latents[0].device)
         self._table = torch.empty(0, dtype=torch.int64)
 
@@ -88,8 +89,9 @@ class SparseLatent(LatentAttention):
         )  # fmt: skip
 
     def choose(self, layer: int, queries: Tensor, weights: Tensor) -> Tensor:
-        layout, keys, topk = self._layout(), self.latents.index_keys[layer], self._most
+        layout, keys, topk = self._layout(), self.latents.index_keys[layer], self._topk
         assert keys is not None
+        assert topk is not None
         tokens, heads, dim = queries.shape
         rotated, weights = torch.empty_like(queries), weights.contiguous()
         self._rotate(rotated, queries, layout)
@@ -130,9 +132,9 @@ class SparseLatent(LatentAttention):
             sums = partial.new_empty((parts, tokens, heads))
         sparse_kernels.attend_chosen[(tokens, groups, parts)](
             partial, sums, q, latents, self.chosen, self._sequences, layout.positions, self._table,
-            self._table.stride(0), self.cache.block_size, heads, q.stride(0), self.scale, self._most, RANK=rank,
-            TURNED=width - rank, HEAD_BLOCK=block, RANK_BLOCK=_power(rank), TURNED_BLOCK=_power(width - rank),
-            BLOCK=_LATENTS, WHOLE=parts == 1, num_warps=8, num_stages=2,
+            self._table.stride(0), self.cache.block_size, heads, q.stride(0), self.scale, self.chosen.shape[1],
+            RANK=rank, TURNED=width - rank, HEAD_BLOCK=block, RANK_BLOCK=_power(rank),
+            TURNED_BLOCK=_power(width - rank), BLOCK=_LATENTS, WHOLE=parts == 1, num_warps=8, num_stages=2,
         )  # fmt: skip
         if parts > 1:
             sparse_kernels.join_parts[(tokens * heads,)](out, partial, sums, parts, RANK=rank, BLOCK=_power(rank))

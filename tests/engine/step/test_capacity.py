@@ -372,7 +372,7 @@ def test_the_group_agrees_on_the_least(monkeypatch: pytest.MonkeyPatch, least: b
 
 
 def test_ranks_that_would_decide_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another CPU tier or version where CPUs compute; another kind of GPU where GPUs do, whatever the CPUs are."""
+    """Another CPU tier or version where CPUs compute; another kind of GPU where GPUs do, which may have any CPUs."""
 
     def group(*texts: str) -> Any:
         rows = [np.frombuffer(text.ljust(96).encode(), np.uint8) for text in texts]

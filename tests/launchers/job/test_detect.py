@@ -199,6 +199,8 @@ def test_what_is_installed_on_one_host_only_is_named() -> None:
     unused = whole | {"flashinfer": "", "triton": ""}
     assert differing({0: whole, 1: unused, 2: whole}) is None
     assert differing({0: unused, 1: unused}) is None
+    unnamed = differing({0: whole, 1: whole, 2: whole | {"torch": ""}})
+    assert unnamed == (2, "torch is missing there and 2.13.0+cu128 elsewhere: install the same on every host")
     for name, value in (("flashinfer", "missing"), ("flashinfer", "0.7.3"), ("triton", "without a compiler")):
         found = differing({0: whole, 1: unused, 2: whole, 3: whole | {name: value}})
         assert found == (3, f"{name} is {value} there and {whole[name]} elsewhere: install the same on every host")

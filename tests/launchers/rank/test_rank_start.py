@@ -163,6 +163,8 @@ def test_a_rank_with_a_gpu_says_which_kernels_it_has(monkeypatch: pytest.MonkeyP
     faults["flashinfer"] = None
     monkeypatch.setattr(metadata, "version", lambda name: raising(metadata.PackageNotFoundError()))
     assert found("auto")[0] == "missing"
+    faults["triton"] = None
+    assert found("auto") == ("missing", "missing")
     for name, value in (("hidden", True), ("torch_cuda", ""), ("gpus", 0)):
         monkeypatch.setattr(rank, "look", lambda: SimpleNamespace(**(vars(facts) | {name: value})))  # noqa: B023
         assert found("auto") == ("", "")

@@ -94,7 +94,7 @@ def test_a_group_of_several_frames_is_whole_or_left_out(tmp_path: Path, monkeypa
 
 
 def test_a_row_that_lost_its_checksum_stays_damaged_in_a_copy() -> None:
-    """A snapshot copies the row as it is: a rebuilt store does not sum it anew."""
+    """A snapshot copies the row unchanged: a rebuilt store does not sum it again."""
     stores = [sqlite3.connect(":memory:") for _ in range(2)]
     for db in stores:
         db.row_factory = sqlite3.Row
