@@ -194,7 +194,6 @@ class BatchFeed(LineFlights):
     # lines into the dispatcher
 
     async def _pace(self) -> None:
-        await asyncio.sleep(0)  # many lines in a row may be answered at once
         while self._sink.full or len(self._making) > _MAKING:
             await self._sink.moved()
         while True:

@@ -189,7 +189,6 @@ class BatchRun(LineFlights):
         try:
             async with contextlib.aclosing(ready):
                 async for prepared_line in ready:
-                    await asyncio.sleep(0)  # many lines in a row may be answered at once
                     while self._sink.full:
                         await self._sink.moved()
                     await self.dispatcher.room()

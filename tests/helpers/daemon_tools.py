@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_job import FakeJob
+from fake_job import FakeJob, FakeSequence
 from laddertron.engine.config.schema import DaemonConfig as DaemonConfig
 from laddertron.engine.config.schema import Deployment, LimitsConfig, ModelSection
 from laddertron.engine.daemon.http.server import listen
@@ -240,3 +240,14 @@ class MortalJob(FakeJob):
             self.in_a_row = 0
         if self.steps == self.pause_at:
             self.hold()
+
+
+class OneTokenJob(MortalJob):
+    """Answers with one token again and again. Tokens of the hash may be parts of a character, which have no text."""
+
+    def __init__(self, limits: ModelLimits, token: int) -> None:
+        super().__init__(limits)
+        self._only = token
+
+    def _token(self, sequence: FakeSequence) -> int:
+        return self._only

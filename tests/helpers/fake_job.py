@@ -22,7 +22,7 @@ def next_token(seed: int, tail: tuple[int, ...], length: int, choice: int, vocab
 
 
 @dataclass(slots=True)
-class _Sequence:
+class FakeSequence:
     request: Request
     choice: int
     out: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class FakeJob:
         self.steps = 0
         self.state = JobState("starting")
         self.listener: JobListener | None = None
-        self.sequences: list[_Sequence] = []
+        self.sequences: list[FakeSequence] = []
         self._ended = 0
         self.running = asyncio.Event()
         if not hold:
@@ -75,7 +75,7 @@ class FakeJob:
         self.submitted.append(request)
         for choice in request.open_choices:
             known = request.emitted[choice] if request.emitted else ()
-            self.sequences.append(_Sequence(request, choice, list(known or ())))
+            self.sequences.append(FakeSequence(request, choice, list(known or ())))
         self.most_waiting = max(self.most_waiting, len(self.sequences))
         self._work.set()
 
@@ -173,7 +173,7 @@ class FakeJob:
             self.die_after = None
             self.lose("rank 1 on node-b was killed")
 
-    def next_event(self, sequence: _Sequence) -> TokensEvent:
+    def next_event(self, sequence: FakeSequence) -> TokensEvent:
         request, params, start = sequence.request, sequence.request.params, len(sequence.out)
         if request.prompt[0] in self.fail:
             return TokensEvent(request.request_id, sequence.choice, 0, (), "numerical_error", message="NaN logits")
@@ -209,7 +209,7 @@ class FakeJob:
             stop_token=stop_token,
         )
 
-    def _token(self, sequence: _Sequence) -> int:
+    def _token(self, sequence: FakeSequence) -> int:
         prompt, out = sequence.request.prompt, sequence.out
         scripted = self.script.get(prompt) if self.script else None
         if scripted is not None and len(out) < len(scripted):

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from daemon_tools import LIMITS, NAME, MortalJob, Served, deployment, lines_of, served, submit, wait_batch
+from daemon_tools import LIMITS, NAME, OneTokenJob, Served, deployment, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
 from laddertron.engine.openai.answers import Answer
 from laddertron.engine.openai.body import check_body
@@ -166,7 +166,7 @@ def test_a_stream_that_fails_ends_in_openai_s_events(text: TextModel) -> None:
 
 def test_a_stream_that_its_client_leaves_is_cancelled(text: TextModel, tmp_path: Path) -> None:
     """Amid the events, while the engine holds."""
-    job = MortalJob(LIMITS)
+    job = OneTokenJob(LIMITS, text.encode("a", add_special_tokens=False)[0])
     job.pause_at = 3
     with served(deployment(tmp_path), text.folder, lambda: [job]) as running:
         data = json.dumps({"model": NAME, "input": "x", "stream": True}).encode()

@@ -77,6 +77,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     language.constexpr = lambda value: value
     triton: Any = ModuleType("triton")
     triton.jit, triton.language = lambda function=None, **_: Kernel(function), language
+    triton.next_power_of_2 = lambda count: 1 << (count - 1).bit_length()
     for name in ("kernels", "ops"):
         monkeypatch.delitem(sys.modules, f"laddertron.models.cuda.{name}", raising=False)
         monkeypatch.delattr(cuda, name, raising=False)

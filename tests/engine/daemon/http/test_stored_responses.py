@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from daemon_tools import LIMITS, NAME, MortalJob, Served, deployment, lines_of, served, submit, wait_batch
+from daemon_tools import LIMITS, NAME, OneTokenJob, Served, deployment, lines_of, served, submit, wait_batch
 from fake_job import FakeJob
 from laddertron.engine.config.schema import LimitsConfig
 from laddertron.engine.daemon.keys import add_key, limit_key, read_keys, revoke_key
@@ -281,7 +281,7 @@ def test_a_batch_s_responses_are_stored_and_continued(daemon: Served, text: Text
 
 
 def test_a_stream_that_its_client_leaves_is_not_stored(tmp_path: Path, text: TextModel) -> None:
-    job = MortalJob(LONG)
+    job = OneTokenJob(LONG, text.encode("a", add_special_tokens=False)[0])
     job.pause_at = 3
     with served(config(tmp_path), text.folder, lambda: [job]) as running:
         client = running.client()
