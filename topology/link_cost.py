@@ -7,11 +7,18 @@ from dataclasses import dataclass
 
 WHOLE_BYTES = 128 << 10
 """Above this the native transport has no strategy but pipeline: no buffer of its holds more."""
-ONE_SHOT_BYTES = 1 << 20
-"""The largest message of one_shot: there a library that sends each byte once or twice is as fast."""
+ONE_SHOT_BYTES = 4 << 20
+"""The largest message of one_shot: for larger ones a library's bandwidth counts, and its calls do not."""
 
 SIZES = tuple(round(256 * 2 ** (step / 4)) for step in range(4 * 19))
 """Message sizes at which strategies are chosen: 256 B to 128 MiB, four for each doubling."""
+
+
+def in_two_shots(nbytes: int, ranks: int) -> bool:
+    """Whether one_shot sums a message inside a node of `ranks` GPUs by two kernels: each adds a part, then gathers the
+    others' sums. A GPU reads 2 (ranks - 1) / ranks messages rather than ranks - 1: it pays once the difference is more
+    than what a GPU reads while a second kernel starts and its flags travel, about 1 MiB in 4 us. Not measured."""
+    return nbytes * (ranks - 1) * (ranks - 2) > ranks << 20
 
 
 @dataclass(frozen=True, slots=True)

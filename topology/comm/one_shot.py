@@ -1,5 +1,6 @@
 """A one-shot all-reduce between GPUs of a node: every rank reads the others' messages from their memory and adds them
-up itself. One kernel, few multiprocessors, no host: for the small messages of decoding. Never ran on a GPU.
+up itself. One kernel, few multiprocessors, no host: for the small messages of decoding. Larger ones take two calls of
+it (link_cost.in_two_shots): each rank adds its part, then gathers the others' sums. Never ran on a GPU.
 
 Every rank has a region of memory that all of them can read and write: two buffers, and a flag for each pair of a
 program of the kernel (one_shot_kernel.py) and a rank. Program b, in its call number e (its *epoch*):
@@ -25,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..link_cost import ONE_SHOT_BYTES
+from ..link_cost import ONE_SHOT_BYTES, in_two_shots
 
 _STREAM: Any = torch.cuda.Stream  # torch leaves it without types
 PROGRAMS = 16
 """Most programs of a call, each of which takes a multiprocessor."""
+PROGRAM_BYTES = 8 << 10
+"""A call has another program for so many bytes of its message."""
 MOST_RANKS = 16
-_PROGRAM_BYTES = 8 << 10  # a call has another program for so many bytes of the message
 _VECTOR_BYTES = 16  # what a thread moves at once
 _FLAG_BYTES = 8 * PROGRAMS * MOST_RANKS
 # Chunks of a part are rounded up to vectors.
@@ -65,7 +67,12 @@ class OneShot:
 
     def __call__(self, x: Tensor) -> None:
         """Replaces x (contiguous, any float type) by its sum over the ranks."""
-        self._run(x, x, x.nbytes, 1, False)
+        if in_two_shots(x.nbytes, self.ranks):
+            part = x.view(self.ranks, -1)[self.rank]
+            self.scatter(x, part)
+            self.collect(x, part)
+        else:
+            self._run(x, x, x.nbytes, 1, False)
 
     def scatter(self, flat: Tensor, part: Tensor) -> None:
         """Writes to `part`, this rank's part of `flat`, its sum over the ranks."""
@@ -76,7 +83,7 @@ class OneShot:
         self._run(flat, part, flat.nbytes, 1, True)
 
     def _run(self, out: Tensor, source: Tensor, nbytes: int, parts: int, gather: bool) -> None:
-        programs = max(1, min(PROGRAMS, nbytes // _PROGRAM_BYTES))
+        programs = max(1, min(PROGRAMS, nbytes // PROGRAM_BYTES))
         part = source.nbytes // (parts * _VECTOR_BYTES)
         values = _VECTOR_BYTES // source.itemsize
         self._exchange[(programs,)](

@@ -23,7 +23,7 @@ from ..placement.layout import GroupLayout
 from .bootstrap import Bootstrap
 from .collectives import CommunicationError
 from .groups import TorchGroups
-from .one_shot import MOST_RANKS, REGION_BYTES, OneShot
+from .one_shot import MOST_RANKS, PROGRAM_BYTES, PROGRAMS, REGION_BYTES, OneShot
 from .torch_groups import environment
 from .two_level import TwoLevel
 
@@ -164,9 +164,9 @@ def exact_total(size: int, count: int, device: torch.device) -> Tensor:
 
 
 def checked_sizes(ranks: int) -> tuple[int, ...]:
-    """Bytes: of one program, of four, of three with an uneven rest, of all."""
+    """Bytes: of one program, of four, of three with an uneven rest, of all; and the most, which may take two shots."""
     step = 16 * ranks
-    return (step, 32 << 10, (25 << 10) // step * step + step, ONE_SHOT_BYTES)
+    return (step, 32 << 10, (25 << 10) // step * step + step, PROGRAMS * PROGRAM_BYTES, ONE_SHOT_BYTES)
 
 
 def wrong_in_node(one_shot: OneShot, limit_s: float, in_two: bool) -> str:

@@ -10,15 +10,15 @@ from math import ceil, log2
 from typing import Literal
 
 from ..hardware.fabric import Fabric, LinkClass, counted
-from ..link_cost import ONE_SHOT_BYTES, WHOLE_BYTES, LinkCost
+from ..link_cost import ONE_SHOT_BYTES, WHOLE_BYTES, LinkCost, in_two_shots
 from ..placement.placement import Placement
 
 Strategy = Literal["flat", "exchange", "doubling", "two_level", "one_shot", "pipeline", "p2p"]
 """flat: the backend's own; exchange: every rank sends to every other at once; doubling: recursive doubling between
 nodes of one rank; two_level: reduce-scatter inside the node, all-reduce across (over NCCL and gloo by calls of theirs),
-all-gather inside; one_shot: every GPU of a node reads the others' memory, and across nodes two_level with its two steps
-inside by that; pipeline: the fewest bytes, in chunks: reduce-scatter, then all-gather, inside the node and between
-nodes alike; p2p: one message one way."""
+all-gather inside; one_shot: every GPU of a node reads the others' memory, whole messages or parts and then their sums,
+and across nodes two_level with its two steps inside by that; pipeline: the fewest bytes, in chunks: reduce-scatter,
+then all-gather, inside the node and between nodes alike; p2p: one message one way."""
 
 Backend = Literal["nccl", "gloo", "native"]
 
@@ -155,6 +155,8 @@ def terms(backend: Backend, shape: Shape, strategy: Strategy, nbytes: int) -> Te
         return Terms(3, hops, around, min(2, nodes - 1), 2 * (nodes - 1) / nodes * volume / inside * share)
     part = volume / inside
     if strategy == "one_shot":  # a flag and the data after it; across nodes twice, before and after NCCL's all-reduce
+        if nodes == 1 and in_two_shots(nbytes, inside):
+            return Terms(2 * _KERNEL_CALLS, 4, 2 * (inside - 1) * part, 0, 0)
         if nodes == 1:
             return Terms(_KERNEL_CALLS, 2, (inside - 1) * volume, 0, 0)
         across = 2 * ceil(log2(nodes))

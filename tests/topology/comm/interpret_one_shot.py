@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from laddertron.topology.comm import symmetric
+from laddertron.topology.comm import one_shot, symmetric
 from laddertron.topology.comm.one_shot import REGION_BYTES, OneShot
-from laddertron.topology.link_cost import ONE_SHOT_BYTES
+from laddertron.topology.link_cost import ONE_SHOT_BYTES, in_two_shots
 from triton.runtime import interpreter
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -100,40 +100,44 @@ def sizes(ranks: int, dice: random.Random, count: int) -> list[tuple[int, torch.
     for _ in range(count):
         dtype = dice.choice(DTYPES)
         step = 16 * ranks
-        most = ONE_SHOT_BYTES if dice.random() < 0.02 else 1 << dice.randint(9, 15)
+        most = 1 << (20 if dice.random() < 0.02 else dice.randint(9, 15))
         nbytes = step * dice.randint(1, max(1, most // step))
         calls.append((nbytes // dtype.itemsize, dtype, dice.random() < 0.4))
-    calls[0], calls[-1] = (ONE_SHOT_BYTES // 2, torch.bfloat16, False), (ONE_SHOT_BYTES // 2, torch.bfloat16, True)
+    for place, nbytes, in_two in ((0, ONE_SHOT_BYTES, False), (1, 1 << 20, False), (-1, ONE_SHOT_BYTES, True)):
+        calls[place] = (nbytes // 2, torch.bfloat16, in_two)
     return calls
 
 
 def sums(ranks: int, count: int, seed: int) -> bool:
-    """Calls of any size and type, one-shot and as scatter and collect, one behind another: every rank has the oracle's
-    bits; then the same call on the same memory, as a graph replays it."""
+    """Calls of any size and type, in one shot, in two, and as scatter and collect, one behind another: every rank has
+    the oracle's bits; then the same call on the same memory, as a graph replays it."""
     regions, calls = shared(ranks), sizes(ranks, random.Random(seed), count)
+    two = calls[0][0] * 2 if ranks > 2 else 0
+    assert two == 0 or in_two_shots(two, ranks)
+    one_shot.in_two_shots = lambda nbytes, ranks: nbytes == two or nbytes // (16 * ranks) % 3 == 0
 
     def work(rank: int) -> None:
         torch.set_num_threads(1)
         delayed(random.Random(f"{seed} {rank}"))
-        one_shot = OneShot(rank, regions)
+        reduce = OneShot(rank, regions)
         for number, (values, dtype, in_two) in enumerate(calls):
             given = parts(ranks, values, dtype, seed + number)
             x = given[rank].clone()
-            assert one_shot.carries(x)
+            assert reduce.carries(x)
             if in_two:
                 part = x.view(ranks, -1)[rank]
-                one_shot.scatter(x, part)
-                one_shot.collect(x, part)
+                reduce.scatter(x, part)
+                reduce.collect(x, part)
             else:
-                one_shot(x)
+                reduce(x)
             assert torch.equal(x.view(torch.uint8), in_rank_order(given).view(torch.uint8)), (number, values, dtype)
         x = torch.empty(4096, dtype=torch.bfloat16)
         for number in range(20):
             given = parts(ranks, len(x), x.dtype, number)
             x.copy_(given[rank])
-            one_shot(x)
+            reduce(x)
             assert torch.equal(x, in_rank_order(given)), number
-        assert one_shot.missing() == []
+        assert reduce.missing() == []
 
     return forked(list(range(ranks)), work)
 
@@ -188,8 +192,8 @@ def absent(ranks: int) -> bool:
 
     def work(rank: int) -> None:
         torch.set_num_threads(1)
-        one_shot, x = OneShot(rank, regions), torch.ones(64 * ranks)
-        waiting = threading.Thread(target=one_shot, args=(x,), daemon=True)
+        reduce, x = OneShot(rank, regions), torch.ones(64 * ranks)
+        waiting = threading.Thread(target=reduce, args=(x,), daemon=True)
         waiting.start()
         arrived, until = regions[rank][: 8 * ranks].view(torch.int64), time.monotonic() + ALIVE_S
         while int(arrived[:-1].min()) == 0 and time.monotonic() < until:
@@ -197,17 +201,17 @@ def absent(ranks: int) -> bool:
         assert arrived.bool().tolist() == [True] * (ranks - 1) + [False]
         assert waiting.is_alive()
         assert not x.isnan().any()
-        one_shot.abort()
+        reduce.abort()
         waiting.join(ALIVE_S)
         assert not waiting.is_alive()
         assert x.isnan().all()
-        assert one_shot.missing() == [ranks - 1]
+        assert reduce.missing() == [ranks - 1]
         for gathers in (False, True):
             x.fill_(1.0)
             if gathers:
-                one_shot.collect(x, x.view(ranks, -1)[rank])
+                reduce.collect(x, x.view(ranks, -1)[rank])
             else:
-                one_shot(x)
+                reduce(x)
             assert x.isnan().all()
 
     return forked(list(range(ranks - 1)), work)

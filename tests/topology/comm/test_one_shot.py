@@ -24,7 +24,7 @@ needs_triton = pytest.mark.skipif(
 @needs_triton
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 150), (4, 50), (8, 15)])
 def test_sums_are_in_rank_order_whoever_is_late(ranks: int, calls: int, run_seed: int) -> None:
-    """Messages of any size and type, whole or by scatter and collect, while ranks are late at the two places where the
+    """Messages of any size and type, in one shot, in two or by scatter and collect, while ranks are late at the two places where the
     protocol could lose data; the same call again and again; a rank that never comes is named, and sums are NaN; two
     nodes with gloo between them."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("interpret_one_shot.py"))]
@@ -69,7 +69,7 @@ def test_compiled_it_orders_its_memory(parts: int, capability: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_streams_as_ranks_on_a_gpu(ranks: int) -> None:
-    """Each rank a stream: sums of three sizes, by calls and in a graph that is replayed."""
+    """Each rank a stream: sums of four sizes, by calls and in a graph that is replayed."""
     from laddertron.topology.comm.one_shot import REGION_BYTES, OneShot
 
     regions = [torch.zeros(REGION_BYTES, dtype=torch.uint8, device="cuda") for _ in range(ranks)]
@@ -83,7 +83,7 @@ def test_streams_as_ranks_on_a_gpu(ranks: int) -> None:
 
     guard = threading.Timer(HANG_S, end)
     guard.start()
-    for count in (16 * ranks, 1 << 14, 1 << 19):
+    for count in (16 * ranks, 1 << 14, 1 << 19, 1 << 21):
         given = torch.randn(ranks, count, device="cuda", dtype=torch.bfloat16)
         total = given[0].float()
         for other in given[1:]:

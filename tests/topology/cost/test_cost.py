@@ -42,7 +42,7 @@ from laddertron.topology.cost.tuning import load as load_tuning
 from laddertron.topology.hardware.fabric import Fabric, load
 from laddertron.topology.hardware.presets import GPU_MODELS, gpu_node, preset
 from laddertron.topology.json_codec import ReadError
-from laddertron.topology.link_cost import WHOLE_BYTES, LinkCost
+from laddertron.topology.link_cost import WHOLE_BYTES, LinkCost, in_two_shots
 from laddertron.topology.placement.placement import place
 from laddertron.topology.placement.world import World
 
@@ -129,8 +129,8 @@ def test_what_is_possible() -> None:
 
 
 def test_only_what_the_backend_has_is_a_candidate() -> None:
-    assert candidates("nccl", TWO_BY_8) == candidates("nccl", TWO_BY_8, 1 << 20) == ("flat", "two_level", "one_shot")
-    assert candidates("nccl", TWO_BY_8, (1 << 20) + 1) == ("flat", "two_level")
+    assert candidates("nccl", TWO_BY_8) == candidates("nccl", TWO_BY_8, 4 << 20) == ("flat", "two_level", "one_shot")
+    assert candidates("nccl", TWO_BY_8, (4 << 20) + 1) == ("flat", "two_level")
     assert candidates("nccl", NVLINK8) == ("flat", "one_shot")
     assert candidates("nccl", HOST8) == candidates("nccl", replace(TWO_BY_8, per_node=1)) == ("flat",)
     assert candidates("gloo", Shape(2, 2)) == ("flat", "two_level")
@@ -150,7 +150,8 @@ def test_only_what_the_backend_has_is_a_candidate() -> None:
 
 def test_one_shot_is_priced_as_published_and_chosen_up_to_its_size() -> None:
     """8 to 10 us for 32 KiB over eight H100; a third of NCCL's hops. Across nodes NCCL's call stays, and its hops. A
-    large message of eight ranks is NCCL's, and where GPUs do not read one another every one is."""
+    large message of eight ranks takes two calls and is read once or twice; a larger one is NCCL's, and where GPUs do
+    not read one another every one is."""
     costs = reference("nccl", NVLINK8)
     assert predict(costs, NVLINK8, "one_shot", 32 * KIB) == pytest.approx(9 * US, rel=0.15)
     inside, across = (terms("nccl", shape, "one_shot", 32 * KIB) for shape in (NVLINK8, TWO_BY_8))
@@ -161,7 +162,18 @@ def test_one_shot_is_priced_as_published_and_chosen_up_to_its_size() -> None:
     assert across.calls < two_level.calls
     for shape in (NVLINK8, TWO_BY_8, replace(NVLINK8, per_node=2)):
         found = chooser(None, PAIR, shape, "nccl")[0]
-        assert [found.strategy(n) for n in (KIB, 32 * KIB, 1 << 18, 2 << 20)] == ["one_shot"] * 3 + ["flat"], shape
+        assert [found.strategy(n) for n in (KIB, 32 * KIB, 1 << 18, 8 << 20)] == ["one_shot"] * 3 + ["flat"], shape
+    two_shots = terms("nccl", NVLINK8, "one_shot", 1 << 20)
+    assert (two_shots.intra_hops, two_shots.intra_bytes) == (4, 14 / 8 * (1 << 20))
+    assert two_shots.calls == 2 * inside.calls
+    assert chooser(None, PAIR, NVLINK8, "nccl")[0].strategy(1 << 21) == "one_shot"
+
+
+def test_two_shots_begin_where_reading_less_outweighs_another_kernel() -> None:
+    """Never with two ranks, which read one message either way; with more ranks at smaller messages."""
+    least = [next(n for n in range(1 << 10, 4 << 20, 1 << 10) if in_two_shots(n, ranks)) for ranks in (4, 8, 16)]
+    assert least == [683 * KIB, 196 * KIB, 79 * KIB]
+    assert not in_two_shots(1 << 40, 2)
     assert chooser(None, PAIR, HOST8, "nccl")[0].strategy(KIB) == "flat"
 
 

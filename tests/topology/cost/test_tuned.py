@@ -347,7 +347,7 @@ def test_nccl_inside_a_node_goes_by_prices_too(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         found = choice("nvlink")
         assert found is not None
-        assert [found(n) for n in (1 << 10, 1 << 15, 1 << 18, 1 << 21)] == ["one_shot"] * 3 + ["flat"]
+        assert [found(n) for n in (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 23)] == ["one_shot"] * 4 + ["flat"]
         assert choice("pcie") is None
         assert choice("nvlink", share_gpu=True) is None
     assert caplog.text == ""

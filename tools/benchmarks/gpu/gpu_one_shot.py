@@ -1,5 +1,5 @@
 """The one-shot all-reduce on one GPU, its ranks streams of one process: whether sums are right, and the time of a call
-in a graph (with the copy that refills its message), for 2, 4 and 8 ranks and messages of 8 KiB to 1 MiB. Prints a JSON
+in a graph (with the copy that refills its message), for 2, 4 and 8 ranks and messages of 8 KiB to 4 MiB. Prints a JSON
 line for each. Peers' memory is the GPU's own: the time is of launches, flags and sums, not of a link.
 
     python tools/benchmarks/gpu/gpu_one_shot.py
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-RANKS, SIZES, CALLS, REPLAYS = (2, 4, 8), (8 << 10, 32 << 10, 256 << 10, 1 << 20), 50, 20
+RANKS, SIZES, CALLS, REPLAYS = (2, 4, 8), (8 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20), 50, 20
 LIMIT_S = 20.0
 """After which the kernels of a size are ended; its sums are then wrong."""
 
