@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from random import Random
 
 from fake_job import FakeJob
-from laddertron.engine.batch import StepResult
+from laddertron.engine.batch import Batch, StepResult
 from laddertron.engine.request import ModelLimits, Request
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 
 
 class PlannedJob(FakeJob):
     """`prompt_tokens`: computed ones; `steps`: planned ones; `load_turns`: turns of the event loop until it
-    is ready."""
+    is ready; `accepted`: how probably a draft is right after the ones before it."""
 
-    def __init__(self, limits: SchedulerLimits, vocab: int = 50_000, load_turns: int = 0) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, vocab: int = 50_000, load_turns: int = 0, accepted: float = 0.0
+    ) -> None:
         kv_tokens = limits.num_blocks * limits.block_size
         super().__init__(ModelLimits(limits.max_model_len, vocab, limits.max_num_seqs, kv_tokens))
         self.scheduler, self.load_turns = Scheduler(limits), load_turns
-        self.prompt_tokens = 0
+        self.prompt_tokens, self._accepted, self._draw = 0, accepted, Random(0)
 
     def submit(self, request: Request) -> None:
         self.submitted.append(request)
@@ -38,6 +42,7 @@ class PlannedJob(FakeJob):
             await asyncio.sleep(0)
         self.report_state("ready")
         lengths: dict[int, int] = {}
+        planned: deque[Batch] = deque()
         while True:
             await self.running.wait()
             if not self.scheduler.has_work:
@@ -46,15 +51,28 @@ class PlannedJob(FakeJob):
                 continue
             await asyncio.sleep(0)
             batch = self.scheduler.schedule(time.time())
-            if batch is None:
+            if batch is not None:
+                self.steps += 1
+                lengths |= {sequence.slot: sequence.prompt_len for sequence in batch.admitted}
+                for chunk in batch.chunks:
+                    self.prompt_tokens += max(0, min(chunk.start + chunk.count, lengths[chunk.slot]) - chunk.start)
+                planned.append(batch)
+                if len(planned) < self.scheduler.limits.microbatches:
+                    continue
+            if planned:
+                batch = planned.popleft()
+                self.listener.on_tokens(self.scheduler.commit(batch, self._result(batch), time.time()))
+            else:
                 self.listener.on_tokens(self.scheduler.take_events())
-                continue
-            self.steps += 1
-            lengths |= {sequence.slot: sequence.prompt_len for sequence in batch.admitted}
-            for chunk in batch.chunks:
-                self.prompt_tokens += max(0, min(chunk.start + chunk.count, lengths[chunk.slot]) - chunk.start)
-            tokens = [7] * sum(chunk.samples for chunk in batch.chunks)
-            self.listener.on_tokens(self.scheduler.commit(batch, StepResult(tokens), time.time()))
+
+    def _result(self, batch: Batch) -> StepResult:
+        more, drafted = {}, {}
+        for chunk in batch.chunks:
+            right = 0
+            while right < chunk.drafts and self._draw.random() < self._accepted:
+                right += 1
+            more[chunk.slot], drafted[chunk.slot] = [(7, None)] * right, chunk.drafts
+        return StepResult([7 for chunk in batch.chunks if chunk.samples], more=more, drafted=drafted)
 
 
 def distinct_tokens(prompts: list[tuple[int, ...]]) -> int:
