@@ -101,33 +101,45 @@ def _rates(line: Mapping[str, Any], kind: str) -> list[float]:
 
 
 def drafts_table(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tokens/s; what `auto` is over off and, turn by turn, over the better of on and off; its crossings and rows a
-    token; and tokens/s of all drafts over those of the same rows none of which is right, of the law's tokens a
-    round."""
-    rows, bare = [], dict[Any, float]()
-    silent = {line["batch"]: median(_rates(line, SILENT)) for line in lines if SILENT in line}
+    """A row a batch and acceptance: `auto`'s crossings and rows a token (medians over the delays too); by delay its
+    tokens/s, these over off's, and turn by turn over the better of on and off; what all drafts gain over the same rows
+    none of which is right, of the law's tokens a round; and `auto` over the same ranks without communication and
+    drafts. Of the last two the least and the most over the delays."""
+    delays = sorted({line["delay_s"] for line in lines})
+    cells: dict[tuple[str, int, float], dict[float, Mapping[str, Any]]] = {}
     for line in lines:
-        off, on, auto = (_rates(line, kind) for kind in RULES)
-        where, best = (line["delay_s"], line["batch"]), on if median(on) > median(off) else off
-        if not line["accepted"]:
-            bare[where] = median(on)
-        of_best = [a / b for a, b in zip(auto, best, strict=True)]
-        rounds, count = (median(run[key] for run in line["auto"]) for key in ("rounds", "rows"))
-        tokens = 1 / median(run["rounds"] for run in line["on"])
+        cells.setdefault((line["layout"], line["batch"], line["accepted"]), {})[line["delay_s"]] = line
+    rows = []
+    for (layout, batch, accepted), by_delay in sorted(cells.items()):
+        wrong = cells.get((layout, batch, 0.0), {})
+        rounds, count = (median(run[key] for c in by_delay.values() for run in c["auto"]) for key in ("rounds", "rows"))
+        of_law, of_silent = [], []
+        for delay_s, line in by_delay.items():
+            if accepted and delay_s in wrong:
+                tokens = 1 / median(run["rounds"] for run in line["on"])
+                of_law.append(median(_rates(line, "on")) / median(_rates(wrong[delay_s], "on")) / tokens)
+            if SILENT in wrong.get(delay_s, {}):
+                of_silent.append(median(_rates(line, "auto")) / median(_rates(wrong[delay_s], SILENT)))
         rows.append(
             (
-                f"{line['layout']}, {line['delay_s'] * 1e3:g} ms, {line['batch']}, {line['accepted']:.0%}",
-                *(spread(rates, ".0f") for rates in (off, on, auto)),
-                f"{median(auto) / median(off):.2f}",
-                f"{spread(of_best, '.2f')}{'' if max(of_best) >= LEAST else ', missed'}",
-                f"{rounds * CROSSINGS[line['layout']]:.2f}",
+                f"{layout}, {batch}, {accepted:.0%}",
+                f"{rounds * CROSSINGS[layout]:.2f}",
                 f"{count:.2f}",
-                f"{median(on) / bare[where] / tokens:.2f}" if where in bare else "-",
-                f"{median(auto) / silent[line['batch']]:.2f}",
+                *(_drafts_cell(by_delay[delay_s]) if delay_s in by_delay else "-" for delay_s in delays),
+                *(f"{min(shares):.2f} to {max(shares):.2f}" if shares else "-" for shares in (of_law, of_silent)),
             )
         )
-    head = "layout, one way, batch, accepted | off | on | auto | auto / off | of the better | crossings | rows"
-    return table(f"{head} | of the law | auto / no communication and no drafts", rows)
+    head = " | ".join(f"{delay_s * 1e3:g} ms" for delay_s in delays)
+    return table(f"layout, batch, accepted | crossings | rows | {head} | of the law | over *silent*", rows)
+
+
+def _drafts_cell(line: Mapping[str, Any]) -> str:
+    off, on, auto = (_rates(line, kind) for kind in RULES)
+    best = on if median(on) > median(off) else off
+    of_best = [a / b for a, b in zip(auto, best, strict=True)]
+    missed = "" if max(of_best) >= LEAST else ", missed"
+    return f"{median(auto):.0f}; {median(auto) / median(off):.2f}; {spread(of_best, '.2f')}{missed}"
+
 
 
 def mtp(site: Site, delays_s: Sequence[float]) -> Iterator[Row]:
