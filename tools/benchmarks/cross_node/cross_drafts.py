@@ -141,7 +141,6 @@ def _drafts_cell(line: Mapping[str, Any]) -> str:
     return f"{median(auto):.0f}; {median(auto) / median(off):.2f}; {spread(of_best, '.2f')}{missed}"
 
 
-
 def mtp(site: Site, delays_s: Sequence[float]) -> Iterator[Row]:
     """A row a form and layout: tokens/s without drafts and with those of the predicting layer that pay."""
     from predictors import save
