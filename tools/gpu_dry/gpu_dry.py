@@ -8,6 +8,7 @@ the table.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -136,10 +137,14 @@ def run_tests() -> dict[str, Any]:
 
 
 def main() -> int:
-    names = [a for a in sys.argv[1:] if not a.startswith("-")]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    every_name = "; ".join(case.name for case in CASES)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=every_name)
+    parser.add_argument("--write", action="store_true", help=f"renew the table in {DOCS.name}")
+    args = parser.parse_args()
+    names: list[str] = args.names
     if unknown := set(names) - {case.name for case in CASES}:
-        print(f"no case is called {', '.join(unknown)}: {'; '.join(case.name for case in CASES)}", file=sys.stderr)
-        return 2
+        parser.error(f"no case is called {', '.join(unknown)}: {every_name}")
     cases = [case.name for case in CASES if not names or case.name in names]
     os.environ |= {"TRITON_CACHE_DIR": str(ROOT / "build" / "gpu-dry-triton"), "OMP_NUM_THREADS": "1"}
     warnings.simplefilter("ignore")
@@ -156,7 +161,7 @@ def main() -> int:
         print(table(new := [row(f) for f in latest]))
         before, old, after = written()
         now = renewed(old, new)
-        if "--write" in sys.argv:
+        if args.write:
             DOCS.write_text(before + now + after)
         elif old != now:
             news = [line for line in new if line not in old.splitlines()]
