@@ -151,4 +151,4 @@ def test_the_order_costs_a_job_without_shared_prefixes_nothing(
         monkeypatch.setattr(prefetch, "LineOrder", FileOrder)
     (tokens, steps), (file_tokens, file_steps) = counts
     assert tokens <= file_tokens
-    assert steps <= file_steps + 16
+    assert steps <= file_steps + 4
