@@ -103,7 +103,8 @@ class BatchFeed(LineFlights):
             async with contextlib.aclosing(prepared(lines, self._encoder, served, self._large, hungry)) as ready:
                 async for prepared_line in ready:
                     await self._pace()
-                    self.take(prepared_line, self._deaths.get(prepared_line.line.number, 0))
+                    if self.take(prepared_line, self._deaths.get(prepared_line.line.number, 0)):
+                        await asyncio.sleep(0)  # many in a row would delay tokens
         while self._flights:
             await self._sink.moved()
         await self._sink.settled()

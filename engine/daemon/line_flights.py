@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 _MOST_EQUAL = 256
 """Lines that share one flight: all their results are made at once."""
 _PAST, _PAST_VALUES = 1024, 1 << 17
-"""Ended flights, and tokens of their prompts and values of their answers, that are kept for later equal lines."""
+"""Ended flights that are kept for later equal lines, and what they hold: tokens of their prompts, values of their
+answers, and for four bytes of their lines as much as for a token."""
 
 
 class LineFlights(FlightOwner):
@@ -45,7 +46,7 @@ class LineFlights(FlightOwner):
         self._flights: dict[Flight, BatchLine] = {}
         self._equal: dict[Flight, tuple[bytes, list[BatchLine]]] = {}  # further lines of a flight
         self._by_content: dict[bytes, Flight] = {}
-        self._past: OrderedDict[bytes, Flight] = OrderedDict()  # the last to be used comes last
+        self._past: OrderedDict[bytes, tuple[Flight, int]] = OrderedDict()  # with their sizes; the last used comes last
         self._past_values = 0
         self._noted = False
 
@@ -56,12 +57,13 @@ class LineFlights(FlightOwner):
     def name(self, line: BatchLine) -> str:
         return answer_id(self._run_id, line)
 
-    def take(self, ready: PreparedLine, deaths: int = 0) -> None:
-        """Submits a line with its prompts' ids, or answers it with the error that it has instead."""
+    def take(self, ready: PreparedLine, deaths: int = 0) -> bool:
+        """Submits a line with its prompts' ids, or answers it at once: with the error that it has instead, or with a
+        kept answer. Returns whether it is answered."""
         line, prompts, shared, group = ready
         if isinstance(prompts, ApiError):
             self._refuse(line, prompts)
-            return
+            return True
         limits, name = self._dispatcher.limits, self.name(line)
         body, custom_id = line.body, line.custom_id
         assert limits is not None
@@ -73,7 +75,7 @@ class LineFlights(FlightOwner):
             requests = to_requests(body, prompts, limits, origin, self._text)
         except ApiError as error:
             self._refuse(line, error)
-            return
+            return True
         if body.unenforced and not self._noted:
             self._noted = True  # the other lines' schemas are alike
             what = "; ".join(body.unenforced)[:1000]
@@ -85,12 +87,14 @@ class LineFlights(FlightOwner):
             if len(equal) == _MOST_EQUAL:
                 del self._by_content[content]
             self._dispatcher.pump()  # gives the room to another
-            return
-        if content is not None and (past := self._past.get(content)) and past.model == self._dispatcher.model:
-            self._past.move_to_end(content)
-            self.finished(self._copy(past, line._replace(body=None), time.monotonic()))
-            self._dispatcher.pump()
-            return
+            return False
+        if content is not None and content in self._past:
+            past, _ = self._past[content]
+            if past.model == self._dispatcher.model:
+                self._past.move_to_end(content)
+                self.finished(self._copy(past, line._replace(body=None), time.monotonic()))
+                self._dispatcher.pump()
+                return True
         answer = Answer(body, requests, self._text, name, int(time.time()))
         flight = Flight(tuple(requests), answer, self, Suspicion(deaths), group=group)
         self._flights[flight] = line._replace(body=None)  # only the envelope is needed from here on
@@ -98,6 +102,7 @@ class LineFlights(FlightOwner):
             self._by_content[content] = flight
             self._equal[flight] = content, []
         self._dispatcher.submit(flight)
+        return False
 
     def _refuse(self, line: BatchLine, error: ApiError) -> None:
         out = error_line(line.custom_id, self.name(line), error, line.number)
@@ -128,7 +133,8 @@ class LineFlights(FlightOwner):
         if self._by_content.get(content) is flight:
             del self._by_content[content]
         copies = [self._copy(flight, line, flight.submitted) for line in equal]
-        self.answered(self._flights.pop(flight), out, flight, flight.answer.error)
+        first = self._flights.pop(flight)
+        self.answered(first, out, flight, flight.answer.error)
         for copy in copies:
             if copy.answer.error is None:
                 self.finished(copy)
@@ -136,7 +142,7 @@ class LineFlights(FlightOwner):
                 line = self._flights.pop(copy)
                 self.answered(line, self._line_of(line, copy), None, copy.answer.error)
         if content and flight.answer.error is None:
-            self._keep(content, flight)
+            self._keep(content, flight, first.length)
 
     def _copy(self, flight: Flight, line: BatchLine, submitted: float) -> Flight:
         """An ended flight for another line, in `_flights`."""
@@ -144,25 +150,22 @@ class LineFlights(FlightOwner):
         self._flights[copy] = line
         return copy
 
-    def _keep(self, content: bytes, flight: Flight) -> None:
-        """Keeps an ended flight for equal lines that are read later."""
-        if (size := _size(flight)) > _PAST_VALUES:
+    def _keep(self, content: bytes, flight: Flight, line_bytes: int) -> None:
+        """Keeps an ended flight for equal lines that are read later, unless its answer takes long to write."""
+        prompts = sum(len(request.prompt) for request in flight.requests)
+        size = flight.answer.values + prompts + line_bytes // 4
+        if flight.answer.values > LARGE_VALUES or size > _PAST_VALUES:
             return
         if (old := self._past.pop(content, None)) is not None:
-            self._past_values -= _size(old)
+            self._past_values -= old[1]
         while self._past and (len(self._past) >= _PAST or self._past_values + size > _PAST_VALUES):
-            self._past_values -= _size(self._past.popitem(last=False)[1])
-        self._past[content] = flight
+            self._past_values -= self._past.popitem(last=False)[1][1]
+        self._past[content] = flight, size
         self._past_values += size
 
     def lines_of(self, flight: Flight) -> list[BatchLine]:
         """The lines that the flight answers."""
         return [self._flights[flight], *self._equal.get(flight, (b"", []))[1]]
-
-
-def _size(flight: Flight) -> int:
-    """What a kept flight takes in memory, in tokens."""
-    return flight.answer.values + sum(len(request.prompt) for request in flight.requests)
 
 
 def _content(body: Body, requests: Sequence[Request]) -> bytes | None:

@@ -86,8 +86,6 @@ async def prepared(
                 size -= prepared_line.line.length
                 yielded += 1
                 yield prepared_line
-                if yielded % 32 == 0:
-                    await asyncio.sleep(0)  # else many equal lines in a row, answered at once, would delay tokens
             elif tasks:
                 moved.clear()
                 # NOTE: wait_for of Python 3.11 loses a cancellation that comes with what it waits for

@@ -192,7 +192,8 @@ class BatchRun(LineFlights):
                     while self._sink.full:
                         await self._sink.moved()
                     await self.dispatcher.room()
-                    self.take(prepared_line)
+                    if self.take(prepared_line):
+                        await asyncio.sleep(0)  # many in a row would delay tokens
                     if self._began is None and self._flights:
                         self._began = time.monotonic()
         except TextUnavailable as error:  # for longer than the encoder waits: what is in flight is answered

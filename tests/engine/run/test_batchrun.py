@@ -547,7 +547,47 @@ class ChangingModel(FakeJob):
         self._state = state
 
 
-@pytest.mark.parametrize("case", ["far apart", "few are kept", "few tokens are kept", "another model"])
+def test_kept_answers_leave_the_loop_to_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many equal lines that a kept answer serves, each is followed by a turn of the event loop."""
+    taken, most = [0, 0], 0
+    take = BatchRun.take
+
+    async def turns() -> None:
+        while True:
+            taken[1] = 0
+            await asyncio.sleep(0)
+
+    def counted(run: BatchRun, *line: Any) -> bool:
+        nonlocal most
+        at_once = take(run, *line)
+        taken[0] += at_once
+        taken[1] += at_once
+        most = max(most, taken[1])
+        return at_once
+
+    others: asyncio.Task[None] | None = None
+
+    class Watched(FakeJob):
+        async def start(self, listener: Any) -> None:
+            nonlocal others
+            others = asyncio.create_task(turns())
+            await super().start(listener)
+
+        async def close(self) -> None:
+            assert others is not None
+            others.cancel()
+            await super().close()
+
+    monkeypatch.setattr(BatchRun, "take", counted)
+    bench.write(*(completion(f"r{n}", "again and again", temperature=0.0, max_tokens=5) for n in range(3000)))
+    assert bench.run(lambda: Watched(LIMITS)).ok == 3000
+    assert taken[0] > 100
+    assert most == 1
+
+
+@pytest.mark.parametrize(
+    "case", ["far apart", "few are kept", "few tokens are kept", "few bytes are kept", "large answers", "another model"]
+)
 def test_equal_lines_far_apart_are_computed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """When one ended long before the next is read: as many as are kept, of the model that still serves. A failed line
     is computed again."""
@@ -556,16 +596,22 @@ def test_equal_lines_far_apart_are_computed_once(bench: Bench, monkeypatch: pyte
     monkeypatch.setattr(line_flights, "_PAST", 3 if case == "few are kept" else 1000)
     if case == "few tokens are kept":  # of prompts, as answers are short
         monkeypatch.setattr(line_flights, "_PAST_VALUES", 200)
+    if case == "large answers":
+        monkeypatch.setattr(line_flights, "LARGE_VALUES", 4)
     same: dict[str, Any] = {"temperature": 0.0, "max_tokens": 5}
+    if case == "few bytes are kept":
+        monkeypatch.setattr(line_flights, "_PAST_VALUES", 40_000)
+        same["truncate_prompt_tokens"] = 20
+    text = "x " * 1000 if case == "few bytes are kept" else ""
     lines = []
     for turn in range(3):
         lines += [completion(f"equal{turn}", "again and again", **same), completion(f"bad{turn}", [7, 8], **same)]
-        lines += [completion(f"other{turn}-{i}", f"number {turn} {i}", **same) for i in range(100)]
+        lines += [completion(f"other{turn}-{i}", f"{text}number {turn} {i}", **same) for i in range(100)]
     bench.write(*lines)
     kind = ChangingModel if case == "another model" else FakeJob
     summary = bench.run(lambda: kind(LIMITS, fail=frozenset({7})))
     assert (summary.ok, summary.failed) == (303, 3)
-    again = {"far apart": 0, "few are kept": 2, "few tokens are kept": 2, "another model": 1}[case]
+    again = {"far apart": 0, "another model": 1}.get(case, 2)
     assert len(bench.job.submitted) == 300 + 3 + 1 + again
     bodies = [bench.answers()[f"equal{turn}"]["response"]["body"] for turn in range(3)]
     assert len({body["id"] for body in bodies}) == 3
