@@ -124,13 +124,13 @@ def _make_latent(
         sparse: Any = importlib.import_module(f"{__package__}.cuda.sparse_latent")
         try:
             fault = sparse.kernels_fault(sizes, shard.num_heads, dtype, stored.device)
+            fault = fault and f"compute wrongly on this GPU and its Triton: {fault}"
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # Triton's own: of its compiler, or of what this GPU has
-            fault = f"{type(error).__name__}: {error}"
+            fault = f"cannot be checked: {type(error).__name__}: {error}"
         if fault:
-            raise AttentionError(
-                f"the kernels of sparse attention compute wrongly on this GPU and its Triton: {fault}: set "
-                "engine.attention: torch, and report it"
-            )
+            raise AttentionError(f"the kernels of sparse attention {fault}: set engine.attention: torch, and report it")
         return sparse.SparseLatent(cache, scale, topk), "triton, on chosen latents"
     library = flashinfer_or_reason(stored.device, dtype, config, shard.num_heads)
     if stored.dtype != dtype:

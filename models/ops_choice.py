@@ -115,8 +115,7 @@ def _kept_on_cpus(source: Source, shard: RankShard) -> frozenset[str]:
 def _needed(triton: Any, deterministic: Deterministic) -> Any:
     if triton is None:
         value = str(deterministic).lower()
-        fix = triton_missing() or "make env ACCEL=cuda"
-        raise WeightsError(f"parallel.deterministic={value} on a GPU needs Triton: {fix}, or use false")
+        raise WeightsError(f"parallel.deterministic={value} on a GPU needs Triton: {triton_missing()}, or use false")
     return triton
 
 

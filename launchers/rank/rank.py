@@ -281,7 +281,9 @@ def _gpu_kernels(keys: EngineConfig) -> dict[str, str]:
     facts = look()
     if not facts.gpus or facts.hidden or not facts.torch_cuda:
         return unused
-    triton = "without a compiler" if triton_missing() else _version("triton") or "missing"
+    triton = _version("triton") or "missing"
+    if triton != "missing" and triton_missing():
+        triton = "without a compiler"
     if keys.attention == "torch":
         return unused | {"triton": triton}
     flashinfer = "without kernels" if kernels_missing() else _version("flashinfer-python") or "missing"

@@ -8,7 +8,6 @@ several GPUs.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..hardware.cuda_stack import triton_missing
 from ..link_cost import ONE_SHOT_BYTES
 from ..placement.layout import GroupLayout
 from .bootstrap import Bootstrap
@@ -120,8 +120,8 @@ def unable(per_node: int, device: torch.device) -> str:
     """Why one_shot cannot run on this device of a node with `per_node` ranks, other devices apart; or ""."""
     if not 2 <= per_node <= MOST_RANKS:
         return f"its node has {per_node} of the group's ranks, and one_shot is for 2 to {MOST_RANKS}"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: make env ACCEL=cuda"
+    if fault := triton_missing():
+        return fault
     import torch.distributed._symmetric_memory as symmetric
 
     backend = symmetric.get_backend(device)
@@ -164,9 +164,11 @@ def exact_total(size: int, count: int, device: torch.device) -> Tensor:
 
 
 def checked_sizes(ranks: int) -> tuple[int, ...]:
-    """Bytes: of one program, of four, of three with an uneven rest, of all; and the most, which may take two shots."""
+    """Bytes, whole vectors of each rank: of one program, of four, of three with an uneven rest, of all; and the most,
+    which may take two shots."""
     step = 16 * ranks
-    return (step, 32 << 10, (25 << 10) // step * step + step, PROGRAMS * PROGRAM_BYTES, ONE_SHOT_BYTES)
+    sizes = (32 << 10, (25 << 10) + step, PROGRAMS * PROGRAM_BYTES, ONE_SHOT_BYTES)
+    return (step, *(nbytes // step * step for nbytes in sizes))
 
 
 def wrong_in_node(one_shot: OneShot, limit_s: float, in_two: bool) -> str:

@@ -158,7 +158,9 @@ def triton_fault(facts: CudaFacts) -> str | None:
 
 @cache
 def triton_missing() -> str | None:
-    """triton_fault of this host."""
+    """The reason why this process has no Triton that can compile kernels, with the fix, or None."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: make env ACCEL=cuda"
     return triton_fault(look())
 
 

@@ -3,7 +3,6 @@ message. No GPU and no Triton: memory and kernel are stand-ins."""
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 from collections.abc import Callable
@@ -18,10 +17,11 @@ from laddertron.launchers.measure.preflight_plan import PreflightPlan
 from laddertron.launchers.rank.load_tuning import look_up
 from laddertron.topology.comm import backends, symmetric
 from laddertron.topology.comm.groups import CommOptions, OneShotImpossible, TorchGroups
+from laddertron.topology.comm.one_shot import MOST_RANKS
 from laddertron.topology.comm.symmetric import DirectLevels, Site, connect_one_shot
 from laddertron.topology.connect import _collectives, _library_strategy
 from laddertron.topology.cost.cost import Shape, Strategy
-from laddertron.topology.link_cost import ONE_SHOT_BYTES
+from laddertron.topology.link_cost import ONE_SHOT_BYTES, in_two_shots
 from laddertron.topology.placement.layout import GroupLayout
 from torch import Tensor
 
@@ -75,8 +75,8 @@ class Event:
 def test_what_a_rank_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough ranks and not too many, Triton, CUDA's memory, and access to every GPU of its node; the same GPU needs no
     access, one that is hidden cannot be asked."""
-    triton = SimpleNamespace(found=True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: triton if triton.found else None)
+    triton = SimpleNamespace(fault=None)
+    monkeypatch.setattr(symmetric, "triton_missing", lambda: triton.fault)
     backend = SimpleNamespace(name="CUDA")
     monkeypatch.setattr("torch.distributed._symmetric_memory.get_backend", lambda device: backend.name)
     assert symmetric.unable(8, CPU) == ""
@@ -84,8 +84,8 @@ def test_what_a_rank_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2 to 16" in symmetric.unable(17, CPU)
     backend.name = "NVSHMEM"
     assert "is NVSHMEM's, not CUDA's: unset TORCH_SYMMMEM" in symmetric.unable(8, CPU)
-    triton.found = False
-    assert "Triton is not installed" in symmetric.unable(8, CPU)
+    triton.fault = "no compiler"
+    assert symmetric.unable(8, CPU) == "no compiler"
 
     monkeypatch.setattr(symmetric, "_uuid", lambda index: f"uuid-{index}")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -175,6 +175,17 @@ def test_a_wrong_sum_is_found(monkeypatch: pytest.MonkeyPatch, spoils: int) -> N
     assert set(good.calls) == {"sum"}
     bad: Any = Fake(spoils=spoils)
     assert symmetric.wrong_in_node(bad, 1.0, False) == f"a sum of {spoils} bytes of torch.bfloat16 was wrong"
+
+
+def test_every_size_of_the_check_is_whole_vectors_of_each_rank() -> None:
+    """Of as many ranks as a node may have: what is summed in two shots is split among them."""
+    for ranks in range(2, MOST_RANKS + 1):
+        sizes = symmetric.checked_sizes(ranks)
+        assert [nbytes % (16 * ranks) for nbytes in sizes] == [0] * 5
+        assert min(sizes) == 16 * ranks
+        assert max(sizes) <= ONE_SHOT_BYTES
+        assert in_two_shots(max(sizes), ranks) == (ranks > 2)
+        assert len(set(sizes)) == 5
 
 
 def test_sums_of_the_check_are_exact() -> None:
