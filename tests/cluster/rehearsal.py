@@ -298,7 +298,7 @@ class Rehearsal:
         short = ("--requests", "3", "--longest", "16", "--cases", "1")
         self.laddertron("verify", str(self.config), "--set", "parallel.deterministic=true", *short)
         self.stream(1)
-        with self.show.step("kill -TERM $(pidof laddertron)              # drain"):
+        with self.show.step("kill -TERM $(pidof -x laddertron)           # drain"):
             (pid,) = ranks_on(self.cluster, 0, "laddertron.launchers.cli serve")
             os.kill(pid, signal.SIGTERM)
             code = self.daemon.wait(WAIT_S)

@@ -1,4 +1,4 @@
-"""`make gpu-dry`: the GPU path on a machine without a GPU, half an hour on two busy cores.
+"""`make gpu-dry`: the GPU path on a machine without a GPU, 26 minutes on two busy cores.
 
 Runs every case of cases.py in a process of its own (run_case.py), two at a time, compares the collectives of all ranks,
 runs the tests that need Triton or FlashInfer, and compares the figures with the table in docs/gpu_dry.md; --write

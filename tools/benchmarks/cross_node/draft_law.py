@@ -10,6 +10,7 @@ stages, however many rows it has.
 
 from __future__ import annotations
 
+import argparse
 from collections import deque
 from dataclasses import dataclass
 from itertools import product
@@ -139,6 +140,7 @@ def simulate(
 
 def main() -> None:
     """Prints a row for each layout, batch and acceptance; counts are those of the longest delay."""
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     rules = None, speculation_rule("ngram"), speculation_rule("auto")
     delays = " | ".join(f"{delay_s * 1e3:g} ms" for delay_s in DELAYS_S)
     print(f"| layout, batch, accepted | crossings | rows | {delays} | of better | of better, short |")

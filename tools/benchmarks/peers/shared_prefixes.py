@@ -1,6 +1,6 @@
 """A batch job whose lines share prefixes: `laddertron run` against vLLM with its prefix cache, in turns, in seconds.
 
-    python tools/benchmarks/peers/shared_prefixes.py --repeats 5                 # the table of docs/performance.md
+    python tools/benchmarks/peers/shared_prefixes.py --repeats 5                 # docs/performance.md has one run of it
     python tools/benchmarks/peers/shared_prefixes.py --kv-tokens 6400 --orders shuffled --repeats 3
     python tools/benchmarks/peers/shared_prefixes.py --peer ""                   # laddertron alone
 
