@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...models.transfer import Arriving
-from ...topology.comm.pipeline import Pipeline
+from ...topology.comm.pipeline import NEXT, PREVIOUS, Pipeline
 from ..batch import Batch, Chunk, NewSequence, StepResult, decode_result, encode_result
 from ..sampling.device_sampler import Fetch
-from .engine import Ahead
+from .cuda_graphs import StepGraphs
+from .engine import Ahead, CollectiveTimeouts
 from .runner import PendingStep, Runner
 
 
@@ -57,9 +58,9 @@ class StageRunner(Runner):
     def __init__(self, *args: Any, pipeline: Pipeline, index: int, fetch: Fetch | None = None, **keys: Any) -> None:
         """fetch: copies to the host without waiting, on a GPU whose attention reads nothing after a sequence's last
         position; then rows are checked two steps later. None: a stage before the last waits for each of its steps."""
+        self.checks: deque[_Check] = deque()
         super().__init__(*args, **keys)
         self._pipeline, self._index, self._fetch = pipeline, index, fetch
-        self.checks: deque[_Check] = deque()
         self._in_flight: deque[PendingStep] = deque()
         # a wait between stages may include the steps of any of these sizes
         self._sizes: deque[int] = deque(maxlen=2 * pipeline.stages + 2)
@@ -77,6 +78,7 @@ class StageRunner(Runner):
             return self._run_first(batch, ahead, began)
         if not batch.chunks:
             result = StepResult(())
+            self._end_checks()
             if self._pipeline.last:
                 self.sampler.flush()
         else:
@@ -108,6 +110,7 @@ class StageRunner(Runner):
             return None
         while self._in_flight:
             results.append(self._receive())
+        self._end_checks()
         if ahead is not None:
             ahead(results)
         return decode_result(self._pipeline.receive_back())
@@ -143,16 +146,25 @@ class StageRunner(Runner):
         slots = [chunk.slot for chunk in batch.chunks if chunk.samples and chunk.count == 1]
         if not (self._speculates and slots) or self._pipeline.last:
             return
-        boundary = self._pipeline.boundary
         if self._pipeline.first:
             counts = np.array([(self.length[slot], len(self.proposed.get(slot, ()))) for slot in slots], np.int32)
         else:
-            (received,) = boundary.receive((len(slots), 2), torch.float32, 1, own=True)
-            counts = received.wait().numpy().view(np.int32)
+            counts = np.frombuffer(self._pipeline.receive_back(PREVIOUS), np.int32).reshape(len(slots), 2)
             for slot, (length, drafts) in zip(slots, counts.tolist(), strict=True):
                 self.length[slot], self.proposed[slot] = length, [0] * drafts
         if self._pipeline.stage < self._pipeline.stages - 2:
-            boundary.send(torch.from_numpy(counts.view(np.float32)), own=True)
+            self._pipeline.send_back(counts.tobytes(), NEXT)  # by the hosts: on a GPU the boundary takes device memory
+
+    def warmed_up(self, timeouts: CollectiveTimeouts | None, graphs: StepGraphs | None) -> None:
+        self._end_checks()
+        super().warmed_up(timeouts, graphs)
+
+    def _end_checks(self) -> None:
+        """Before a pause, which would count as the time of the steps whose checks are in flight."""
+        if self.checks:
+            self._drain()  # the reads wait for the device without a timeout
+        while self.checks:
+            self._zero_blocks(self.checks.popleft())
 
     def _zero_blocks(self, check: _Check) -> None:
         """_zero_nonfinite for a step whose blocks other sequences may use by now: they read no values of this one."""

@@ -263,9 +263,11 @@ class FlashInferAttention(TorchAttention):
 
         return {shape: of(shape) for shape in shapes}
 
-    def _table_buffers(self, most: int, most_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
-        device = self.cache.keys[0].device
-        indptr, indices = (torch.zeros(n, dtype=torch.int32, device=device) for n in (most + 1, most * most_blocks))
+    def _table_buffers(self, most: int, most_blocks: int, rows: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """For `most` sequences of most_blocks blocks. rows: of the prompt that a step of padding alone has, beside
+        sequences of one row; it may be longer than a sequence."""
+        device, pages = self.cache.keys[0].device, max(most * most_blocks, -(-rows // self.cache.block_size) + most)
+        indptr, indices = (torch.zeros(n, dtype=torch.int32, device=device) for n in (most + 1, pages))
         return indptr, indices, torch.ones(most, dtype=torch.int32, device=device)
 
     def _captured_decoders(self, sizes: set[int], most_blocks: int) -> dict[int, dict[int | None, Any]]:
@@ -288,7 +290,7 @@ class FlashInferAttention(TorchAttention):
         therefore must have all. Drafts are computed by FA2, as decodes are: it splits a context among multiprocessors
         and reads it once for all query heads and rows of a tile, which FA3 does not."""
         most = max(map(prompts_of, shapes))
-        indptr, indices, last_page = self._table_buffers(most, most_blocks)
+        indptr, indices, last_page = self._table_buffers(most, most_blocks, max(rows for _, rows in shapes))
         starts = torch.zeros_like(indptr)
 
         def made(prompts: int, backend: str) -> dict[int | None, Any]:

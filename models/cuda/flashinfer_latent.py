@@ -122,7 +122,9 @@ class FlashInferLatent(LatentAttention):
         sequences = {shape: shape[0] + prompts_of(shape) + bool(shape[1]) for shape in shapes}
         most, device = max(sequences.values()), self._workspace.device
         starts, indptr, lengths = (torch.zeros(most + 1, dtype=torch.int32, device=device) for _ in range(3))
-        indices = torch.zeros(most * most_blocks, dtype=torch.int32, device=device)
+        # The prompt of a step of padding alone may be longer than a sequence.
+        padding = -(-max(rows for _, rows in shapes) // self.cache.block_size) + most
+        indices = torch.zeros(max(most * most_blocks, padding), dtype=torch.int32, device=device)
 
         def of(shape: Shape) -> FlashInferLatent:
             recorded, size = copy.copy(self), sequences[shape]

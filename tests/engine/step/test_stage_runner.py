@@ -6,16 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from laddertron.engine.batch import Batch, Chunk
 from laddertron.engine.step.stage_runner import CHECKS_BEHIND, StageRunner
 from laddertron.models.transfer import Arriving
+from laddertron.topology.comm.pipeline import NEXT, PREVIOUS
 from torch import Tensor
 
 
 def test_a_step_is_checked_when_later_ones_are_queued() -> None:
     """The second of two sequences has NaN in one of its prompt's rows: its blocks of that step are zeroed two steps
-    later, although its slot has other blocks by then; nothing waits for the device before."""
+    later, although its slot has other blocks by then; nothing waits for the device before. A Batch without chunks,
+    before a pause, ends the checks that are in flight: the pause is no part of their steps' time."""
     zeroed: list[list[int]] = []
     read: list[int] = []
     runner: StageRunner
@@ -46,8 +49,12 @@ def test_a_step_is_checked_when_later_ones_are_queued() -> None:
     cache: Any = Cache()
     attention: Any = None
 
+    drains: list[int] = []
+    observed: list[int] = []
+    timeouts: Any = SimpleNamespace(before=lambda size: None, after=lambda size, seconds: observed.append(size))
+
     def drain() -> None:
-        raise AssertionError("the stage waits for the device")
+        drains.append(len(runner.checks))
 
     runner = StageRunner(
         model, cache, attention, sampler, max_slots=4, max_model_len=31, drain=drain, pipeline=pipeline, index=0,
@@ -65,3 +72,41 @@ def test_a_step_is_checked_when_later_ones_are_queued() -> None:
     assert (read, zeroed) == ([0, 1], [[5, 6]])
     assert len(runner.checks) == CHECKS_BEHIND
     assert np.array_equal(runner.blocks[2, :1], [1])
+    assert drains == []
+    runner.warmed_up(timeouts, None)
+    assert (drains, observed, len(runner.checks)) == ([CHECKS_BEHIND], [], 0)
+    for step in (4, 5, 6):
+        runner.run(Batch(step, chunks=chunks))
+    assert (observed, drains) == ([4], [2])
+    runner.run(Batch(7))
+    assert (observed, drains, read) == ([4] * 3, [2, 2], list(range(7)))
+    runner.run(Batch(8))
+    assert drains == [2, 2]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_numbers_of_drafts_go_from_host_to_host(stage: int) -> None:
+    """The stages between the first and the last get tokens and drafts of each decode, and hand them on, without the
+    boundary, which on a GPU takes the device's memory alone."""
+    sent: list[tuple[bytes, int]] = []
+    coming = np.array([[9, 2], [5, 0]], np.int32).tobytes()
+    received: list[int] = []
+
+    def receive(line: int) -> bytes:
+        received.append(line)
+        return coming
+
+    pipeline: Any = SimpleNamespace(
+        stage=stage, stages=4, first=stage == 0, last=stage == 3,
+        send_back=lambda data, line: sent.append((data, line)), receive_back=receive,
+    )  # fmt: skip
+    runner: Any = SimpleNamespace(
+        _pipeline=pipeline, _speculates=True, length={1: 9, 3: 5}, proposed={1: [7, 7]} if stage == 0 else {}
+    )
+    StageRunner._pass_lengths(
+        runner, Batch(0, chunks=(Chunk(1, 9, 1, True), Chunk(3, 5, 1, True), Chunk(2, 0, 3, True)))
+    )
+    assert sent == ([(coming, NEXT)] if stage < 2 else [])
+    assert received == ([PREVIOUS] if stage in (1, 2) else [])
+    if received:
+        assert runner.proposed == {1: [0, 0], 3: []}

@@ -307,6 +307,15 @@ def replayed(backend: Any, layer: int, qkv: Tensor) -> Tensor:
     return out
 
 
+def test_a_step_of_padding_may_be_longer_than_a_sequence() -> None:
+    """Its one prompt has all rows of the shape, whatever max_model_len is."""
+    cache = make_cache(2, 8, 9, 4, torch.float32, CPU)
+    backend = FlashInferAttention(cache, (None,), 0.3, 4, torch.float32, fake_flashinfer.LIBRARY)
+    recorded = backend.captured([(1, 0), (1, 64)], 2)[1, 64]
+    recorded.prepare(full(1, 64, 8, 4), torch.ones(65, 1, 4), torch.zeros(65, 1, 4))
+    assert recorded.replayable
+
+
 def test_a_plan_that_launches_something_else_is_not_replayed() -> None:
     cache = make_cache(1, 8, 3, 4, torch.float32, CPU)
     backend = FlashInferAttention(cache, (None, None), 1.0, 1, torch.float32, fake_flashinfer.LIBRARY)

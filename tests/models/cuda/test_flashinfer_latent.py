@@ -73,6 +73,13 @@ def test_the_same_attention_as_the_portable_one(counts: list[int], before: list[
     assert torch.equal(caches[0].latents[1][:-1], caches[1].latents[1][:-1])
 
 
+def test_a_step_of_padding_may_be_longer_than_a_sequence() -> None:
+    latents = FlashInferLatent(make_cache(9), 0.3, HEADS, torch.float32, SIZES, fake_flashinfer.LIBRARY)
+    recorded: Any = latents.captured([(1, 128)], 2)[1, 128]
+    recorded.prepare(full(1, 128, 8, SIZE), torch.ones(129, 1, ROTARY // 2), torch.zeros(129, 1, ROTARY // 2))
+    assert recorded.replayable
+
+
 def test_where_it_cannot_serve() -> None:
     v3, bf16 = Latent(512, 64, 128, 128, 1536, True), torch.bfloat16
     assert unfit(CUDA, (9, 0), bf16, v3, 8) is None
