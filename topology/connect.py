@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .comm.bootstrap import Bootstrap
-from .comm.collectives import Alone, AloneGather, Blocking, Collective, DeviceGather, Gather
+from .comm.collectives import Alone, AloneGather, Blocking, Collective, Gather
 from .comm.emulated import Emulated
 from .comm.groups import CommOptions, Communicator, TorchGroups
 from .comm.ledger import Ledger
@@ -73,12 +73,14 @@ def connect(
         )  # fmt: skip
         all_reduce, gathers, set_timeout = made
         if pipeline is not None and backend == "nccl":
+            from .comm.nccl import NcclGather
             from .comm.nccl_boundary import NcclBoundary
 
-            boundary = NcclBoundary(groups.subgroups["stages"], groups.tp, ledger)
+            boundary = NcclBoundary(groups.subgroups["stages"], groups.tp, ledger, pipeline.peers[PREVIOUS])
             boundary.connect()
-            if isinstance(gathers, DeviceGather):
+            if isinstance(gathers, NcclGather):
                 gathers.wait_for(None, "the first message between stages")
+                gathers.wait.late = boundary.late
             pipeline.boundary = boundary
         elif pipeline is not None:
             link = "net" if lines.leave_the_host else "node"

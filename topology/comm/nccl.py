@@ -138,26 +138,36 @@ class Roll:
 
 
 def verdict(
-    waited: str, seconds: float, started: int, places: Mapping[int, int], hosts: Sequence[str], error: str = ""
+    waited: str,
+    seconds: float,
+    started: int,
+    places: Mapping[int, int],
+    hosts: Sequence[str],
+    error: str = "",
+    late: tuple[str, int] | None = None,
 ) -> CollectiveTimeout | PeerLost:
     """The cause of a collective that did not end. places: numbers of collectives started by the ranks that also timed
     out. A rank that does not report computes, hangs or has exited; a rank with fewer collectives is in another one.
-    error: of NCCL, or "". Pure."""
+    error: of NCCL, or "". late: what a pipeline's stage before has not sent, and which rank of the job: if all ranks of
+    the group are in the collective, they wait for that. Pure."""
     silent = [rank for rank in range(len(hosts)) if rank not in places]
     least = min(places.values(), default=started)
     behind = [rank for rank, place in places.items() if place == least and place < max(places.values())]
-    blamed = silent or behind
+    blamed, rank = silent or behind, -1
     names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in blamed)
     if silent:
         why = f"{names} {'does' if len(blamed) == 1 else 'do'} not answer"
     elif behind:
         why = f"{names} set off {least} collectives, this rank {started}"
+    elif late is not None:
+        why, rank = late
     else:
         why = "all ranks are in it: look at the links between them"
     peer = blamed[0] if len(blamed) == 1 else -1
     if error:
-        return PeerLost(f"NCCL reports {error} in {waited} (collective {started}): {why}", peer, started)
-    return CollectiveTimeout(f"{waited} (collective {started}) did not end in {seconds:g} s: {why}", peer, started)
+        return PeerLost(f"NCCL reports {error} in {waited} (collective {started}): {why}", peer, started, rank)
+    what = f"{waited} (collective {started}) did not end in {seconds:g} s"
+    return CollectiveTimeout(f"{what}: {why}", peer, started, rank)
 
 
 class DeviceWait:
@@ -166,9 +176,10 @@ class DeviceWait:
 
     def __init__(self, groups: Sequence[Any], ledger: Ledger, timeout: list[float], roll: Roll) -> None:
         """groups: torch's, whose errors end a wait; timeout: a list of one number [s], which its owner changes.
-        `aborts`: called after a wait in vain; they end kernels that would wait for ever."""
+        `aborts`: called after a wait in vain; they end kernels that would wait for ever. `late`: verdict's."""
         self._groups, self._ledger, self._timeout, self._roll = groups, ledger, timeout, roll
         self.aborts: list[Callable[[], None]] = []
+        self.late: Callable[[], tuple[str, int] | None] = lambda: None
 
     def __call__(self, event: Any | None, what: str) -> None:
         """Waits for the event; None: for all queued work of the current stream. Raises CollectiveTimeout or PeerLost,
@@ -184,10 +195,10 @@ class DeviceWait:
                 asked, error = waited, self._error()
             if error or waited > self._timeout[0]:
                 started = self._ledger.started
-                places = self._roll.call(started)
+                places, late = self._roll.call(started), self.late()
                 for abort in self.aborts:
                     abort()
-                raise verdict(what, self._timeout[0], started, places, self._roll.hosts, error)
+                raise verdict(what, self._timeout[0], started, places, self._roll.hosts, error, late)
             time.sleep(_POLL_S)
         self._ledger.waiting = ""
 
@@ -220,7 +231,7 @@ class NcclGather:
     """Gathers bytes on the host (through the device), and tensors on devices."""
 
     def __init__(self, group: Any, ledger: Ledger, wait: DeviceWait) -> None:
-        self._group, self._ledger, self._wait = group, ledger, wait
+        self._group, self._ledger, self.wait = group, ledger, wait
 
     def start(self, payload: NDArray[np.uint8]) -> Gathering:
         mine = torch.from_numpy(np.ascontiguousarray(payload, dtype=np.uint8)).pin_memory()
@@ -231,7 +242,7 @@ class NcclGather:
         there.record()
 
         def finish() -> NDArray[np.uint8]:
-            self._wait(there, "gather")
+            self.wait(there, "gather")
             gathered: NDArray[np.uint8] = host.numpy()
             return gathered
 
@@ -244,4 +255,4 @@ class NcclGather:
         return out
 
     def wait_for(self, event: Any | None, what: str) -> None:
-        self._wait(event, what)
+        self.wait(event, what)

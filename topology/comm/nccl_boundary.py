@@ -21,8 +21,10 @@ class NcclBoundary:
     """`rail`: the torch group of this rank's peers, stage after stage; `tp`: its own stage's. Seconds are not counted:
     sends and receives have no common clock."""
 
-    def __init__(self, rail: Any, tp: Any, ledger: Ledger) -> None:
-        self._rail, self._tp, self._ledger = rail, tp, ledger
+    def __init__(self, rail: Any, tp: Any, ledger: Ledger, previous: int = -1) -> None:
+        """previous: the job's rank that is this one's peer in the stage before."""
+        self._rail, self._tp, self._ledger, self._previous = rail, tp, ledger, previous
+        self._latest: Any = None  # the event of the last rows that were asked for
         self._stage, self._index, self._size = rail.rank(), tp.rank(), tp.size()
         self._sending, self._receiving = _STREAM(priority=-1), _STREAM(priority=-1)
 
@@ -58,6 +60,7 @@ class NcclBoundary:
             self._rail.recv([share], self._stage - 1, 0).wait()  # else the event would be recorded before the data came
             there = _EVENT()
             there.record(self._receiving)
+        self._latest = there
         self._ledger.started += 1
         self._ledger.add("boundary", "nccl", "net", shape[0] * shape[1] * dtype.itemsize, 0.0, 0.0, 0.0, now=0.0)
 
@@ -70,6 +73,12 @@ class NcclBoundary:
             return gathered[: shape[0] * shape[1]].view(shape)
 
         return Later(finish)
+
+    def late(self) -> tuple[str, int] | None:
+        """What the stage before has not sent, and the rank of the job that should have."""
+        if self._latest is None or self._latest.query():
+            return None
+        return f"hidden rows from stage {self._stage - 1} (rank {self._previous}) did not come", self._previous
 
     def _padded(self, x: Tensor) -> Tensor:
         flat, size = x.reshape(-1), -(-x.numel() // self._size)

@@ -33,7 +33,7 @@ class Pipeline:
     def __init__(self, stage: int, stages: int, peers: Sequence[int], lines: Lines, ledger: Ledger) -> None:
         self.stage, self.stages = stage, stages
         self.boundary: Boundary
-        self.lines, self._ledger, self._peers = lines, ledger, peers
+        self.lines, self._ledger, self.peers = lines, ledger, peers
         self.timeout_s = 60.0
         self.close = lines.close
 
@@ -78,7 +78,7 @@ class Pipeline:
         """Lines.receive; meanwhile the ledger's `waiting` names `what`. Raises PeerLost or CollectiveTimeout, which
         name the stage."""
         stage = {NEXT: self.stage + 1, PREVIOUS: self.stage - 1}.get(line, self.stages - 1 if self.first else 0)
-        name = f"{what} from stage {stage} (rank {self._peers[line]})"
+        name = f"{what} from stage {stage} (rank {self.peers[line]})"
         self._ledger.waiting = name
         heard = self.lines.receive(line, into, time.monotonic() + self.timeout_s, name)
         self._ledger.waiting = ""

@@ -114,6 +114,20 @@ def test_a_wait_in_vain_names_the_rank(error: str, kind: type, monkeypatch: pyte
     assert ledger.waiting == "gather"
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_group_that_waits_for_the_stage_before_names_it(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than its own links; but a rank of the group that is missing is named first."""
+    monkeypatch.setattr(nccl, "GRACE_S", 0.05)
+    ledger, store = Ledger(), Store({"laddertron/place/0/1": "0"} if answers else {})
+    wait = DeviceWait([], ledger, [1e-4], Roll(store, 0, HOSTS[:2]))
+    wait.late = lambda: ("hidden rows from stage 0 (rank 5) did not come", 5)
+    with pytest.raises(CollectiveTimeout) as caught:
+        wait(Event(float("inf")), "gather")
+    assert ("did not end in 0.0001 s: hidden rows from stage 0 (rank 5) did not come" in str(caught.value)) is answers
+    assert ("rank 1 on" in str(caught.value)) is not answers
+    assert (caught.value.peer, caught.value.rank) == ((-1, 5) if answers else (1, -1))
+
+
 def test_a_communicator_is_asked_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch knows of no error, because a replay makes no Work; NCCL's own answer names the lost peer at once."""
     asked: list[int] = []
