@@ -13,6 +13,7 @@ import pytest
 import torch
 from laddertron import __version__
 from laddertron.engine.config.schema import CPU_KV_CACHE_MEMORY, Deployment, EngineConfig, ModelSection
+from laddertron.engine.step import cuda_graphs
 from laddertron.engine.step import kv_capacity as capacity
 from laddertron.engine.step.cuda_graphs import GraphsError, StepGraphs
 from laddertron.engine.step.draft_model import check_alike
@@ -65,6 +66,7 @@ def working(
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "kernels_attend", lambda wanted, *_: wanted != "torch")
+    monkeypatch.setattr(cuda_graphs, "triton_missing", lambda: None)
 
 
 def test_a_step_that_flashinfer_cannot_plan_is_refused_before_loading(flashinfer: None) -> None:
