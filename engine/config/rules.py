@@ -196,11 +196,6 @@ RULES: tuple[Rule, ...] = (
         "{engine.max_num_seqs} < {parallel.microbatches} micro-batches: each needs a sequence: raise it",
     ),
     Rule(
-        ("engine.cuda_graphs", _PP),
-        lambda d: d.parallel.world.stages > 1 and d.engine.cuda_graphs is True,
-        "stages are not recorded yet: use auto or false",
-    ),
-    Rule(
         ("launch.hostfile", "launch.hosts"),
         lambda d: d.launch.hosts and d.launch.hostfile,
         "conflicts with launch.hosts: keep one of them",

@@ -90,7 +90,6 @@ RULE_CASES = (
     ("launch: {port_range: 40000-70000}", "launch.port_range"),
     ("parallel: {pipeline_microbatches: 2}", "parallel.pipeline_microbatches"),
     ("parallel: {pipeline_parallel_size: 4}\nengine: {max_num_seqs: 3}", "engine.max_num_seqs"),
-    ("parallel: {pipeline_parallel_size: 2}\nengine: {cuda_graphs: true}", "engine.cuda_graphs"),
     ("parallel: {split_steps: always}", "parallel.split_steps"),
     ("parallel: {split_steps: always, tensor_parallel_size: 2, overlap: false}", "parallel.split_steps"),
     ("parallel: {emulated_delay: 1ms}", "parallel.emulated_delay"),
