@@ -119,7 +119,7 @@ class StageRunner(Runner):
         if self.timeouts is not None:
             self._sizes.append(batch.num_tokens)
             self.timeouts.before(max(self._sizes))
-        self._pass_lengths(batch)
+        self.pass_lengths(batch)
         drafted = self._draft(batch)
         chunks, split = self._rows(batch, drafted)
         out = self._forward(chunks, during_collective, split)
@@ -141,7 +141,7 @@ class StageRunner(Runner):
             self._zero_blocks(self.checks.popleft())
         return StepResult(())
 
-    def _pass_lengths(self, batch: Batch) -> None:
+    def pass_lengths(self, batch: Batch) -> None:
         """Tells the stages between how many tokens and drafts each decode has. The last stage knows."""
         slots = [chunk.slot for chunk in batch.chunks if chunk.samples and chunk.count == 1]
         if not (self._speculates and slots) or self._pipeline.last:

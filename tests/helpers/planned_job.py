@@ -8,8 +8,9 @@ import time
 from collections import deque
 from random import Random
 
+from drawn_drafts import drawn_result
 from fake_job import FakeJob
-from laddertron.engine.batch import Batch, StepResult
+from laddertron.engine.batch import Batch
 from laddertron.engine.request import ModelLimits, Request
 from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
 
@@ -61,18 +62,11 @@ class PlannedJob(FakeJob):
                     continue
             if planned:
                 batch = planned.popleft()
-                self.listener.on_tokens(self.scheduler.commit(batch, self._result(batch), time.time()))
+                self.listener.on_tokens(
+                    self.scheduler.commit(batch, drawn_result(batch, self._accepted, self._draw), time.time())
+                )
             else:
                 self.listener.on_tokens(self.scheduler.take_events())
-
-    def _result(self, batch: Batch) -> StepResult:
-        more, drafted = {}, {}
-        for chunk in batch.chunks:
-            right = 0
-            while right < chunk.drafts and self._draw.random() < self._accepted:
-                right += 1
-            more[chunk.slot], drafted[chunk.slot] = [(7, None)] * right, chunk.drafts
-        return StepResult([7 for chunk in batch.chunks if chunk.samples], more=more, drafted=drafted)
 
 
 def distinct_tokens(prompts: list[tuple[int, ...]]) -> int:

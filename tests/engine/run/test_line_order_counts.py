@@ -140,7 +140,7 @@ def test_the_order_costs_a_job_without_shared_prefixes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of many lengths: no more computed tokens than in the order of the file, and no more steps but for the last
-    lines'."""
+    lines', of which each further replica may have one alone for its 16 tokens."""
     draw = random.Random(run_seed)
     prompts = [ids(draw, draw.randrange(8, 200)) for _ in range(lines)]
     counts = []
@@ -151,4 +151,4 @@ def test_the_order_costs_a_job_without_shared_prefixes_nothing(
         monkeypatch.setattr(prefetch, "LineOrder", FileOrder)
     (tokens, steps), (file_tokens, file_steps) = counts
     assert tokens <= file_tokens
-    assert steps <= file_steps + 4
+    assert steps <= file_steps + 4 + 16 * (jobs - 1)

@@ -103,7 +103,7 @@ def test_numbers_of_drafts_go_from_host_to_host(stage: int) -> None:
     runner: Any = SimpleNamespace(
         _pipeline=pipeline, _speculates=True, length={1: 9, 3: 5}, proposed={1: [7, 7]} if stage == 0 else {}
     )
-    StageRunner._pass_lengths(
+    StageRunner.pass_lengths(
         runner, Batch(0, chunks=(Chunk(1, 9, 1, True), Chunk(3, 5, 1, True), Chunk(2, 0, 3, True)))
     )
     assert sent == ([(coming, NEXT)] if stage < 2 else [])

@@ -308,7 +308,7 @@ def replayed(backend: Any, layer: int, qkv: Tensor) -> Tensor:
 
 
 def test_a_step_of_padding_may_be_longer_than_a_sequence() -> None:
-    """Its one prompt has all rows of the shape, whatever max_model_len is."""
+    """Its one prompt has all rows of the shape, for any max_model_len."""
     cache = make_cache(2, 8, 9, 4, torch.float32, CPU)
     backend = FlashInferAttention(cache, (None,), 0.3, 4, torch.float32, fake_flashinfer.LIBRARY)
     recorded = backend.captured([(1, 0), (1, 64)], 2)[1, 64]

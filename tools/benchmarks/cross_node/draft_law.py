@@ -11,15 +11,20 @@ stages, however many rows it has.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import deque
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from random import Random
 
-from laddertron.engine.batch import Batch, StepResult
-from laddertron.engine.request import Request, SamplingParams
-from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits
-from laddertron.engine.schedule.speculation import SpeculationRule, speculation_rule
+sys.path[:0] = [str(Path(__file__).resolve().parents[3] / "tests" / "helpers")]
+
+from drawn_drafts import drawn_result  # noqa: E402
+from laddertron.engine.batch import Batch, StepResult  # noqa: E402
+from laddertron.engine.request import Request, SamplingParams  # noqa: E402
+from laddertron.engine.schedule.scheduler import Scheduler, SchedulerLimits  # noqa: E402
+from laddertron.engine.schedule.speculation import SpeculationRule, speculation_rule  # noqa: E402
 
 LAYERS = 12
 DELAYS_S = (0.1e-3, 0.5e-3, 1e-3, 2e-3)
@@ -84,17 +89,8 @@ class _Stages:
             at += self._layout.crossings / self._layout.stages * self._delay_s
         if self._layout.stages == 1:
             self.free_s[0] = at  # the all-reduces are within the step
-        self.flight.append((at, batch, self._result(batch)))
+        self.flight.append((at, batch, drawn_result(batch, self._accepted, self._dice)))
         return began
-
-    def _result(self, batch: Batch) -> StepResult:
-        more, drafted = {}, {}
-        for chunk in batch.chunks:
-            right = 0
-            while right < chunk.drafts and self._dice.random() < self._accepted:
-                right += 1
-            more[chunk.slot], drafted[chunk.slot] = [(1, None)] * right, chunk.drafts
-        return StepResult([1 for chunk in batch.chunks if chunk.samples], more=more, drafted=drafted)
 
 
 def simulate(
